@@ -1,0 +1,49 @@
+"""The whole training loop by hand, from the public API alone: what `omnizoo train` does, without its comforts.
+
+python examples/linear_train.py examples/text_tiny.yaml --train.steps 20 --log.dir runs/linear
+torchrun --standalone --nproc-per-node 2 examples/linear_train.py examples/text_tiny.yaml
+"""
+
+import sys
+from pathlib import Path
+
+import omnizoo
+
+
+def main(path: str, overrides: list[str]) -> None:
+    config = omnizoo.load_config(path, overrides)
+    checkpoints = Path(config.log.dir) / "checkpoints"
+
+    with omnizoo.process_group() as process:
+        # Who is where: FSDP2/HSDP axes over all processes.
+        mesh = omnizoo.build_mesh(config, process)
+
+        # Rows -> packs: the same packs at the same step for any layout.
+        tokenizer = omnizoo.load_tokenizer(config.model)
+        loader = omnizoo.build_loader(config, tokenizer, mesh.dp_rank, mesh.dp_size)
+
+        # The untouched Hugging Face class on meta; then shards, then weights.
+        model = omnizoo.build_model(config.model, config.parallel.precision)
+        checkpoint = omnizoo.find(config, checkpoints)
+        omnizoo.parallelize(model, mesh, config, load=checkpoint is None)
+        optimizer = omnizoo.build_optimizer(model, config.train)
+
+        start = 0
+        if checkpoint is not None:
+            state = omnizoo.load(checkpoint, model, optimizer)
+            start = state["step"]
+            loader.load_state_dict(state["loader"])
+
+        for step in range(start + 1, config.train.steps + 1):
+            data = omnizoo.next_step(loader, mesh)
+            result = omnizoo.train_step(model, optimizer, data, step, mesh, config)
+            if mesh.is_first:
+                print(f"step {step}/{config.train.steps}  loss {result.loss:.6f}  grad norm {result.grad_norm:.4f}")
+
+        lanes = mesh.gather(loader.state_dict())
+        state = {"loader": omnizoo.merge_states(lanes) if mesh.is_first else None}
+        omnizoo.save(checkpoints, config.train.steps, model, optimizer, state, mesh, config, tokenizer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,118 @@
+"""The `omnizoo` command: arguments in, exit code out. A user's mistake is one line on stderr and exit code 2.
+
+Commands import what they need when they run: `omnizoo --help` and config errors must not wait for torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from omnizoo.config.errors import TrainingError, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        args = parse(list(sys.argv[1:] if argv is None else argv))
+        return int(args.run(args))
+    except (UserError, TrainingError) as error:
+        from omnizoo.cli.report import report_error
+
+        report_error(str(error))
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:  # outside of the training loop, which ends gracefully by itself
+        return 130
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+class TrainHelp(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from omnizoo.cli.train import print_help
+
+        print_help()
+        parser.exit()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
+    parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+
+    train = commands.add_parser("train", help="train by a YAML config", add_help=False, allow_abbrev=False)
+    train.add_argument("-h", "--help", action=TrainHelp, nargs=0)
+    train.add_argument("config", metavar="CONFIG")
+    train.add_argument("--nproc", metavar="N", type=int)
+    train.set_defaults(run=_train)
+
+    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", allow_abbrev=False)
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint folder of a run")
+    export.add_argument("out", metavar="OUT_DIR", type=Path, help="new folder, for `from_pretrained` to load")
+    export.set_defaults(run=_export)
+
+    doctor = commands.add_parser("doctor", help="what this machine can do, and what it lacks", allow_abbrev=False)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    doctor.set_defaults(run=_doctor)
+
+    if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
+        close = get_close_matches(argv[0], commands.choices, n=1) or list(commands.choices)
+        raise UserError(f"unknown command {argv[0]!r}; did you mean {' or '.join(close)}?")
+    # Overrides are taken out first: argparse cannot tell the value of a flag it does not know from a positional.
+    overrides, rest = split_overrides(argv) if argv[:1] == ["train"] else ([], argv)
+    args, unknown = parser.parse_known_args(rest, argparse.Namespace(overrides=overrides))
+    if unknown:
+        raise UserError(
+            f"unknown argument {unknown[0]!r}; {suggest(unknown[0], commands.choices.get(argv[0], parser))}"
+        )
+    if not hasattr(args, "run"):
+        parser.error(f"expected a command: {', '.join(commands.choices)}")
+    return args
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(`--section.key` flags with their values, everything else)."""
+    overrides: list[str] = []
+    rest: list[str] = []
+    takes_value = False
+    for arg in argv:
+        flag, equals, _ = arg.partition("=")
+        is_override = flag.startswith("--") and "." in flag
+        (overrides if is_override or (takes_value and not arg.startswith("--")) else rest).append(arg)
+        takes_value = is_override and not equals
+    return overrides, rest
+
+
+def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
+    """A flag of the command that looks like `argument`, or for `--steps` the full key `--train.steps`."""
+    flags = {flag: flag for flag in parser._option_string_actions}
+    if parser.prog == "omnizoo train":
+        from omnizoo.config import reference
+
+        flags |= {f"--{key.key.rpartition('.')[2]}": f"--{key.key}" for key in reversed(reference.keys())}
+    close = get_close_matches(argument.partition("=")[0].replace("-", "_").replace("__", "--", 1), flags, n=1)
+    return f"did you mean {flags[close[0]]}?" if close else f"see `{parser.prog} --help`"
+
+
+def _train(args: argparse.Namespace) -> int:
+    from omnizoo.cli.train import train
+
+    return train(args.config, args.overrides, args.nproc)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from omnizoo.checkpoint.export import export
+
+    export(args.checkpoint, args.out)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from omnizoo.cli.doctor import doctor
+
+    return doctor(as_json=args.json)

@@ -1,0 +1,62 @@
+"""`omnizoo train`: check the config and its layout, then train in this process or start the ranks that do.
+
+Nothing here imports torch before the config is known to be good.
+"""
+
+from omnizoo.cli.launch import launch, watch_launcher
+from omnizoo.config import reference
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
+from omnizoo.parallel.layout import place_in_world, plan_layout
+
+USAGE = """\
+omnizoo train CONFIG [--section.key value ...] [--nproc N]
+
+CONFIG is a YAML file. Every key below can stand in it or on the command line, which wins.
+Values are YAML; relative paths are relative to the working directory.
+
+--nproc N starts N processes on this machine. For several machines leave it out and run under
+Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`."""
+
+
+def train(path: str, overrides: list[str], nproc: int | None) -> int:
+    config = load_config(path, overrides)
+    place = place_in_world()
+    started = place[1] if place else None
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc is {nproc}; expected the number of processes to start, at least 1")
+    if nproc is not None and started is not None:
+        raise UserError(
+            f"--nproc {nproc}: torchrun or Slurm has started this process as one of {started} already; "
+            "leave --nproc out (or unset RANK, WORLD_SIZE and SLURM_NTASKS)"
+        )
+    world = started or nproc or 1
+    plan_layout(config.parallel, world, config.train.global_batch, config.train.micro_batch)
+    if started is None and world > 1:
+        return launch(["train", path, *overrides], world)
+    watch_launcher()
+    from omnizoo.training.run import train as train_here
+
+    return train_here(config)
+
+
+def print_help() -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 100
+    console.print(Text(USAGE))
+    keys = reference.keys()
+    for section, about in reference.sections().items():
+        console.print(Text.assemble("\n", (section, "bold"), f": {about}"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column()
+        for key in keys:
+            if key.key.startswith(section + "."):
+                facts = f"{key.type}; {'required' if key.default == 'required' else f'default {key.default}'}"
+                table.add_row(f"  --{key.key}", Text.assemble(key.description, "\n", (facts, "dim")))
+        console.print(table)

@@ -1,0 +1,124 @@
+"""Every config key with its type, default and meaning, read off the schema: the one source of `omnizoo train --help`,
+of the expectations in error messages, and of docs/configuration.md.
+
+`python -m omnizoo.config.reference > docs/configuration.md` writes that page anew.
+"""
+
+import json
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from omnizoo.config.schema import Config, Section
+
+NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
+SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "with at least")]
+
+PREAMBLE = """\
+# Configuration
+
+<!-- Generated from omnizoo/config/schema.py by `python -m omnizoo.config.reference > docs/configuration.md`. -->
+
+A config is one YAML file, and any key can be set on the command line as well, which wins over the file:
+
+```
+omnizoo train my.yaml --train.lr 1e-3 --data.sources.0.path corpus.jsonl --model.config.num_hidden_layers 2
+```
+
+- `--section.key value` and `--section.key=value` are the same. Values are YAML: `true`, `null`, `[a, b]`, `{path: x}`.
+- Items of a list go by their index (`N` in the tables): `--data.sources.0.weight 2`; one past the last appends.
+- Relative paths are relative to the working directory of the command, not to the config file.
+- Numbers are read as in YAML 1.2: `1e-3` is a number, `yes`, `on` and `2024-01-01` are text.
+- Types are strict: `steps: "10"` is an error. An integer is fine where a number is expected.
+- Unknown keys and repeated keys are errors, and so is a value out of range; all of them are reported at once.
+- The run folder keeps the complete config, defaults included, as `config.yaml`: `omnizoo train` takes it as it is.
+"""
+
+
+class Key(NamedTuple):
+    key: str  # dotted; N stands for an index
+    type: str
+    default: str
+    description: str
+
+
+def keys() -> list[Key]:
+    """Every key a user can set, in the order of the schema."""
+    return list(_keys_of(Config, ""))
+
+
+def sections() -> dict[str, str]:
+    """Section name -> what it is about."""
+    return {name: field.description or "" for name, field in Config.model_fields.items()}
+
+
+def _keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        key, nested = prefix + name, _section_in(field.annotation)
+        if nested is None or nested is not field.annotation:
+            yield Key(key, type_text(field), _default_text(field), field.description or "")
+        if nested is not None:
+            yield from _keys_of(nested, key + ("." if nested is field.annotation else ".N."))
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that `annotation` is, or is a list of."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is list else annotation
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+
+def type_text(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(bound, name)}" for bound in field.metadata for name, sign in SIGNS if hasattr(bound, name)
+    ]
+    return " ".join([_annotation_text(field.annotation), ", ".join(bounds)]).strip()
+
+
+def _annotation_text(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if (section := _section_in(annotation)) is not None:
+        text = "{" + ", ".join(section.model_fields) + "}"
+        return text if section is annotation else f"list of {text}"
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if origin in (Union, UnionType):
+        return " or ".join(_annotation_text(arg) for arg in args)
+    if origin is list:
+        return f"list of {_annotation_text(args[0])}"
+    if origin is tuple:
+        return "[" + ", ".join(_annotation_text(arg) for arg in args) + "]"
+    return NAMES[origin or annotation]
+
+
+def _default_text(field: FieldInfo) -> str:
+    return "required" if field.is_required() else _value_text(field.get_default(call_default_factory=True))
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value_text(item) for item in value) + "]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def markdown() -> str:
+    page = [PREAMBLE]
+    for section, about in sections().items():
+        page += [
+            f"## {section}\n",
+            f"{about[:1].upper()}{about[1:]}.\n",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        page += [
+            f"| `{key.key}` | {key.type} | `{key.default}` | {key.description} |"
+            for key in keys()
+            if key.key.startswith(section + ".")
+        ]
+        page.append("")
+    return "\n".join(page)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

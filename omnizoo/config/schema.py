@@ -1,0 +1,152 @@
+"""The config schema: one frozen section per room, every key typed, documented and with its default.
+
+A run is a function of this config without `parallel` (and without `log`): the layout never changes what is computed.
+`docs/configuration.md` and `omnizoo train --help` are generated from these fields.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+
+class Model(Section):
+    path: str | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
+    config: str | dict[str, Any] | None = Field(
+        None, description="HF folder or inline mapping (with `model_type`); weights are drawn from `train.seed`"
+    )
+    tokenizer: str | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
+    attention: str = Field(
+        "auto",
+        description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that ships inside the model folder")
+    allow_missing: list[str] = Field(
+        [], description="glob patterns of weights that `model.path` may lack; they are drawn from `train.seed`"
+    )
+    allow_unexpected: list[str] = Field([], description="glob patterns of weights in `model.path` to ignore")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Model":
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give exactly one of model.path (weights) and model.config (random init)")
+        if self.config is not None and isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ValueError("model.config as a mapping needs a `model_type`, e.g. `model_type: qwen3`")
+        return self
+
+
+class Source(Section):
+    path: str = Field(description="JSONL or Parquet file, a folder of them, or a local `datasets` folder")
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share of samples, relative to the other sources")
+    split: str = Field("train", description="split to read when the path is a `datasets` folder")
+
+
+class Data(Section):
+    sources: Annotated[list[Source], Field(min_length=1)] = Field(description="what to train on, mixed by weight")
+    eval_sources: list[Source] = Field([], description="held-out data for `train.eval_every`")
+    pack_tokens: Annotated[int, Field(ge=2)] = Field(2048, description="upper bound of tokens in one pack")
+    lanes: Annotated[int, Field(ge=1)] = Field(
+        8,
+        description="independent streams of packs; fixes the order of data for any world size; best a multiple of dp",
+    )
+    look_ahead: Annotated[int, Field(ge=1)] = Field(256, description="samples a lane looks at to fill a pack")
+    overlong: Literal["split", "drop"] = Field(
+        "split", description="samples longer than a pack: cut into pieces, or left out; counted either way"
+    )
+    shuffle: bool = Field(True, description="new order each epoch, drawn from `train.seed`")
+    shuffle_rows: Annotated[int, Field(ge=1)] = Field(4096, description="rows a lane shuffles among each other")
+    append_eos: bool = Field(True, description="end every `text` row with the tokenizer's end-of-sequence token")
+    on_bad_row: Literal["error", "skip"] = Field(
+        "error", description="a row that cannot be used: stop, or count it, list it in `bad_rows.jsonl` and go on"
+    )
+    workers: Annotated[int, Field(ge=0)] = Field(
+        0, description="loader processes per rank; the data does not depend on it"
+    )
+    prefetch: Annotated[int, Field(ge=1)] = Field(2, description="steps each loader worker works ahead")
+
+
+class Parallel(Section):
+    dp_replicate: Annotated[int, Field(ge=1)] = Field(1, description="copies of the sharded model (HSDP)")
+    dp_shard: int = Field(-1, description="ranks that share one copy (FSDP2); -1: what is left of the world")
+    precision: Literal["fp32", "fp64", "bf16"] = Field(
+        "fp32",
+        description="bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for proofs on the CPU",
+    )
+    recompute: Literal["none", "full", "selective"] = Field(
+        "none", description="recompute activations in backward: every block, or all of it but attention and matmuls"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="free gathered weights between forward and backward: less memory, one more all-gather"
+    )
+    reduce_each_micro_batch: bool = Field(
+        False,
+        description="reduce-scatter after every micro-batch: less memory, more communication; default: once a step",
+    )
+
+    @model_validator(mode="after")
+    def _shard_is_a_size(self) -> "Parallel":
+        if self.dp_shard == 0 or self.dp_shard < -1:
+            raise ValueError(f"parallel.dp_shard is {self.dp_shard}; give a positive number, or -1 for what is left")
+        return self
+
+
+class Train(Section):
+    steps: Annotated[int, Field(ge=1)] = Field(1000, description="optimizer steps of the whole run")
+    global_batch: Annotated[int, Field(ge=1)] = Field(8, description="packs per optimizer step over all ranks")
+    micro_batch: Annotated[int, Field(ge=1)] = Field(1, description="packs per forward pass on one rank")
+    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="after warmup: flat, to `min_lr_ratio` by a line or a cosine, or warmup-stable-decay"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warmup from zero")
+    decay_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run"
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decay rates", strict=False)
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="AdamW's decoupled weight decay")
+    no_decay: list[Literal["norm", "bias", "embedding"]] = Field(
+        ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
+    )
+    grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="initial weights, data order and dropout")
+    max_bad_steps: Annotated[int, Field(ge=1)] = Field(
+        3, description="stop after this many skipped (non-finite) steps in a row"
+    )
+    eval_every: Annotated[int, Field(ge=0)] = Field(0, description="steps between held-out evaluations; 0: never")
+    eval_packs: Annotated[int, Field(ge=1)] = Field(16, description="packs of one evaluation, always the same ones")
+
+
+class Checkpoint(Section):
+    every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between checkpoints; 0: only at the end of the run"
+    )
+    keep: Annotated[int, Field(ge=1)] = Field(2, description="newest complete checkpoints to keep")
+    dir: str | None = Field(None, description="where checkpoints go; default: `<log.dir>/checkpoints`")
+    resume: str = Field("auto", description="`auto`: the newest complete one in `dir`; `never`; or a checkpoint folder")
+    on_save_error: Literal["stop", "continue"] = Field(
+        "stop",
+        description="a save fails (disk full ...): stop with an error, or warn and train on; older ones stay intact",
+    )
+
+
+class Log(Section):
+    dir: str = Field("runs/default", description="the run folder: config, metrics, TensorBoard, checkpoints, report")
+    every: Annotated[int, Field(ge=1)] = Field(1, description="steps between console lines where there is no terminal")
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+    wandb: str | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
+
+
+class Config(Section):
+    model: Model = Field(description="what is trained: weights from `model.path`, or random ones from `model.config`")
+    data: Data = Field(description="what it is trained on, and how rows become packs")
+    parallel: Parallel = Field(
+        default_factory=Parallel, description="how it is spread over processes; the numbers do not depend on it"
+    )
+    train: Train = Field(default_factory=Train, description="the loop: length, batch, optimizer, evaluation")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
+    log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")

@@ -1,0 +1,94 @@
+"""Packing: samples of many lengths become packs of at most `pack_tokens` tokens, nearly always exactly full.
+
+The packer is a pure function of the samples it is given, in their order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from omnizoo.data.render import Rendered
+
+
+class SampleId(NamedTuple):
+    source: int
+    epoch: int
+    row: int
+    part: int  # 0, or which piece of a row longer than a pack
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class Sample:
+    id: SampleId
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Pack:
+    samples: tuple[Sample, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.ids) for sample in self.samples)
+
+
+def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: int) -> Iterator[Sample]:
+    """The row as samples of at most `pack_tokens`; more than one only if it is longer than that."""
+    for part, start in enumerate(range(0, len(rendered.ids), pack_tokens)):
+        piece = slice(start, start + pack_tokens)
+        yield Sample(SampleId(source, epoch, row, part), rendered.ids[piece], rendered.targets[piece])
+
+
+class Packer:
+    """Best fit over a window of `look_ahead` samples: the oldest one, and those that fill the rest of the pack best.
+
+    No sample waits for more than as many packs as the window has samples. Among equally full packs, older samples win.
+    """
+
+    def __init__(self, pack_tokens: int, look_ahead: int) -> None:
+        self.pack_tokens, self.look_ahead = pack_tokens, look_ahead
+        self.buffer: list[Sample] = []
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self.buffer) >= self.look_ahead
+
+    def add(self, sample: Sample) -> None:
+        assert 0 < len(sample.ids) <= self.pack_tokens, "over-long samples are split or dropped before"
+        self.buffer.append(sample)
+
+    def pop(self) -> Pack:
+        lengths = [len(sample.ids) for sample in self.buffer]
+        chosen = [0, *(1 + i for i in best_fill(lengths[1:], self.pack_tokens - lengths[0]))]
+        pack = Pack(tuple(self.buffer[i] for i in chosen))
+        for i in reversed(chosen):
+            del self.buffer[i]
+        return pack
+
+
+def best_fill(lengths: list[int], room: int) -> list[int]:
+    """Indices (ascending) of lengths with the largest sum that is at most `room`.
+
+    Subset sum, with an integer as the set of reachable sums (bit n: some subset sums to n): one shift of it adds a
+    sample to all of them, which takes about a microsecond; it stops at the first samples that fill `room` exactly.
+    """
+    within = (1 << (room + 1)) - 1
+    reachable = [1]
+    for length in lengths:
+        if reachable[-1] >> room:
+            break
+        reachable.append((reachable[-1] | reachable[-1] << length) & within)
+    left = reachable[-1].bit_length() - 1
+    chosen = []
+    for i in range(len(reachable) - 2, -1, -1):
+        if not reachable[i] >> left & 1:  # only reachable with sample i
+            chosen.append(i)
+            left -= lengths[i]
+    return chosen[::-1]

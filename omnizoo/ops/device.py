@@ -1,0 +1,97 @@
+"""Facts about the device under a run: which one a process uses, its collective backend, its peak FLOP/s, its memory.
+
+Nothing here talks to other ranks; `backend_for` only names what `torch.distributed` should be started with.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+
+import psutil
+import torch
+
+from omnizoo.config.errors import UserError
+
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # ROCm calls itself cuda, and its RCCL nccl
+
+# Dense peaks in TFLOP/s from the vendors' data sheets, matched against the whole device name, so that a cut-down one
+# (laptop, MIG slice, "4090 D") is unknown rather than wrong. bf16 accumulates in fp32, no sparsity; fp32 is not TF32.
+# AMD's fp32 is its matrix unit, and an MI250X is two devices to torch: half a card each. Ascend 910B is left out: one
+# name covers several chips, and no public data sheet tells them apart.
+PEAK_TFLOPS = {
+    r"NVIDIA A100.*": {"bf16": 312.0, "fp32": 19.5},
+    r"NVIDIA (H100|H800) PCIe": {"bf16": 756.0, "fp32": 51.0},
+    r"NVIDIA (H100|H200) NVL": {"bf16": 835.0, "fp32": 60.0},
+    r"NVIDIA (H100 80GB HBM3|H200|H800)": {"bf16": 989.0, "fp32": 67.0},
+    r"NVIDIA H20": {"bf16": 148.0, "fp32": 44.0},
+    r"NVIDIA B200": {"bf16": 2250.0, "fp32": 75.0},
+    r"NVIDIA L40S": {"bf16": 362.0, "fp32": 91.6},
+    r"NVIDIA GeForce RTX 4090": {"bf16": 165.2, "fp32": 82.6},
+    r"AMD Instinct MI250X": {"bf16": 191.5, "fp32": 47.9},
+    r"AMD Instinct MI300X( OAM)?": {"bf16": 1307.4, "fp32": 163.4},
+}
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this process (made the current one), or the CPU where there is none to train on."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    if accelerator.type not in BACKENDS:
+        logging.getLogger(__name__).warning("%s has no collective backend; training on the CPU", accelerator.type)
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"local rank {local_rank} finds {count} {accelerator.type} device(s) on this node: start at most {count} "
+            f"process(es) here (`--nproc {count}`), and let each of them see every device"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(accelerator.type, local_rank)
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend for `init_process_group`; CPU tensors keep theirs (checkpoints, object collectives)."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
+
+
+def device_name(device: torch.device) -> str:
+    return "CPU" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense peak FLOP/s of `device` at `precision` (as in `parallel.precision`); None where it is not known."""
+    return peak_flops_of(device_name(device), precision)
+
+
+def peak_flops_of(name: str, precision: str) -> float | None:
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.fullmatch(pattern, name) and "MIG" not in name and precision in tflops:
+            return tflops[precision] * 1e12
+    return None
+
+
+def memory_gb(device: torch.device) -> float:
+    """GiB: the most ever allocated on an accelerator; on the CPU, what this process holds now.
+
+    Not the CPU peak: `ru_maxrss` survives fork and exec, so a rank would report the peak of what launched it.
+    """
+    if device.type == "cpu":
+        return float(psutil.Process().memory_info().rss) / 2**30
+    return float(torch.get_device_module(device).max_memory_allocated(device)) / 2**30
+
+
+def train_flops(parameters: int, tokens: int, attention_pairs: int, layers: int, attention_width: int) -> int:
+    """Model FLOPs of forward and backward over `tokens`; what is recomputed does not count.
+
+    A matmul weight takes a multiply and an add per token, and backward takes two such products (for the input and for
+    the weight): 6 per weight and token. A (query, key) pair takes two dot products of `attention_width` = heads x
+    head_dim in each layer, one for its score and one for its value: 4 x width forward, 12 x width with backward.
+    `parameters` are those a token is multiplied with: no embedding table, but the head, and only the experts it visits.
+    """
+    return 6 * parameters * tokens + 12 * layers * attention_width * attention_pairs
+
+
+def causal_pairs(lengths: Iterable[int]) -> int:
+    """(query, key) pairs of packed causal samples: each token sees its own sample up to and including itself."""
+    return sum(n * (n + 1) // 2 for n in lengths)

@@ -1,0 +1,55 @@
+"""Starting and ending this process's part in the run: rank, device, store and process group.
+
+One process is a world of one: the same code path, with an in-memory store and no network.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops.device import backend_for, pick_device
+from omnizoo.parallel.layout import place_in_world
+
+
+@dataclass(frozen=True)
+class Process:
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+@contextmanager
+def process_group() -> Iterator[Process]:
+    """Join the world for the length of the block."""
+    rank, world_size, local_rank = place_in_world() or (0, 1, 0)
+    device = pick_device(local_rank)
+    # The device is bound lazily: a device_id here would let a CPU-only mesh of a test fail on accelerator machines.
+    dist.init_process_group(backend_for(device), store=_store(rank, world_size), rank=rank, world_size=world_size)
+    try:
+        yield Process(rank, world_size, local_rank, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(rank: int, world_size: int) -> dist.Store:
+    if world_size == 1:
+        return dist.HashStore()
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise UserError(
+            f"this process is one of {world_size}, but MASTER_ADDR and MASTER_PORT are not set: export them in the job "
+            "script (the first node's name and a free port), or start with torchrun"
+        )
+    if (fd := os.environ.get("OMNIZOO_STORE_FD")) is not None:
+        store = dist.TCPStore(host, int(port), world_size, is_master=True, master_listen_fd=int(fd))
+    else:
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
+        store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0 and not hosted)
+    # After a restart by torchrun the store still holds the keys of the killed attempt; a prefix per attempt hides them.
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,0 +1,79 @@
+"""FSDP2 and HSDP from outside: wraps blocks and root of any module with torch's `fully_shard`, and fills the shards.
+
+Gradients are *summed* over ranks, never averaged: the loss is already divided by the global count of targets, so the
+sum is the gradient of the one-process run, whatever the layout.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from omnizoo.parallel.mesh import Mesh
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, precision: str, reshard: bool) -> None:
+    """Make every block, and what is left at the root, a unit of FSDP2 over `mesh`, in place."""
+    policy = MixedPrecisionPolicy()  # weights as they are: fp32 or fp64 throughout
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    # The root is needed again at once when backward starts: resharding it would only add an all-gather.
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    for unit in units(model):
+        # Neither setter is recursive. The sum is forced: gloo has no pre-multiplied one, and a plain one is meant.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Bytes of the weights this rank holds."""
+    return sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
+
+
+def set_gradient_sync(model: nn.Module, last: bool, reduce_each: bool) -> None:
+    """Before a micro-batch: communicate gradients now, or keep them local until the last micro-batch of the step.
+
+    With `reduce_each`, gradients are reduce-scattered every time (shard-sized memory) and HSDP still all-reduces once.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(last)
+    if reduce_each:
+        model.set_requires_all_reduce(last)
+    else:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer that is still on meta real (uninitialised) memory; tied weights stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if not tensor.is_meta:
+                continue
+            if id(tensor) not in made:
+                empty = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(module, name, made[id(tensor)])
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy whole tensors, one at a time, into this rank's shards (no communication: every rank has the same stream)."""
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, whole in weights:
+        target = targets[name]
+        if isinstance(target, DTensor):
+            part = distribute_tensor(whole.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(part.to_local())
+        else:
+            target.copy_(whole)

@@ -1,0 +1,21 @@
+"""Turns SIGTERM and SIGINT into a request that the loop honours at the end of a step."""
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """Truthy once a signal has arrived. A second SIGINT interrupts at once, as the impatient expect."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+
+    def __bool__(self) -> bool:
+        return self.signal is not None

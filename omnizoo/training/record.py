@@ -1,0 +1,65 @@
+"""What a run leaves behind and shows: one object that is silent on every rank but the first."""
+
+import json
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from omnizoo.config.load import save_config
+from omnizoo.config.schema import Config
+from omnizoo.training.metrics import Metrics, MetricsWriter, RunFolder
+from omnizoo.training.progress import Progress, show_start
+from omnizoo.training.report import write_report
+
+
+class Recorder:
+    """`with Recorder(...) as recorder`: the run folder, the progress line, and the report however the run ends."""
+
+    def __init__(self, config: Config, run: RunFolder, start: int, facts: dict[str, str], active: bool) -> None:
+        self._run, self._active = run, active
+        if active:
+            run.root.mkdir(parents=True, exist_ok=True)
+            save_config(config, run.config)
+            self._writer = MetricsWriter(run, config, resume_step=start)
+            show_start(Console(), facts)
+            self._progress = Progress(config.train.steps, start, config.log.every)
+
+    def __enter__(self) -> "Recorder":
+        if self._active:
+            self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._active:
+            self._progress.__exit__(kind, error, trace)
+            self._writer.close()
+            write_report(self._run)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        if self._active:
+            self._writer.write(step, metrics)
+            self._progress.update(step, metrics)
+
+    def say(self, message: str) -> None:
+        if self._active:
+            self._progress.say(message)
+
+    def bad_rows(self, step: int, rows: Iterable[str]) -> None:
+        self._append("bad_rows", ({"step": step, "row": row} for row in rows))
+
+    def bad_step(self, step: int, loss: float, grad_norm: float, samples: list[str]) -> None:
+        self._append("bad_steps", [{"step": step, "loss": str(loss), "grad_norm": str(grad_norm), "samples": samples}])
+
+    def flush(self) -> None:
+        """Before a checkpoint is committed: a step it holds must not be missing from the metrics."""
+        if self._active:
+            self._writer.flush()
+
+    def _append(self, which: str, entries: Iterable[dict[str, Any]]) -> None:
+        if self._active:
+            with open(getattr(self._run, which), "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(entry) + "\n" for entry in entries)

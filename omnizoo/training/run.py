@@ -1,0 +1,194 @@
+"""`omnizoo train`: the one loop, for every model, modality and layout. Read it from top to bottom."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from omnizoo.checkpoint.save import SaveError, find, load, save
+from omnizoo.config.errors import TrainingError, UserError
+from omnizoo.config.schema import Config
+from omnizoo.data.loader import build_eval_batches, build_loader, merge_states
+from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
+from omnizoo.models.hf_private import attention_name
+from omnizoo.ops.device import device_name, memory_gb, peak_flops
+from omnizoo.parallel.mesh import Mesh, build_mesh
+from omnizoo.parallel.process import process_group
+from omnizoo.parallel.shard import local_bytes
+from omnizoo.recipes.attach import parallelize
+from omnizoo.recipes.flops import count_flops
+from omnizoo.training.evaluate import evaluate
+from omnizoo.training.interrupt import StopRequest
+from omnizoo.training.metrics import RunFolder
+from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.record import Recorder
+from omnizoo.training.step import next_step, raise_everywhere, train_step
+
+T = TypeVar("T")
+
+
+def train(config: Config) -> int:
+    """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code."""
+    stop = StopRequest()
+    with process_group() as process:
+        mesh = build_mesh(config, process)
+        set_up_logging(mesh)
+        run = RunFolder(Path(config.log.dir))
+        directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+
+        tokenizer = load_tokenizer(config.model)
+        loader = agreed(mesh, lambda: build_loader(config, tokenizer, mesh.dp_rank, mesh.dp_size))
+        held_out = agreed(mesh, lambda: build_eval_batches(config, tokenizer, mesh.dp_rank, mesh.dp_size))
+        model = build_model(config.model, config.parallel.precision)
+        name = type(model).__name__  # FSDP renames the class
+        check_vocabulary(model, tokenizer)
+        flops, peak = count_flops(model), peak_flops(mesh.device, config.parallel.precision)
+        checkpoint = agreed(mesh, lambda: find(config, directory) if mesh.is_first else None)
+        checkpoint = mesh.from_first(checkpoint)
+        agreed(mesh, lambda: parallelize(model, mesh, config, load=checkpoint is None))
+        optimizer = build_optimizer(model, config.train)
+        model.train()
+
+        start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
+        if checkpoint is not None:
+            state = load(checkpoint, model, optimizer)
+            start, tokens_seen = state["step"], state["tokens_seen"]
+            bad_steps, bad_in_a_row = state["bad_steps"], state["bad_in_a_row"]
+            loader.load_state_dict(state["loader"])
+        if start >= config.train.steps:
+            raise UserError(f"{checkpoint} is at step {start} of {config.train.steps}: raise train.steps to go on")
+
+        fetching = time.perf_counter()
+        data = next_step(loader, mesh)  # before anything is written: unusable data leaves no trace
+        skipped_rows = 0
+        facts = describe(config, mesh, model, name, run, directory, checkpoint)
+        with Recorder(config, run, start, facts, active=mesh.is_first) as recorder:
+            for step in range(start + 1, config.train.steps + 1):
+                fetched = time.perf_counter()
+                result = train_step(model, optimizer, data, step, mesh, config, stop=bool(stop))
+                seconds, waited = time.perf_counter() - fetching, fetched - fetching
+                tokens_seen += data.tokens
+
+                if not result.finite:
+                    bad_steps, bad_in_a_row = bad_steps + 1, bad_in_a_row + 1
+                    samples = [name for batch in data.micro_batches for name in batch.sample_ids]
+                    samples = [name for names in mesh.gather(samples) for name in names]
+                    recorder.bad_step(step, result.loss, result.grad_norm, samples)
+                    recorder.say(
+                        f"step {step} skipped: loss {result.loss}, grad norm {result.grad_norm}; "
+                        f"its samples are in {run.bad_steps}"
+                    )
+                else:
+                    bad_in_a_row = 0
+                if data.counters["skipped_rows"] > skipped_rows:
+                    skipped_rows = data.counters["skipped_rows"]
+                    recorder.bad_rows(step, sorted({row for rows in mesh.gather(data.bad_rows) for row in rows}))
+
+                metrics: dict[str, float | None] = {
+                    "loss": result.loss,
+                    **{f"loss/{name}": mean for name, mean in result.terms.items()},
+                    "grad_norm": result.grad_norm,
+                    "lr": result.lr,
+                    "tokens": data.tokens,
+                    "tokens_seen": tokens_seen,
+                    "tokens_per_sec": data.tokens / seconds,
+                    "mfu": flops.of(data.tokens, data.pairs) / seconds / (peak * mesh.layout.world) if peak else None,
+                    "memory_gb": memory_gb(mesh.device),
+                    "data_wait": waited / seconds,
+                    "fill": data.tokens / (config.train.global_batch * config.data.pack_tokens),
+                    "imbalance": data.imbalance,
+                    "bad_steps": bad_steps,
+                    **data.counters,
+                }
+                if config.train.eval_every and step % config.train.eval_every == 0:
+                    metrics |= evaluate(model, held_out, mesh)
+                recorder.step(step, metrics)
+                if bad_in_a_row >= config.train.max_bad_steps:
+                    raise TrainingError(
+                        f"{bad_in_a_row} steps in a row had a non-finite loss or gradient (train.max_bad_steps); "
+                        f"their samples are in {run.bad_steps}"
+                    )
+
+                last = step == config.train.steps or result.stop
+                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                    recorder.flush()
+                    state = {"tokens_seen": tokens_seen, "bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
+                    lanes = mesh.gather(loader.state_dict())
+                    state["loader"] = merge_states(lanes) if mesh.is_first else None
+                    try:
+                        save(directory, step, model, optimizer, state, mesh, config, tokenizer)
+                    except SaveError as error:
+                        message = f"no checkpoint of step {step}: {error}; those before it in {directory} are intact"
+                        if config.checkpoint.on_save_error == "stop" or last:
+                            raise TrainingError(message) from error
+                        recorder.say(f"warning: {message}; training goes on (checkpoint.on_save_error: continue)")
+                if last:
+                    break
+                fetching = time.perf_counter()
+                data = next_step(loader, mesh)
+            recorder.say(farewell(step, config, run, directory, stop.signal if result.stop else None))
+        loader.close()
+    return 0
+
+
+def agreed(mesh: Mesh, work: Callable[[], T]) -> T:
+    """Do `work` on every rank; a UserError of one becomes the UserError of all, so that no rank waits for another."""
+    error, result = None, None
+    try:
+        result = work()
+    except UserError as caught:
+        error = caught
+    if mesh.sum([error is not None])[0]:
+        raise_everywhere(error, mesh)
+    return result  # type: ignore[return-value]
+
+
+def set_up_logging(mesh: Mesh) -> None:
+    """Only the first rank talks."""
+    logging.basicConfig(level=logging.INFO if mesh.is_first else logging.CRITICAL, format="%(levelname)s: %(message)s")
+    if not mesh.is_first:
+        transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+
+
+def describe(
+    config: Config,
+    mesh: Mesh,
+    model: PreTrainedModel,
+    name: str,
+    run: RunFolder,
+    directory: Path,
+    checkpoint: Path | None,
+) -> dict[str, str]:
+    """The start-up table."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    held = local_bytes(model)
+    train, layout = config.train, mesh.layout
+    return {
+        "model": f"{name}, {parameters / 1e6:.1f} M parameters",
+        "weights": config.model.path or f"drawn from train.seed {train.seed}",
+        "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
+        f"{held / 2**20:.1f} MiB of weights each",
+        "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; "
+        f"{layout.micro_batches} micro-batch(es) of {train.micro_batch} per rank",
+        "precision": f"{config.parallel.precision}, recompute {config.parallel.recompute}",
+        "attention": attention_name(model),
+        "data": "\n".join(f"{source.path} (weight {source.weight:g})" for source in config.data.sources),
+        "run folder": str(run.root),
+        "checkpoints": f"{directory}, "
+        + (f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"),
+        "starts from": str(checkpoint) if checkpoint else "step 0",
+    }
+
+
+def farewell(step: int, config: Config, run: RunFolder, directory: Path, signal: str | None) -> str:
+    saved = f"checkpoint {directory / f'step_{step:08d}'}, report {run.report}"
+    if signal is not None:
+        return (
+            f"stopped by {signal} after step {step}/{config.train.steps}: {saved}. The same command goes on from here."
+        )
+    return f"done, {step} steps: {saved}. For Hugging Face: omnizoo export {run.root} OUT_DIR"

@@ -1,0 +1,291 @@
+"""Config: files and overrides give the same typed values, mistakes are named one per line, and saving round-trips."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnizoo.config import reference
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config, parse_overrides, save_config
+from omnizoo.config.schema import Config, Data, Model, Source, Train
+
+SMALL = """\
+model:
+  config: {model_type: qwen3, num_hidden_layers: 4}
+data:
+  sources: [{path: a.jsonl}]
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def load(text: str, *overrides: str) -> Config:
+        Path("my.yaml").write_text(text)
+        return load_config("my.yaml", overrides)
+
+    return load
+
+
+@pytest.fixture
+def errors(load):
+    def errors(text: str, *overrides: str) -> list[str]:
+        with pytest.raises(UserError) as caught:
+            load(text, *overrides)
+        return str(caught.value).splitlines()
+
+    return errors
+
+
+def test_a_file_without_options_has_the_defaults_of_the_schema(load):
+    config = load(SMALL)
+    assert config == Config(
+        model=Model(config={"model_type": "qwen3", "num_hidden_layers": 4}), data=Data(sources=[Source(path="a.jsonl")])
+    )
+
+
+@pytest.mark.parametrize("lr", ["1e-3", "1E-3", "+1e-3", "0.001", ".001", "1.0e-3", "1.e-3", "1_0e-4"])
+def test_every_spelling_of_a_float_is_a_float_in_files_and_overrides(load, lr):
+    assert load(SMALL + f"train: {{lr: {lr}}}").train.lr == 0.001
+    assert load(SMALL, "--train.lr", lr).train.lr == 0.001
+    assert load(SMALL, f"--model.config.rms_norm_eps={lr}").model.config["rms_norm_eps"] == 0.001
+
+
+def test_an_integer_is_fine_where_a_number_is_expected(load):
+    lr = load(SMALL, "--train.lr", "1").train.lr
+    assert (lr, type(lr)) == (1.0, float)
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(load):
+    config = load(SMALL + "train: {steps: 3}", "--train.steps", "4", "--log.dir=runs/a=b", "--train.steps=5")
+    assert (config.train.steps, config.log.dir) == (5, "runs/a=b")
+
+
+def test_overrides_reach_list_items_and_inline_model_configs(load):
+    config = load(
+        SMALL,
+        *("--data.sources.0.path", "b.jsonl", "--data.sources.1.path", "c.jsonl", "--data.eval_sources.0.path", "d"),
+        *("--model.config.num_hidden_layers", "2", "--model.config.rope.theta", "1e6"),
+    )
+    assert [s.path for s in config.data.sources] == ["b.jsonl", "c.jsonl"]
+    assert config.data.eval_sources == [Source(path="d")]
+    assert config.model.config == {"model_type": "qwen3", "num_hidden_layers": 2, "rope": {"theta": 1e6}}
+
+
+def test_a_whole_list_can_be_given_as_yaml(load):
+    config = load(SMALL, "--data.sources", "[{path: x, weight: 2}, {path: y}]", "--train.betas", "[0.8, 0.9]")
+    assert config.data.sources == [Source(path="x", weight=2.0), Source(path="y")]
+    assert config.train.betas == (0.8, 0.9)
+
+
+def test_negative_numbers_and_null_are_values(load):
+    config = load(SMALL, "--parallel.dp_shard", "-1", "--checkpoint.dir", "null")
+    assert (config.parallel.dp_shard, config.checkpoint.dir) == (-1, None)
+
+
+def test_an_override_of_an_aliased_item_changes_that_item_only(load):
+    text = "model: {path: m}\ndata:\n  sources: &s [{path: a}]\n  eval_sources: *s\n"
+    config = load(text, "--data.eval_sources.0.path", "b")
+    assert (config.data.sources[0].path, config.data.eval_sources[0].path) == ("a", "b")
+
+
+def test_merge_keys_may_be_overridden_without_counting_as_repeated(load):
+    text = "model: {path: m}\ndata:\n  sources: [&s {path: a, weight: 2}, {<<: *s, path: b}]\n"
+    assert load(text).data.sources == [Source(path="a", weight=2.0), Source(path="b", weight=2.0)]
+
+
+@pytest.mark.parametrize("word", ["yes", "on", "010", "1:30", "2024-01-01", "="])
+def test_words_that_yaml_1_1_would_convert_are_text(load, word):
+    assert load(SMALL, "--log.dir", word).log.dir == word
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--train.stpes", "3"], "command line: train.stpes is not a key; did you mean train.steps?"),
+        (["--train.pack_tokens", "3"], "command line: train.pack_tokens is not a key; did you mean data.pack_tokens?"),
+        (["--trian.steps", "3"], "command line: trian.steps is not a key; did you mean train.steps?"),
+        (
+            ["--train.global-batch", "3"],
+            "command line: train.global-batch is not a key; did you mean train.global_batch?",
+        ),
+        (
+            ["--data.sources.0.pth", "b"],
+            "command line: data.sources.0.pth is not a key; did you mean data.sources.0.path?",
+        ),
+        (["--train.dir", "b"], "command line: train.dir is not a key; did you mean checkpoint.dir or log.dir?"),
+        (["--train.xyzzy", "b"], "command line: train.xyzzy is not a key; `omnizoo train --help` lists all keys"),
+        (["--train.steps", '"10"'], 'command line: train.steps is "10"; expected integer >= 1'),
+        (["--train.steps", "1.5"], "command line: train.steps is 1.5; expected integer >= 1"),
+        (["--train.steps", "true"], "command line: train.steps is true; expected integer >= 1"),
+        (["--train.lr", "true"], "command line: train.lr is true; expected number > 0"),
+        (["--train.lr", "0"], "command line: train.lr is 0; expected number > 0"),
+        (["--data.pack_tokens", "1"], "command line: data.pack_tokens is 1; expected integer >= 2"),
+        (["--data.shuffle", "yes"], 'command line: data.shuffle is "yes"; expected true or false'),
+        (["--data.shuffle", "1"], "command line: data.shuffle is 1; expected true or false"),
+        (["--data.overlong", "cut"], 'command line: data.overlong is "cut"; expected split or drop'),
+        (["--train.betas", "[0.9]"], "command line: train.betas is [0.9]; expected [number, number]"),
+        (["--train.betas", "[0.9, x]"], 'command line: train.betas is [0.9, "x"]; expected [number, number]'),
+        (
+            ["--model.config", "5"],
+            "command line: model.config is 5; expected text or mapping or null; put it in quotes",
+        ),
+        (["--log.dir", "2024"], "command line: log.dir is 2024; expected text; put it in quotes, '\"...\"'"),
+        (["--parallel.dp_shard", "0"], "command line: parallel.dp_shard is 0; give a positive number, or -1"),
+        (["--model.path", "x"], "my.yaml:1 and command line: give exactly one of model.path"),
+        (
+            ["--data.sources.2.path", "b"],
+            "command line: data.sources.2.path: data.sources is a list; expected an index from",
+        ),
+        (["--model.config.model_type.x", "1"], 'model.config.model_type is "qwen3"; expected a mapping'),
+        (["--log.dir", "[a"], 'command line: --log.dir "[a": not valid YAML: expected'),
+        (["--data.sources", "[{path: a, path: b}]"], "data.sources.0.path is set twice"),
+        (["--data.shuffle"], "command line: --data.shuffle needs a value"),
+        (["--data.shuffle", "--train.steps", "3"], "command line: --data.shuffle needs a value"),
+        (["steps", "3"], "command line: unexpected argument 'steps'; overrides are written --section.key value"),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_names_key_value_and_way_out(errors, overrides, expected):
+    (line,) = errors(SMALL, *overrides)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "my.yaml: the config is empty; expected the sections model, data"),
+        ("# nothing\n", "my.yaml: the config is empty"),
+        ("- a\n", 'my.yaml: the config is ["a"]; expected the sections model, data'),
+        ("model: [\n", "my.yaml:2: not valid YAML: "),
+        ("model:\n\tpath: x\n", "my.yaml:2: not valid YAML: found character '\\t'"),
+        ("a: 1\n---\nb: 2\n", "my.yaml:2: not valid YAML: but found another document"),
+        ("a: \x01\n", "my.yaml: not valid YAML: unacceptable character"),
+        ("a: !!python/object/apply:os.getcwd []\n", "my.yaml:1: not valid YAML: could not determine a constructor"),
+        (SMALL + "model: {path: b}\n", "my.yaml:5: model is set twice, first on line 1; keep one of them"),
+        (SMALL + "train:\n  lr: 1\n  lr: 2\n", "my.yaml:7: train.lr is set twice, first on line 6"),
+        (SMALL + "log: &a {dir: [*a]}\n", "my.yaml:5: log.dir.0 contains itself through a YAML alias"),
+        (SMALL + "train:\n  steps: '10'\n", 'my.yaml:6: train.steps is "10"; expected integer >= 1'),
+        (SMALL + "trian: {}\n", "my.yaml:5: trian is not a key; did you mean train?"),
+        (
+            SMALL + "train.lr: 3\n",
+            "my.yaml:5: train.lr is not a key; in a file, keys are nested: `train:` and below it `lr:",
+        ),
+        (SMALL + "3: 4\n", "my.yaml:5: 3 is not a key"),
+        (SMALL + "log:\n", "my.yaml:5: log is null; expected mapping"),
+        ("model: {path: x}\n", "my.yaml: data is missing; expected mapping: what it is trained on"),
+        ("model: {path: x}\ndata: {}\n", "my.yaml:2: data.sources is missing; expected list of {path, weight, split}"),
+        ("model: {path: x}\ndata: {sources: []}\n", "my.yaml:2: data.sources is []; expected list of"),
+        (
+            "model: {path: x}\ndata:\n  sources:\n  - weight: 1\n",
+            "my.yaml:4: data.sources.0.path is missing; expected text",
+        ),
+        ("model: {path: x}\ndata: {sources: [a]}\n", 'my.yaml:2: data.sources is ["a"]; expected list of {path'),
+        ("model: {}\ndata: {sources: [{path: a}]}\n", "my.yaml:1: give exactly one of model.path"),
+        (
+            "model: {config: {a: 1}}\ndata: {sources: [{path: a}]}\n",
+            "my.yaml:1: model.config as a mapping needs a `model_type`",
+        ),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_line_key_value_and_way_out(errors, text, expected):
+    (line,) = errors(text)
+    assert expected in line
+
+
+def test_all_mistakes_are_reported_at_once(errors):
+    found = errors(SMALL + "train: {steps: 0, lrr: 1}\n", "--log.every", "0")
+    assert [line.split(" is ")[0] for line in found] == [
+        "my.yaml:5: train.steps",
+        "my.yaml:5: train.lrr",
+        "command line: log.every",
+    ]
+
+
+def test_a_long_value_is_shortened_in_the_message(errors):
+    (line,) = errors(SMALL, "--train.steps", "[" + "1, " * 1000 + "]")
+    assert len(line) < 160
+
+
+def test_missing_and_unreadable_files_are_named(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"\xff")
+    for path, reason in [
+        ("nope.yaml", "no such config file"),
+        ("", "cannot be read"),
+        ("latin.yaml", "cannot be read"),
+    ]:
+        with pytest.raises(UserError, match=reason) as caught:
+            load_config(tmp_path / path)
+        assert str(tmp_path / path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_overrides_are_parsed_in_both_spellings():
+    changes = parse_overrides(["--train.lr", "1e-3", "--log.dir=a b", "--x.y=", "--z.0", "-1"])
+    assert changes == {"train.lr": 0.001, "log.dir": "a b", "x.y": None, "z.0": -1}
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    inline=st.dictionaries(st.text(), nested),
+    name=st.text()
+    | st.sampled_from(["1e-3", "yes", "null", "~", "2024-01-01", "0x1F", "1_000", ".inf", "<<", "010", "=", ""]),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+)
+def test_a_saved_config_loads_to_an_equal_one(tmp_path_factory, inline, name, lr):
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    config = Config(
+        model=Model(config=inline | {"model_type": name}),
+        data=Data(sources=[Source(path=name, weight=lr)]),
+        train=Train(lr=lr, betas=(0.1, 1e-8)),
+    )
+    save_config(config, path)
+    assert load_config(path) == config
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_other(load, tmp_path, monkeypatch):
+    config = load(SMALL)
+    before = Path("my.yaml").read_text()
+
+    def full_disk(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(UserError, match="No space left on device"):
+        save_config(config, "my.yaml")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"my.yaml": before}
+
+
+def test_loading_a_config_imports_neither_torch_nor_transformers(load):
+    load(SMALL)
+    code = (
+        "import sys; from omnizoo.config.load import load_config; load_config('my.yaml'); "
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
+    text = SMALL.replace("config: {model_type: qwen3, num_hidden_layers: 4}", "path: a") + "  eval_sources: [{path: b}]"
+    config, keys = load(text), reference.keys()
+    for key in keys:
+        assert key.description, key.key
+        if key.default != "required" and key.key != "model.path":
+            assert (
+                load(text, f"--{key.key.replace('.N.', '.0.')}", key.default) == config
+                or key.key == "data.eval_sources"
+            )
+
+
+def test_the_configuration_page_is_up_to_date():
+    page = Path(__file__).parent.parent / "docs" / "configuration.md"
+    assert page.read_text() == reference.markdown(), "run `python -m omnizoo.config.reference > docs/configuration.md`"

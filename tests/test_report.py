@@ -1,0 +1,197 @@
+"""report.html: one self-contained file that draws whatever a run measured, in whatever state the run is."""
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from omnizoo.training.metrics import RunFolder
+from omnizoo.training.report import Section, downsample, smooth, write_report
+
+ATTACK = "<script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """The page as a browser sees it: tags, visible text, the titles of its charts, and the data of the read-out."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html, self.tags, self.text = html, [], ""
+        self._open: list[str] = []
+        self.titles: list[str] = []
+        self.cards: dict[str, str] = {}
+        self.feed(html)
+        assert not self._open, f"unclosed: {self._open}"
+        self.read_outs = json.loads(re.search(r'id="data">(.*?)</script>', html, re.S)[1])
+        self.svgs = [ElementTree.fromstring(_as_xml(svg)) for svg in re.findall(r"<svg.*?</svg>", html, re.S)]
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "path", "img", "br"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.text += data + "\n"
+            if self._open[-2:] == ["figcaption", "b"]:
+                self.titles.append(data)
+            if self._open[-1] == "dt":
+                self.cards[data] = ""
+            if self._open[-1] == "dd":
+                self.cards[list(self.cards)[-1]] = data
+
+
+def _as_xml(svg: str) -> str:
+    return re.sub(r"(class|role)=([a-z]+)", r'\1="\2"', svg)
+
+
+def step(number: int, **more: object) -> dict[str, object]:
+    draw = random.Random(number)
+    return {
+        "step": number, "loss": 2 + 8 / number + draw.random(), "loss/text": 2.0 + draw.random(),
+        "grad_norm": draw.random() + 0.1,
+        "lr": 1e-4, "tokens": 1000, "tokens_per_sec": 500.0, "mfu": None, "memory_gb": 1.5, "data_wait": 0.01,
+        "fill": 0.98, "imbalance": 1.0, "epoch": number / 100, "bad_steps": 0, "skipped_rows": 0, **more,
+    }  # fmt: skip
+
+
+def report(folder, rows, config="model:\n  path: tiny\ntrain:\n  steps: 10\n", sections=()) -> Page:
+    run = RunFolder(folder)
+    run.root.mkdir(parents=True, exist_ok=True)
+    if rows is not None:
+        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if config is not None:
+        run.config.write_text(config)
+    return Page(write_report(run, sections).read_text(encoding="utf-8"))
+
+
+def test_the_headline_figures_agree_with_the_metrics(tmp_path):
+    rows = [step(n) for n in range(1, 11)]
+    rows[4]["eval/loss"], rows[9]["eval/loss"] = 1.5, 1.75
+    rows[9].update(loss=1.25, bad_steps=2, skipped_rows=7)
+    page = report(tmp_path / "my-run", rows)
+    assert page.cards == {
+        "Final loss": "1.25", "Best held-out loss": "1.5", "Steps": "10", "Tokens": "10 k", "Training time": "20 s",
+        "Tokens per second": "500", "Pack fill": "98%", "Memory": "1.5 GB",
+    }  # fmt: skip
+    for note in ("at step 5", "skipped: 2", "rows skipped: 7", "finished", "my-run", "tiny"):
+        assert note in page.text
+
+
+def test_every_metric_gets_its_chart_also_one_nobody_knew_of(tmp_path):
+    rows = [step(n, **{"loss/balance": 0.1, "router/entropy": 1.0, "novelty": 3.0}) for n in range(1, 9)]
+    rows[3].update({"eval/loss": 2.0, "eval/chat": 1.0})
+    page = report(tmp_path, rows)
+    assert page.titles[0] == "Loss"
+    expected = ["text", "balance", "loss", "chat", "Gradient norm", "Learning rate", "Tokens per second", "Memory, GB"]
+    expected += ["Time spent waiting for data", "Pack fill", "Epoch", "entropy", "novelty"]
+    assert set(expected) <= set(page.titles)
+    assert "Model FLOPs utilization" not in page.titles  # never known in this run
+    names = [curve["name"] for chart in page.read_outs for curve in chart["curves"]]
+    assert "held-out" in names
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path):
+    page = report(tmp_path, [step(n) for n in range(1, 30)])
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", page.html)
+    assert not {tag for tag, _ in page.tags} & {"link", "iframe", "img", "object", "base"}
+    assert all("src" not in attributes for _, attributes in page.tags)
+    assert "prefers-color-scheme:dark" in page.html
+
+
+def test_ten_thousand_steps_stay_under_300_kb_and_keep_every_extreme(tmp_path):
+    rows = [step(n, **{f"loss/term{k}": random.Random(n * k).random() for k in range(1, 9)}) for n in range(1, 10_001)]
+    rows[6543]["loss"], rows[7654]["loss"] = 12.625, 0.125
+    page = report(tmp_path, rows)
+    assert len(page.html.encode()) < 300_000
+    loss = page.read_outs[0]["curves"][0]
+    drawn = dict(zip(loss["steps"], loss["values"], strict=True))
+    assert drawn[6544] == 12.625
+    assert drawn[7655] == 0.125
+    assert {1, 10_000} <= set(drawn)
+    assert all(drawn[s] == pytest.approx(rows[s - 1]["loss"], rel=1e-4) for s in drawn)
+
+
+@pytest.mark.parametrize("rows", [None, [], [{"step": 1}], [step(1)], [step(1, loss="NaN", grad_norm="Infinity")]])
+@pytest.mark.parametrize("config", [None, "", "train: [", "just text", "train:\n  steps: many\n"])
+def test_a_run_that_has_barely_begun_still_gets_a_page(tmp_path, rows, config):
+    page = report(tmp_path, rows, config)
+    assert page.cards["Steps"] == str(len(rows or []))
+    assert "nan" not in " ".join(svg.get("d", "") for tree in page.svgs for svg in tree.iter())
+
+
+def test_an_interrupted_run_says_how_far_it_came_and_a_half_written_line_is_no_step(tmp_path):
+    run = RunFolder(tmp_path)
+    report(tmp_path, [step(n) for n in range(1, 5)])
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 5, "lo')
+    page = Page(write_report(run).read_text())
+    assert "step 4 of 10" in page.text
+
+
+def test_bad_steps_are_gaps_in_the_curve_marked_and_listed(tmp_path):
+    rows = [step(n) for n in range(1, 11)]
+    rows[4].update(loss="NaN", grad_norm="NaN", bad_steps=1)
+    (tmp_path / "bad_steps.jsonl").write_text(json.dumps({"step": 5, "samples": ["a.jsonl:17"]}) + '\n{"step": 6, "sam')
+    (tmp_path / "bad_rows.jsonl").write_text(json.dumps({"file": "b.jsonl", "line": 3, "error": "no text"}) + "\n")
+    page = report(tmp_path, rows)
+    for chart in ("Loss", "Gradient norm"):
+        paths = {path.get("class"): path.get("d") for path in page.svgs[page.titles.index(chart)] if path.get("d")}
+        assert paths["line"].count("M") == 2  # up to step 4, and from step 6 on
+        assert paths["mark"].count("M") == 1
+    assert all(text in page.text for text in ("Skipped steps", "a.jsonl:17", '{"step": 6, "sam', "b.jsonl", "no text"))
+
+
+def test_nothing_from_config_or_data_becomes_markup(tmp_path):
+    folder = tmp_path / ATTACK.replace("/", "-")
+    folder.mkdir()
+    for name in ("bad_steps.jsonl", "bad_rows.jsonl"):
+        (folder / name).write_text(json.dumps({ATTACK: ATTACK}) + f"\n{ATTACK}\n")
+    rows = [step(n, **{f"loss/{ATTACK}": 1.0, f"{ATTACK}/x": 1.0, "</script><b>": 2.0}) for n in range(1, 4)]
+    config = f"model:\n  path: {json.dumps(ATTACK)}\ntrain:\n  steps: 10\n"
+    page = report(folder, rows, config, [Section(ATTACK, "")])
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}, {}]  # ours
+    assert page.text.count(ATTACK) >= 8  # as text: model, config, chart titles, table heads and cells, section
+
+
+def test_sections_of_other_rooms_are_placed_under_their_title(tmp_path):
+    picture = '<img alt="grid" src="data:image/png;base64,AA==">'
+    page = report(tmp_path, [step(1)], sections=[Section("Samples", picture)])
+    assert f"<h2>Samples</h2>{picture}" in page.html
+
+
+def test_a_spike_a_thousand_times_the_median_moves_the_axis_to_a_log_scale(tmp_path):
+    rows = [step(n, loss=2.0) for n in range(1, 30)]
+    rows[7]["loss"] = 4000.0
+    page = report(tmp_path, rows)
+    assert "log scale" in page.html.split("</figcaption>")[0]
+
+
+def test_downsampling_keeps_ends_extremes_and_gaps_in_order():
+    values = [random.Random(i).random() for i in range(5000)]
+    values[1234], values[4321], values[2500] = 9.0, -9.0, math.nan
+    kept = downsample(values, 100)
+    assert kept == sorted(set(kept))
+    assert len(kept) <= 2 * 100 + 3
+    assert {0, 1234, 2500, 4321, 4999} <= set(kept)
+    assert downsample(values[:200], 100) == list(range(200))
+
+
+def test_smoothing_is_the_two_sided_exponential_mean():
+    values = [3.0, math.nan, 5.0, 4.0, 10.0]
+    fade = 1 - 1 / 4
+    for i, mean in enumerate(smooth(values, 4)):
+        weights = {j: fade ** abs(i - j) for j, value in enumerate(values) if math.isfinite(value)}
+        assert mean == pytest.approx(sum(w * values[j] for j, w in weights.items()) / sum(weights.values()))
+    assert all(map(math.isnan, smooth([math.nan] * 3, 5)))
