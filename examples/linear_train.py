@@ -28,6 +28,7 @@ def main(path: str, overrides: list[str]) -> None:
         omnizoo.parallelize(model, mesh, config, load=checkpoint is None)
         optimizer = omnizoo.build_optimizer(model, config.train)
 
+        objective = omnizoo.Objective(model, mesh, config)
         start = 0
         if checkpoint is not None:
             state = omnizoo.load(checkpoint, model, optimizer)
@@ -35,8 +36,8 @@ def main(path: str, overrides: list[str]) -> None:
             loader.load_state_dict(state["loader"])
 
         for step in range(start + 1, config.train.steps + 1):
-            data = omnizoo.next_step(loader, mesh)
-            result = omnizoo.train_step(model, optimizer, data, step, mesh, config)
+            data = omnizoo.next_step(loader, objective)
+            result = omnizoo.train_step(objective, optimizer, data, step)
             if mesh.is_first:
                 print(f"step {step}/{config.train.steps}  loss {result.loss:.6f}  grad norm {result.grad_norm:.4f}")
 

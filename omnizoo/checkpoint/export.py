@@ -22,6 +22,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> Pat
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; give a new folder")
     run = load_config(source / "config.yaml", [])
+    if run.model.module is not None:
+        raise UserError(f"{source} holds {run.model.module}: export writes Hugging Face models only")
     spec = run.model.model_copy(update={"path": None, "config": str(source / "model"), "tokenizer": None})
     config = read_model_config(spec)
     with torch.device("meta"):

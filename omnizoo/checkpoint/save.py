@@ -24,7 +24,7 @@ class SaveError(RuntimeError):
 def save(
     directory: Path,
     step: int,
-    model: PreTrainedModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     mesh: Mesh,
@@ -50,9 +50,10 @@ def save(
         try:
             folder.write_json(partial / "state.json", {"step": step, **state})
             save_config(config, partial / "config.yaml")
-            model.config.save_pretrained(partial / "model")
-            if model.generation_config is not None:
-                model.generation_config.save_pretrained(partial / "model")
+            if isinstance(model, PreTrainedModel):
+                model.config.save_pretrained(partial / "model")
+                if model.generation_config is not None:
+                    model.generation_config.save_pretrained(partial / "model")
             tokenizer.save_pretrained(partial / "model")
             folder.commit(partial, final, step)
             folder.prune(directory, config.checkpoint.keep)

@@ -60,11 +60,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     doctor.set_defaults(run=_doctor)
 
+    verify = commands.add_parser("verify", help="prove that layouts compute what one process does", allow_abbrev=False)
+    verify.add_argument("config", metavar="CONFIG")
+    verify.add_argument("--world", metavar="N", type=int, default=4, help="ranks to try layouts of (default: 4)")
+    verify.add_argument("--layouts", default="all", help="`all`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
+    verify.add_argument(
+        "--precision", choices=("fp32", "fp64"), default="fp32", help="fp64 leaves no room for rounding"
+    )
+    verify.add_argument("--families", help="`all` or a list: families of the zoo in place of the config's own model")
+    verify.set_defaults(run=_verify)
+
+    recipes = commands.add_parser(
+        "recipes", help="the model families with a recipe, and what is tested", allow_abbrev=False
+    )
+    recipes.set_defaults(run=_recipes)
+
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         close = get_close_matches(argv[0], commands.choices, n=1) or list(commands.choices)
         raise UserError(f"unknown command {argv[0]!r}; did you mean {' or '.join(close)}?")
     # Overrides are taken out first: argparse cannot tell the value of a flag it does not know from a positional.
-    overrides, rest = split_overrides(argv) if argv[:1] == ["train"] else ([], argv)
+    overrides, rest = split_overrides(argv) if argv[:1] in (["train"], ["verify"]) else ([], argv)
     args, unknown = parser.parse_known_args(rest, argparse.Namespace(overrides=overrides))
     if unknown:
         raise UserError(
@@ -103,6 +118,18 @@ def _train(args: argparse.Namespace) -> int:
     from omnizoo.cli.train import train
 
     return train(args.config, args.overrides, args.nproc)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from omnizoo.cli.verify import verify
+
+    return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from omnizoo.cli.recipes import recipes
+
+    return recipes()
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from omnizoo.cli.launch import launch, watch_launcher
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.parallel.layout import place_in_world, plan_layout
+from omnizoo.parallel.layout import micro_batches, place_in_world, plan_layout
 
 USAGE = """\
 omnizoo train CONFIG [--section.key value ...] [--nproc N]
@@ -31,7 +31,7 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
             "leave --nproc out (or unset RANK, WORLD_SIZE and SLURM_NTASKS)"
         )
     world = started or nproc or 1
-    plan_layout(config.parallel, world, config.train.global_batch, config.train.micro_batch)
+    micro_batches(plan_layout(config.parallel, world), config.train.global_batch, config.train.micro_batch)
     if started is None and world > 1:
         return launch(["train", path, *overrides], world)
     watch_launcher()

@@ -18,6 +18,10 @@ class Model(Section):
     config: str | dict[str, Any] | None = Field(
         None, description="HF folder or inline mapping (with `model_type`); weights are drawn from `train.seed`"
     )
+    module: str | None = Field(
+        None,
+        description="`package.module:callable` that builds your own torch module; it gets `model.config` as arguments",
+    )
     tokenizer: str | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
     attention: str = Field(
         "auto",
@@ -33,7 +37,12 @@ class Model(Section):
     def _one_origin(self) -> "Model":
         if (self.path is None) == (self.config is None):
             raise ValueError("give exactly one of model.path (weights) and model.config (random init)")
-        if self.config is not None and isinstance(self.config, dict) and "model_type" not in self.config:
+        if self.module is not None:
+            if not isinstance(self.config, dict) or ":" not in self.module:
+                raise ValueError(
+                    "model.module is `package.module:callable`, and its arguments are a mapping in model.config"
+                )
+        elif isinstance(self.config, dict) and "model_type" not in self.config:
             raise ValueError("model.config as a mapping needs a `model_type`, e.g. `model_type: qwen3`")
         return self
 
@@ -70,7 +79,20 @@ class Data(Section):
 
 class Parallel(Section):
     dp_replicate: Annotated[int, Field(ge=1)] = Field(1, description="copies of the sharded model (HSDP)")
-    dp_shard: int = Field(-1, description="ranks that share one copy (FSDP2); -1: what is left of the world")
+    dp_shard: int = Field(-1, description="ranks with packs of their own that share one copy (FSDP2); -1: what is left")
+    ulysses: Annotated[int, Field(ge=1)] = Field(
+        1, description="ranks that share a pack and split its attention by heads (sequence parallel, all-to-all)"
+    )
+    ring: Annotated[int, Field(ge=1)] = Field(
+        1, description="ranks that share a pack and pass keys and values around (sequence parallel, any head count)"
+    )
+    ep: Annotated[int, Field(ge=1)] = Field(
+        1, description="ranks that split the experts; divides dp_shard x ulysses x ring"
+    )
+    overlap: bool = Field(
+        True,
+        description="start the all-to-alls of query, key and value together; false: one by one, same numbers",
+    )
     precision: Literal["fp32", "fp64", "bf16"] = Field(
         "fp32",
         description="bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for proofs on the CPU",
@@ -113,6 +135,15 @@ class Train(Section):
         ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
     )
     grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    balance_loss: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="mixture of experts: weight of the load-balancing loss, taken per pack"
+    )
+    router_z_loss: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="mixture of experts: weight of the mean squared log-sum-exp of router logits"
+    )
+    router_bias_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="routers with a correction bias: how far a step moves it towards even load (no loss needed)"
+    )
     seed: Annotated[int, Field(ge=0)] = Field(0, description="initial weights, data order and dropout")
     max_bad_steps: Annotated[int, Field(ge=1)] = Field(
         3, description="stop after this many skipped (non-finite) steps in a row"

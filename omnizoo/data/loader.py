@@ -44,7 +44,7 @@ class Batch:
     input_ids: torch.Tensor  # [1, T] int64
     position_ids: torch.Tensor  # [1, T] int64, from 0 in every sample
     labels: torch.Tensor  # [1, T] int64
-    target_index: torch.Tensor  # [targets] int64, where labels are not -100
+    pack_of_token: torch.Tensor  # [T] int64, which of `packs`
     cu_seqlens: torch.Tensor  # [samples + 1] int32, where samples begin
     max_seqlen: int
     sample_ids: list[str]  # source/epoch/row/part
@@ -110,7 +110,7 @@ def make_batch(packs: Sequence[FlatPack]) -> Batch:
         input_ids=torch.from_numpy(ids)[None],
         position_ids=torch.from_numpy(positions)[None],
         labels=torch.from_numpy(labels)[None],
-        target_index=torch.from_numpy(np.flatnonzero(labels != IGNORE)),
+        pack_of_token=torch.from_numpy(np.repeat(np.arange(len(packs)), [len(pack.ids) for pack in packs])),
         cu_seqlens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         max_seqlen=int(lengths.max()),
         sample_ids=[id for pack in packs for id in pack.sample_ids],

@@ -1,25 +1,31 @@
 """Config -> module on meta: no weights, no memory, the untouched class that transformers ships."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-import omnizoo.models.attention as packed_attention
+import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.models.hf_private import carries_state, uses_attention_interface
+from omnizoo.models.hf_private import PACKED, carries_state, uses_attention_interface
 
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 
 
-def build_model(model: Model, precision: str) -> PreTrainedModel:
+def build_model(model: Model, precision: str) -> nn.Module:
     """The causal language model of `model`, on meta, in the dtype of the master weights of `precision`.
 
-    Its attention keeps the samples of a pack apart.
+    Its attention keeps the samples of a pack apart. A module of the user's own (`model.module`) is called as Hugging
+    Face models are, and has to hand its keyword arguments on to `omnizoo.attend`.
     """
+    if model.module is not None:
+        with torch.device("meta"):
+            return _own_module(model).to(MASTER_DTYPE[precision])
     config = read_model_config(model)
     key = "model.path" if model.path else "model.config"
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -32,6 +38,21 @@ def build_model(model: Model, precision: str) -> PreTrainedModel:
         )
     assert isinstance(built, PreTrainedModel)
     _set_attention(built, model.attention)
+    return built
+
+
+def _own_module(model: Model) -> nn.Module:
+    assert model.module is not None
+    assert isinstance(model.config, dict)
+    path, _, name = model.module.partition(":")
+    try:
+        built = getattr(import_module(path), name)(**model.config)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"model.module: cannot import {model.module}: {error}") from error
+    except TypeError as error:
+        raise UserError(f"model.module: {model.module} does not take the arguments in model.config: {error}") from error
+    if not isinstance(built, nn.Module):
+        raise UserError(f"model.module: {model.module} gave a {type(built).__name__}, not a torch.nn.Module")
     return built
 
 
@@ -54,9 +75,13 @@ def read_model_config(model: Model) -> Any:
         raise UserError(f"{key}: cannot read {folder}/config.json: {str(error).splitlines()[0]}") from error
 
 
+def tokenizer_folder(model: Model) -> str | None:
+    return model.tokenizer or model.path or (model.config if isinstance(model.config, str) else None)
+
+
 def load_tokenizer(model: Model) -> Any:
     """The HF tokenizer of `model.tokenizer`, or of the model's own folder."""
-    folder = model.tokenizer or model.path or (model.config if isinstance(model.config, str) else None)
+    folder = tokenizer_folder(model)
     if folder is None:
         raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
@@ -67,8 +92,10 @@ def load_tokenizer(model: Model) -> Any:
         raise UserError(f"model.tokenizer: no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: Any) -> None:
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """An id past the embedding is an index error deep inside the first step, or silence on some devices."""
+    if not isinstance(model, PreTrainedModel):
+        return
     rows = int(model.get_input_embeddings().get_parameter("weight").shape[0])
     if len(tokenizer) > rows:
         raise UserError(
@@ -100,4 +127,4 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
             f"model: {type(model).__name__} does not use transformers' attention interface, so the samples of a pack "
             "cannot be kept apart; use a family that does"
         )
-    model.set_attn_implementation(packed_attention.PACKED)
+    model.set_attn_implementation(PACKED)

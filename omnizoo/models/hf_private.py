@@ -4,7 +4,7 @@ Public ways were tried first: `from_pretrained` cannot fill a model that FSDP2 h
 buffers that packing must not have.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
+from omnizoo.config.errors import UserError
 
-def block_class_names(model: PreTrainedModel) -> set[str]:
-    """Classes that the model's authors declare indivisible: its blocks."""
-    return set(model._no_split_modules or ())
+PACKED = "packed"  # the name of our attention in transformers' interface
+
+
+def block_class_names(model: nn.Module) -> set[str]:
+    """Classes that the model's authors declare indivisible: its blocks. A user's own module may declare them, too."""
+    return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 
 
-def attention_name(model: PreTrainedModel) -> str:
-    return str(model.config._attn_implementation)
+def attention_name(model: nn.Module) -> str:
+    """A user's own module is taken to attend as it was told to."""
+    return str(model.config._attn_implementation) if isinstance(model, PreTrainedModel) else PACKED
 
 
 def carries_state(model: PreTrainedModel) -> bool:
@@ -34,21 +40,29 @@ def carries_state(model: PreTrainedModel) -> bool:
     return bool(model._is_stateful)
 
 
-def init_module(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Draw the weights of `module` (not of its children) by the rules of the model it belongs to."""
-    owner._init_weights(module)
+def init_module(owner: PreTrainedModel | None, module: nn.Module) -> None:
+    """Draw the weights of `module` (not of its children) by the rules of the HF model it belongs to.
+
+    A module that belongs to none says itself how: `reset_parameters()`, as all of torch's own modules have.
+    """
+    if owner is not None:
+        owner._init_weights(module)
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+    elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+        raise UserError(f"model.module: {type(module).__name__} has weights of its own: give it `reset_parameters()`")
 
 
-def modules_children_first(model: PreTrainedModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-    """Modules in the order transformers initialises them, each with the sub-model whose rules apply to it."""
+def modules_children_first(model: nn.Module) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
+    """Modules in the order transformers initialises them, each with the HF (sub-)model whose rules apply to it."""
 
-    def walk(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
+    def walk(module: nn.Module, owner: PreTrainedModel | None) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
         owner = module if isinstance(module, PreTrainedModel) else owner
         for child in module.children():
             yield from walk(child, owner)
         yield module, owner
 
-    return walk(model, model)
+    return walk(model, None)
 
 
 @dataclass(frozen=True)
@@ -58,9 +72,9 @@ class Loaded:
     mismatched: set[str]  # "name: shape in file, shape in model"
 
 
-def conversion_mapping(model: PreTrainedModel) -> list[Any]:
+def conversion_mapping(model: nn.Module) -> list[Any]:
     """How published keys become the model's own. Ask before `fully_shard`, which renames the classes it looks at."""
-    return list(get_model_conversion_mapping(model))
+    return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
 
 
 def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], device: torch.device) -> Loaded:
@@ -83,3 +97,31 @@ def retie(model: PreTrainedModel) -> None:
     for target, source in model.all_tied_weights_keys.items():
         module, _, name = target.rpartition(".")
         setattr(model.get_submodule(module), name, model.get_parameter(source))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for a module that holds all experts of a layer behind transformers' experts interface."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
+
+
+def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
+    """Make `forward(module, hidden, index, weights)` a choice of `set_experts_implementation`."""
+    ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+
+def expert_activation(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What an expert does between its two matmuls."""
+    activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+    return activate
+
+
+def routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """Router modules by name, each with the place of the logits in what it returns."""
+    found: dict[str, tuple[nn.Module, int]] = {}
+    for prefix, part in model.named_modules():
+        declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in declared if isinstance(declared, list) else [declared]:
+            for name, module in part.named_modules(prefix=prefix):
+                if recorder.target_class is not None and isinstance(module, recorder.target_class):
+                    found[name] = module, recorder.index
+    return found

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from omnizoo.models.hf_private import init_module, modules_children_first
 
 
 def initial_weights(
-    skeleton: PreTrainedModel, units: Sequence[str], seed: int, wanted: set[str]
+    skeleton: nn.Module, units: Sequence[str], seed: int, wanted: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of the `wanted` parameters and buffers of `skeleton`, a model on meta that is never sharded.
 
@@ -47,7 +46,9 @@ def _own_tensors(module: nn.Module, prefix: str) -> list[tuple[str, torch.Tensor
 def _in_memory(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Give the modules' own tensors memory on the host for the length of the block, tied ones one memory."""
     places = [(module, name, tensor) for module in modules for name, tensor in _own_tensors(module, "")]
-    real = {id(tensor): torch.empty_like(tensor, device="cpu") for _, _, tensor in places}
+    # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, it does not draw others.
+    dtypes = {torch.float64: torch.float32}
+    real = {id(t): torch.empty_like(t, device="cpu", dtype=dtypes.get(t.dtype, t.dtype)) for _, _, t in places}
     real |= {id(t): nn.Parameter(real[id(t)]) for _, _, t in places if isinstance(t, nn.Parameter)}
     for module, name, tensor in places:
         setattr(module, name, real[id(tensor)])

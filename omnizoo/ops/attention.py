@@ -1,13 +1,26 @@
 """Attention over packed samples: `[1, heads, tokens, width]` in which each sample sees only itself.
 
-`packed_attention` picks the kernel for the device; `per_sample` is the plain torch twin that every kernel is tested
-against, and on the CPU also the fastest exact one with a backward (docs/LOG.md has the figures).
+`packed_attention` picks the kernel for the device (docs/LOG.md has the figures); `per_sample` is the plain torch twin
+that every kernel is tested against.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from omnizoo.ops.attention_blocks import (
+    Blocks,
+    Run,
+    accumulator,
+    add_sinks,
+    attend_blocks,
+    attend_blocks_backward,
+    block_between,
+    sinks_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,9 @@ def packed_attention(
     plain = pattern.softcap is None and pattern.sinks is None and pattern.dropout == 0.0
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and plain:
         return _varlen(query, key, value, boundaries, pattern)
-    return per_sample(query, key, value, boundaries, pattern)
+    if pattern.dropout > 0.0:
+        return per_sample(query, key, value, boundaries, pattern)
+    return _in_blocks(query, key, value, boundaries, pattern)
 
 
 def per_sample(
@@ -68,8 +83,7 @@ def _one_sample(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pat
         )
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale
-    logits = (query @ key.transpose(2, 3)) * scale
+    logits = (query @ key.transpose(2, 3)) * scale_of(query, pattern)
     if pattern.softcap is not None:
         logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
     logits = logits.masked_fill(~_visible(length, pattern, query.device), -torch.inf)
@@ -86,6 +100,56 @@ def _visible(length: int, pattern: Pattern, device: torch.device) -> torch.Tenso
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
     return visible if pattern.window is None else visible & (distance.abs() < pattern.window)
+
+
+def _in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: Boundaries, pattern: Pattern
+) -> torch.Tensor:
+    """One block per sample: no copy of a mask or of repeated keys, windows as bands, sinks without a row of logits."""
+    blocks, at = [], 0
+    for length in boundaries.lengths():
+        run = Run(at, 0, length)
+        if (block := block_between(run, run, pattern.causal, pattern.window)) is not None:
+            blocks.append(replace(block, first=True))
+        at += length
+    tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+    packed = Blocks(blocks, query.device)
+    out: torch.Tensor = _InBlocks.apply(*tokens, pattern.sinks, packed, pattern)  # type: ignore[no-untyped-call]
+    return out.unsqueeze(0)
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        blocks: Blocks,
+        pattern: Pattern,
+    ) -> torch.Tensor:
+        out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
+        attend_blocks(q, k, v, blocks, scale_of(q, pattern), pattern.softcap, out, lse)
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.blocks, ctx.scale, ctx.softcap = blocks, scale_of(q, pattern), pattern.softcap
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grads = [accumulator(x, *x.shape) for x in (q, k, v)]
+        attend_blocks_backward(grad_out, q, k, v, out, lse, ctx.blocks, ctx.scale, ctx.softcap, *grads)
+        dsinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
+        return *(grad.to(q.dtype) for grad in grads), dsinks, None, None
+
+
+def scale_of(query: torch.Tensor, pattern: Pattern) -> float:
+    return float(query.shape[-1] ** -0.5) if pattern.scale is None else pattern.scale
 
 
 def _varlen(

@@ -1,4 +1,4 @@
-"""One gradient norm over all parameters, however they are sharded."""
+"""One gradient norm over all parameters, however they are sharded, and clipping by it."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,18 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+Groups = dict[tuple[DeviceMesh, tuple[Placement, ...]], list[nn.Parameter]]
+
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """L2 norm of all gradients, as in one process: local squares, one all-reduce per group of equal placement."""
-    groups: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is None:
-            continue
-        assert isinstance(grad, DTensor), "every parameter is sharded, also in a world of one"
-        groups[grad.device_mesh, grad.placements].append(grad.to_local())
     total: torch.Tensor | None = None
-    for (mesh, placements), local in groups.items():
+    for (mesh, placements), group in _by_placement(parameters).items():
+        local = [p.grad.to_local() for p in group if isinstance(p.grad, DTensor)]
         square = torch.nn.utils.get_total_norm(local).square()
         for axis, placement in enumerate(placements):
             # Replicated axes hold the same gradient already (HSDP reduces it in backward).
@@ -29,3 +25,18 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         total = square if total is None else total + square
     assert total is not None, "no gradients"
     return total.sqrt()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
+    """Scale gradients down so that their norm, which is `norm`, becomes at most `limit`."""
+    for group in _by_placement(parameters).values():  # torch refuses tensors of different meshes in one call
+        torch.nn.utils.clip_grads_with_norm_(group, limit, norm)
+
+
+def _by_placement(parameters: Iterable[nn.Parameter]) -> Groups:
+    groups: Groups = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            assert isinstance(parameter.grad, DTensor), "every parameter is sharded, also in a world of one"
+            groups[parameter.grad.device_mesh, parameter.grad.placements].append(parameter)
+    return groups

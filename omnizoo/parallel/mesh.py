@@ -9,23 +9,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omnizoo.config.schema import Config
-from omnizoo.parallel.layout import Layout, plan_layout
+from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks, seen as a grid. Any axis may be 1; one process is a 1 x 1 grid.
+    """All ranks, seen as grids. Any axis may be 1; one process is a grid of ones.
 
-        axis          what differs along it                   collective
-        dp_replicate  packs; copies of the sharded weights    all-reduce of gradients (HSDP)
-        dp_shard      packs; shards of the weights            all-gather of weights, reduce-scatter of gradients (FSDP2)
+        view     axes, outermost first                  what differs along an axis
+        data     dp_replicate, dp_shard, ring, ulysses  dp_*: packs; ring, ulysses: the tokens of one pack
+        packs    dp, sp                                 the same, with dp = dp_replicate x dp_shard, sp = ring x ulysses
+        dense    replicate, shard                       shards of dense weights; shard = dp_shard x sp
+        experts  replicate, ep_shard, ep                ep: whole experts; ep_shard: shards of them
 
-    Ranks are laid out with dp_shard innermost, so that its traffic, the heavier, stays inside a node.
+        collective                                      along
+        all-gather of weights, reduce-scatter of grads  shard (dense), ep_shard (experts)          FSDP2
+        all-reduce of gradients                         replicate                                  HSDP
+        all-to-all of heads against tokens              ulysses
+        keys and values passed on                       ring
+        all-to-all of tokens to their experts           ep
+
+    The busiest axes are innermost, so that their traffic stays inside a node.
     """
 
     layout: Layout
-    grid: DeviceMesh  # axes (dp_replicate, dp_shard)
+    data: DeviceMesh
+    packs: DeviceMesh
+    dense: DeviceMesh
+    experts: DeviceMesh
     device: torch.device
 
     @property
@@ -39,17 +51,32 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the packs is this rank's."""
-        return self.rank
+        """Which share of the packs is this rank's; the same for all ranks that share a pack."""
+        return self.rank // self.layout.sp
 
     @property
     def dp_size(self) -> int:
         return self.layout.dp
 
     @property
+    def sp_rank(self) -> int:
+        """This rank's place among those that share a pack: ring_rank x ulysses + ulysses_rank."""
+        return self.rank % self.layout.sp
+
+    @property
     def fsdp(self) -> DeviceMesh:
-        """What `fully_shard` gets: 2-D (replicate, shard) for HSDP, 1-D (shard) otherwise."""
-        return self.grid if self.layout.dp_replicate > 1 else self.grid["dp_shard"]
+        """What `fully_shard` gets for dense weights: 2-D (replicate, shard) for HSDP, 1-D otherwise."""
+        return self.dense if self.layout.dp_replicate > 1 else self.dense["shard"]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """What `fully_shard` gets for experts: 2-D (replicate, ep_shard) for HSDP, 1-D otherwise."""
+        return self.experts["replicate", "ep_shard"] if self.layout.dp_replicate > 1 else self.experts["ep_shard"]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along `axis` (ring, ulysses, sp or ep) only."""
+        view = {"ep": self.experts, "sp": self.packs}.get(axis, self.data)
+        return view.get_group(axis)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum over all ranks, in float64 on the host: counts stay exact and no accelerator is waited for."""
@@ -69,13 +96,21 @@ class Mesh:
         dist.broadcast_object_list(box)
         return box[0]
 
-    def barrier(self) -> None:
-        self.sum([0.0])
-
 
 def build_mesh(config: Config, process: Process) -> Mesh:
     """Arrange all processes of the world as `config.parallel` says."""
-    layout = plan_layout(config.parallel, process.world_size, config.train.global_batch, config.train.micro_batch)
-    shape = (layout.dp_replicate, layout.dp_shard)
-    grid = init_device_mesh(process.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    return Mesh(layout, grid, process.device)
+    layout = plan_layout(config.parallel, process.world_size)
+    micro_batches(layout, config.train.global_batch, config.train.micro_batch)
+
+    def grid(**axes: int) -> DeviceMesh:
+        return init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    replicate = layout.dp_replicate
+    return Mesh(
+        layout,
+        grid(dp_replicate=replicate, dp_shard=layout.dp_shard, ring=layout.ring, ulysses=layout.ulysses),
+        grid(dp=layout.dp, sp=layout.sp),
+        grid(replicate=replicate, shard=layout.fsdp),
+        grid(replicate=replicate, ep_shard=layout.ep_shard, ep=layout.ep),
+        process.device,
+    )

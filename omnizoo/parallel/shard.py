@@ -8,29 +8,35 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omnizoo.parallel.mesh import Mesh
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, precision: str, reshard: bool) -> None:
-    """Make every block, and what is left at the root, a unit of FSDP2 over `mesh`, in place."""
-    policy = MixedPrecisionPolicy()  # weights as they are: fp32 or fp64 throughout
+def precision_policy(precision: str) -> MixedPrecisionPolicy:
+    """bf16 computes on bf16 copies of fp32 weights and reduces gradients in fp32; fp32 and fp64 are so throughout."""
     if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy
+) -> None:
+    """Make every block, and what is left at the root, a unit of FSDP2 over `mesh`, in place."""
     for block in blocks:
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+        sum_gradients(fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard), mesh.fsdp)
     # The root is needed again at once when backward starts: resharding it would only add an all-gather.
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    for unit in units(model):
-        # Neither setter is recursive. The sum is forced: gloo has no pre-multiplied one, and a plain one is meant.
+    sum_gradients(fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False), mesh.fsdp)
+
+
+def sum_gradients(unit: FSDPModule, mesh: DeviceMesh) -> None:
+    """Let the gradients of one unit be summed over its mesh. Neither setter reaches the units inside of it."""
+    if mesh.size() > 1:  # one rank has nothing to sum, and torch 2.13 would copy every gradient to divide it by one
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-
-
-def units(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and a plain one is meant
 
 
 def local_bytes(model: nn.Module) -> int:

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.ops.device import train_flops
+from omnizoo.recipes.base import recipe_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,11 @@ class FlopCount:
         return train_flops(self.parameters, tokens, pairs, self.layers, self.attention_width)
 
 
-def count_flops(model: PreTrainedModel) -> FlopCount:
+def count_flops(model: nn.Module) -> FlopCount:
+    """Of a user's own module only what its weights cost is known."""
+    if not isinstance(model, PreTrainedModel):
+        tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        return FlopCount(sum(p.numel() for p in model.parameters() if p not in tables), layers=0, attention_width=0)
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     visited = getattr(config, "num_experts_per_tok", None) or 1
@@ -30,7 +36,8 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
             continue  # looked up, not multiplied; a tied table is also the head, and counts as that
         fused = parameter.ndim == 3 and parameter.shape[0] == experts
         parameters += parameter.numel() * visited // experts if fused else parameter.numel()
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return FlopCount(parameters, config.num_hidden_layers, width)
+    names = recipe_of(config.model_type).attention_width
+    default = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # A pair costs a product of the query-key width and one of the value width; `train_flops` takes their mean.
+    width = sum(getattr(config, name) for name in names) / 2 if names else default
+    return FlopCount(parameters, config.num_hidden_layers, int(config.num_attention_heads * width))

@@ -3,25 +3,28 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from omnizoo.data.loader import Batch
-from omnizoo.parallel.mesh import Mesh
-from omnizoo.training.losses import loss_terms
+from omnizoo.ops.precision import exact
+from omnizoo.training.losses import Objective
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh) -> dict[str, float]:
+def evaluate(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:
     """`eval/loss` and `eval/loss/<term>` over all ranks' batches; every rank must bring equally many."""
+    model, mesh = objective.model, objective.mesh
+    counts = {name: count * (mesh.sp_rank == 0) for name, count in objective.counts(batches).items()}
+    sums, weights = dict.fromkeys(counts, 0.0), dict.fromkeys(counts, 0.0)
     model.eval()
-    sums: dict[str, float] = {}
-    count = 0
     for batch in batches:
-        count += batch.targets
-        for term in loss_terms(model, batch.to(mesh.device)):
-            sums[term.name] = sums.get(term.name, 0.0) + float(term.sum)
+        with exact(objective.config.parallel.precision):
+            terms = objective.terms(batch)
+        for term in terms:
+            sums[term.name] += float(term.sum)
+            weights[term.name] = term.weight
     model.train()
-    names = sorted(sums)
-    *totals, targets = mesh.sum([*(sums[name] for name in names), float(count)])
-    means = {name: total / max(1.0, targets) for name, total in zip(names, totals, strict=True)}
-    return {"eval/loss": sum(means.values())} | {f"eval/loss/{name}": mean for name, mean in means.items()}
+    objective.end_step(update=False)
+    totals = mesh.sum([*sums.values(), *counts.values()])
+    means = {name: totals[i] / max(1.0, totals[i + len(sums)]) for i, name in enumerate(sums)}
+    loss = sum(weights[name] * mean for name, mean in means.items())
+    return {"eval/loss": loss} | {f"eval/loss/{name}": mean for name, mean in means.items()}

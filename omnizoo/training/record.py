@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
-from omnizoo.training.metrics import Metrics, MetricsWriter, RunFolder
+from omnizoo.training.metrics import Metrics, MetricsWriter, RunFolder, replace_file
 from omnizoo.training.progress import Progress, show_start
 from omnizoo.training.report import write_report
 
@@ -23,6 +24,8 @@ class Recorder:
             run.root.mkdir(parents=True, exist_ok=True)
             save_config(config, run.config)
             self._writer = MetricsWriter(run, config, resume_step=start)
+            for file in (run.bad_steps, run.bad_rows):  # steps that are about to be run again
+                _drop_after(file, start)
             show_start(Console(), facts)
             self._progress = Progress(config.train.steps, start, config.log.every)
 
@@ -63,3 +66,10 @@ class Recorder:
         if self._active:
             with open(getattr(self._run, which), "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def _drop_after(file: Path, step: int) -> None:
+    if file.exists():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have torn the last one
+        replace_file(file, "".join(line for line in whole if json.loads(line)["step"] <= step))

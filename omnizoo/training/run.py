@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from omnizoo.checkpoint.save import SaveError, find, load, save
@@ -16,6 +16,7 @@ from omnizoo.data.loader import build_eval_batches, build_loader, merge_states
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, memory_gb, peak_flops
+from omnizoo.parallel.layout import micro_batches
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
@@ -23,6 +24,7 @@ from omnizoo.recipes.attach import parallelize
 from omnizoo.recipes.flops import count_flops
 from omnizoo.training.evaluate import evaluate
 from omnizoo.training.interrupt import StopRequest
+from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.record import Recorder
@@ -56,27 +58,30 @@ def train(config: Config) -> int:
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
         if checkpoint is not None:
             state = load(checkpoint, model, optimizer)
-            start, tokens_seen = state["step"], state["tokens_seen"]
-            bad_steps, bad_in_a_row = state["bad_steps"], state["bad_in_a_row"]
+            start, tokens_seen = state["step"], state.get("tokens_seen", 0)
+            bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             loader.load_state_dict(state["loader"])
         if start >= config.train.steps:
-            raise UserError(f"{checkpoint} is at step {start} of {config.train.steps}: raise train.steps to go on")
+            if mesh.is_first:
+                print(f"nothing to do: {checkpoint} is at step {start} of {config.train.steps}; raise train.steps")
+            return 0
 
         fetching = time.perf_counter()
-        data = next_step(loader, mesh)  # before anything is written: unusable data leaves no trace
+        objective = Objective(model, mesh, config)
+        data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
         skipped_rows = 0
         facts = describe(config, mesh, model, name, run, directory, checkpoint)
         with Recorder(config, run, start, facts, active=mesh.is_first) as recorder:
             for step in range(start + 1, config.train.steps + 1):
                 fetched = time.perf_counter()
-                result = train_step(model, optimizer, data, step, mesh, config, stop=bool(stop))
+                result = train_step(objective, optimizer, data, step, stop=bool(stop))
                 seconds, waited = time.perf_counter() - fetching, fetched - fetching
                 tokens_seen += data.tokens
 
                 if not result.finite:
                     bad_steps, bad_in_a_row = bad_steps + 1, bad_in_a_row + 1
                     samples = [name for batch in data.micro_batches for name in batch.sample_ids]
-                    samples = [name for names in mesh.gather(samples) for name in names]
+                    samples = [name for names in mesh.gather(samples if mesh.sp_rank == 0 else []) for name in names]
                     recorder.bad_step(step, result.loss, result.grad_norm, samples)
                     recorder.say(
                         f"step {step} skipped: loss {result.loss}, grad norm {result.grad_norm}; "
@@ -103,9 +108,10 @@ def train(config: Config) -> int:
                     "imbalance": data.imbalance,
                     "bad_steps": bad_steps,
                     **data.counters,
+                    **result.routers,
                 }
                 if config.train.eval_every and step % config.train.eval_every == 0:
-                    metrics |= evaluate(model, held_out, mesh)
+                    metrics |= evaluate(objective, held_out)
                 recorder.step(step, metrics)
                 if bad_in_a_row >= config.train.max_bad_steps:
                     raise TrainingError(
@@ -129,7 +135,7 @@ def train(config: Config) -> int:
                 if last:
                     break
                 fetching = time.perf_counter()
-                data = next_step(loader, mesh)
+                data = next_step(loader, objective)
             recorder.say(farewell(step, config, run, directory, stop.signal if result.stop else None))
         loader.close()
     return 0
@@ -158,7 +164,7 @@ def set_up_logging(mesh: Mesh) -> None:
 def describe(
     config: Config,
     mesh: Mesh,
-    model: PreTrainedModel,
+    model: nn.Module,
     name: str,
     run: RunFolder,
     directory: Path,
@@ -173,8 +179,8 @@ def describe(
         "weights": config.model.path or f"drawn from train.seed {train.seed}",
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
-        "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; "
-        f"{layout.micro_batches} micro-batch(es) of {train.micro_batch} per rank",
+        "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "
+        f"{micro_batches(layout, train.global_batch, train.micro_batch)} micro-batch(es) of {train.micro_batch}",
         "precision": f"{config.parallel.precision}, recompute {config.parallel.recompute}",
         "attention": attention_name(model),
         "data": "\n".join(f"{source.path} (weight {source.weight:g})" for source in config.data.sources),

@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config
 from omnizoo.data.loader import Batch, Loader
 from omnizoo.ops.device import causal_pairs
 from omnizoo.ops.precision import exact
-from omnizoo.parallel.gradients import gradient_norm
+from omnizoo.parallel.gradients import clip_gradients, gradient_norm
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import set_gradient_sync
-from omnizoo.training.losses import loss_terms
+from omnizoo.training.losses import Objective
 from omnizoo.training.schedule import learning_rate
 
 
@@ -29,12 +27,12 @@ class StepData:
     """This rank's micro-batches, and what all ranks' micro-batches hold together."""
 
     micro_batches: Sequence[Batch]
-    targets: int  # positions with a loss
+    counts: dict[str, int]  # of each loss term
     tokens: int
     pairs: int  # (query, key) pairs of causal attention, for FLOP counting
     imbalance: float  # most tokens on a rank / mean over ranks
     counters: dict[str, int]  # rows skipped, samples dropped or split, since the start of the run
-    bad_rows: Sequence[str]  # this rank's, of this step
+    bad_rows: Sequence[str]  # of this step; each on one rank only
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,12 @@ class StepResult:
     lr: float
     finite: bool  # False: the update was skipped
     stop: bool  # some rank was asked to stop
+    routers: dict[str, float]  # load and entropy of the routers; empty for dense models
 
 
-def next_step(loader: Loader, mesh: Mesh) -> StepData:
+def next_step(loader: Loader, objective: Objective) -> StepData:
     """The next step's data. Unusable data on one rank is the same UserError on all, so that none waits for another."""
+    mesh = objective.mesh
     error, step = None, None
     try:
         step = loader.next_step()
@@ -56,67 +56,63 @@ def next_step(loader: Loader, mesh: Mesh) -> StepData:
         error = caught
     batches = step.micro_batches if step else []
     tokens = sum(batch.tokens for batch in batches)
-    targets = sum(batch.targets for batch in batches)
     pairs = sum(causal_pairs(batch.cu_seqlens.diff().tolist()) for batch in batches)
-    counters = loader.counters()
+    counts, counters = objective.counts(batches), loader.counters()
     loads = [0] * mesh.dp_size
     loads[mesh.dp_rank] = tokens
-    failed, targets, tokens, pairs, *rest = map(
-        int, mesh.sum([error is not None, targets, tokens, pairs, *counters.values(), *loads])
-    )
+    once = mesh.sp_rank == 0  # ranks that share a pack all have it: one of them counts
+    own = [tokens, pairs, *counts.values(), *counters.values(), *loads]
+    failed, tokens, pairs, *rest = map(int, mesh.sum([error is not None, *(value * once for value in own)]))
     if failed:
         raise_everywhere(error, mesh)
     assert step is not None
-    loads = rest[len(counters) :]
+    summed, loads = iter(rest), rest[-len(loads) :]
     return StepData(
         micro_batches=batches,
-        targets=targets,
+        counts={name: next(summed) for name in counts},
         tokens=tokens,
         pairs=pairs,
         imbalance=max(loads) * len(loads) / tokens,
-        counters=dict(zip(counters, rest, strict=False)),
-        bad_rows=step.bad_rows,
+        counters={name: next(summed) for name in counters},
+        bad_rows=step.bad_rows if once else [],
     )
 
 
 def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: StepData,
-    step: int,
-    mesh: Mesh,
-    config: Config,
-    stop: bool = False,
+    objective: Objective, optimizer: torch.optim.Optimizer, data: StepData, step: int, stop: bool = False
 ) -> StepResult:
     """Train on `data`. A non-finite loss or gradient leaves weights and optimizer untouched (`finite` is False)."""
+    model, mesh, config = objective.model, objective.mesh, objective.config
     optimizer.zero_grad()
     sums: dict[str, torch.Tensor] = {}
+    weights: dict[str, float] = {}
     for i, batch in enumerate(data.micro_batches):
         last = i == len(data.micro_batches) - 1
         set_gradient_sync(model, last, config.parallel.reduce_each_micro_batch)
-        # Dropout depends on the packs, not on the rank or on what ran before: nothing to save for an exact resume.
-        torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs))
+        # Dropout depends on the packs, not on what ran before: nothing to save for an exact resume.
+        torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
         with exact(config.parallel.precision):
-            terms = loss_terms(model, batch.to(mesh.device))
-            loss = torch.stack([term.weight * term.sum / max(1, data.targets) for term in terms]).sum()
+            terms = objective.terms(batch)
+            loss = torch.stack([term.weight * term.sum / max(1, data.counts[term.name]) for term in terms]).sum()
             loss.backward()
         for term in terms:
             sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
+            weights[term.name] = term.weight
 
     norm = gradient_norm(model.parameters())
-    names = sorted(sums)
-    *totals, stopping = mesh.sum([*(float(sums[name]) for name in names), float(stop)])
-    means = {name: total / max(1, data.targets) for name, total in zip(names, totals, strict=True)}
-    loss_value, grad_norm = sum(means.values()), float(norm)
-    finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
+    *totals, stopping = mesh.sum([*(float(value) for value in sums.values()), float(stop)])
+    means = {name: total / max(1, data.counts[name]) for name, total in zip(sums, totals, strict=True)}
+    total_loss, grad_norm = sum(weights[name] * mean for name, mean in means.items()), float(norm)
+    finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
     lr = learning_rate(config.train, step)
+    routers = objective.end_step(update=finite)
     if finite:
         if config.train.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.train.grad_clip, norm)
+            clip_gradients(model.parameters(), config.train.grad_clip, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-    return StepResult(loss_value, means, grad_norm, lr, finite, stop=stopping > 0)
+    return StepResult(total_loss, means, grad_norm, lr, finite, stopping > 0, routers)
 
 
 def raise_everywhere(error: UserError | None, mesh: Mesh) -> None:
@@ -125,6 +121,6 @@ def raise_everywhere(error: UserError | None, mesh: Mesh) -> None:
     raise UserError(mesh.from_first(messages[0] if messages else None))
 
 
-def _dropout_seed(seed: int, step: int, packs: Sequence[int]) -> int:
-    digest = hashlib.blake2b(f"{seed}/{step}/{list(packs)}".encode(), digest_size=8).digest()
+def _dropout_seed(seed: int, step: int, packs: Sequence[int], sp_rank: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{step}/{list(packs)}/{sp_rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,73 @@
+"""Plugs `ops.experts` into transformers' experts interface under the name `dispatched`.
+
+Where experts live on other ranks, the exchange is a callable that was set on the module from outside as `dispatch`;
+without one, all experts are computed here.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.models.hf_private import expert_activation, is_experts, register_experts
+from omnizoo.ops.experts import Experts, combine, gather, run_experts, sort_by_expert
+
+DISPATCHED = "dispatched"
+
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (rows ordered by local expert, their counts) -> rows
+
+
+def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules that hold a layer's experts, by name; none in a dense model."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def use_dispatched(model: PreTrainedModel) -> None:
+    """Let `model` compute its experts by the function below. Ask before `fully_shard`, which renames classes."""
+    model.set_experts_implementation(DISPATCHED)
+
+
+def set_dispatch(module: nn.Module, exchange: Callable[..., torch.Tensor]) -> None:
+    """Let the experts of `module` be reached through `exchange`."""
+    module.dispatch = exchange  # type: ignore[assignment]
+
+
+def dispatched(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """`hidden_states [T, H]`, the experts each token chose `[T, K]` and their weights `[T, K]` -> `[T, H]`."""
+    compute = partial(_compute, module)
+    if (dispatch := getattr(module, "dispatch", None)) is not None:
+        out: torch.Tensor = dispatch(hidden_states, top_k_index, top_k_weights, compute)
+    else:
+        pairs = sort_by_expert(top_k_index, module.num_experts)
+        out = combine(compute(gather(hidden_states, pairs), pairs.counts), top_k_weights, pairs)
+    return out.to(hidden_states.dtype)
+
+
+def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+
+    def weights(name: str) -> torch.Tensor:
+        weight = _local(getattr(module, name))
+        return weight if module.is_transposed else weight.transpose(1, 2)
+
+    def bias(name: str) -> torch.Tensor | None:
+        return _local(getattr(module, f"{name}_bias")) if module.has_bias else None
+
+    experts = Experts(weights(up), weights("down_proj"), bias(up), bias("down_proj"), expert_activation(module))
+    assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
+    out = run_experts(rows, counts, experts)
+    return module.post_expert_norm(out) if module.has_post_expert_norm else out
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's experts: where they are spread over ranks, the parameter is a DTensor."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+register_experts(DISPATCHED, dispatched)

@@ -1,0 +1,65 @@
+"""Reads routers from outside: what each layer's router returned in a forward pass, by hooks that sleep otherwise."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.config.errors import UserError
+from omnizoo.models.hf_private import routers
+
+
+@dataclass(frozen=True)
+class RouterRecord:
+    layer: str  # name of the router module
+    logits: torch.Tensor  # [T, E], with their graph
+    index: torch.Tensor  # [T, K]: the experts each token went to
+
+
+class RouterRecorder:
+    """Make one per model, before or after sharding; `routers` is empty for a dense model.
+
+    A router that does not say which experts it chose cannot be read: an error where that is `required` (a loss or bias
+    depends on it), otherwise such layers have no records.
+    """
+
+    def __init__(self, model: nn.Module, required: bool) -> None:
+        self._required = required
+        self._records: list[RouterRecord] | None = None
+        found = routers(model)
+        self.routers = {name: module for name, (module, _) in found.items()}
+        for name, (module, logits_at) in found.items():
+            module.register_forward_hook(partial(self._record, name, logits_at))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[RouterRecord]]:
+        """Around the forward pass only: a layer that is recomputed in backward has been recorded already."""
+        records: list[RouterRecord] = []
+        self._records = records
+        try:
+            yield records
+        finally:
+            self._records = None
+
+    def _record(self, name: str, logits_at: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._records is None:
+            return
+        chosen = [out for out in outputs if isinstance(out, torch.Tensor) and not out.is_floating_point()]
+        if len(chosen) != 1:
+            if self._required:
+                raise UserError(
+                    f"train.balance_loss, router_z_loss and router_bias_rate need routers that tell which experts they "
+                    f"chose; {name} ({type(module).__name__}) does not: set them to 0"
+                )
+            return
+        self._records.append(RouterRecord(name, outputs[logits_at].flatten(0, -2), chosen[0].flatten(0, -2)))
+
+
+def correction_bias(router: nn.Module) -> torch.Tensor | None:
+    """The buffer that routers of the loss-free balancing kind add to their scores before they choose."""
+    bias: torch.Tensor | None = getattr(router, "e_score_correction_bias", None)
+    return bias

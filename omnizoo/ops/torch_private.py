@@ -1,0 +1,116 @@
+"""Private ops of torch, called from here only: attention kernels that hand out the log-sum-exp and take it back.
+
+Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+SCHEMAS = {
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+        "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, "
+        "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
+    "_flash_attention_forward": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+        "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+        "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None, Tensor? block_table=None, "
+        "int? num_splits=None) -> (Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, "
+        "Tensor debug_attn_mask)"
+    ),
+    "_flash_attention_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
+        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor rng_state, "
+        "Tensor unused, *, float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+}
+
+
+def flash_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[1, heads, tokens, width]` of any strides, fewer kv heads allowed; no empty tensors (the process would die).
+
+    `causal` aligns the first query with the first key; `mask` is added, in the dtype of `q`. Returns out and
+    `lse [1, heads, queries]`.
+    """
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+def flash_cpu_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """Pieces of queries and keys by `cu_seqlens`; the window is aligned at the last query and key, -1 is no limit."""
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    max_q: int
+    max_k: int
+    left: int
+    right: int
+
+
+def flash_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Varlen, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[tokens, heads, width]`, fewer kv heads allowed.
+
+    As `torch.nn.attention.varlen.varlen_attn` calls it; returns out and `lse [heads, queries]`.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, pieces.cu_q, pieces.cu_k, pieces.max_q, pieces.max_k, 0.0),
+        (pieces.left, pieces.right) == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=pieces.left,
+        window_size_right=pieces.right,
+    )
+    return out, lse
+
+
+def flash_cuda_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    pieces: Varlen,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(grad_out, q, k, v, out, lse, pieces.cu_q, pieces.cu_k, pieces.max_q, pieces.max_k, 0.0),
+        (pieces.left, pieces.right) == (-1, 0),
+        *(rng_state, torch.empty(0, device=q.device)),
+        scale=scale,
+        window_size_left=pieces.left,
+        window_size_right=pieces.right,
+    )
+    return dq, dk, dv

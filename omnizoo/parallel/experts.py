@@ -1,0 +1,137 @@
+"""Expert parallelism: whole experts spread over the `ep` axis, each FSDP-sharded over `ep_shard`, and the exchange that
+brings tokens to their experts and back."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops.experts import combine, gather, restore, sort_by_expert
+from omnizoo.parallel.layout import Layout, divisors
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.shard import sum_gradients
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Sends each token to the ranks of `group` that hold its experts, and the results back. No token is dropped.
+
+    Rank r holds experts r x E/ranks and on. Of rows `[T x K, H]`, one all-to-all goes there and one back (in backward
+    as well); who gets how many is exchanged before, and read on the host once. Ranks without tokens must call, too.
+    """
+
+    group: dist.ProcessGroup
+    experts: int  # of the layer, over all ranks
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ranks = self.group.size()
+        here = self.experts // ranks
+        pairs = sort_by_expert(index, self.experts)
+        arriving = torch.empty_like(pairs.counts)
+        dist.all_to_all_single(arriving, pairs.counts, group=self.group)
+        by_rank = torch.stack([pairs.counts, arriving]).view(2, ranks, here).sum(2)
+        sent, received = by_rank.tolist()
+
+        rows = _exchange(gather(hidden, pairs), sent, received, self.group)
+        # They come ordered by (source rank, expert, token); experts want (expert, source rank, token), a fixed order.
+        expert = torch.arange(here, device=rows.device).repeat(ranks)
+        local = sort_by_expert(expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1), here)
+        rows = restore(compute(gather(rows, local), local.counts), local)
+        rows = _exchange(rows, received, sent, self.group)
+        return combine(rows, weights, pairs)
+
+
+def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out: torch.Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """One all-to-all of rows; gradients take the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back = received, sent, group
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Exchange.forward(ctx, grad, *ctx.back), None, None, None
+
+
+def check_experts(layout: Layout, experts: int) -> None:
+    """Refuse an `ep` that would split an expert, and name the nearest that does not."""
+    if experts % layout.ep:
+        possible = [ep for ep in divisors(layout.fsdp) if experts % ep == 0]
+        nearest = min(possible, key=lambda ep: abs(ep - layout.ep))
+        raise UserError(
+            f"parallel.ep: {layout.ep} does not divide the model's {experts} experts; the nearest that does, and "
+            f"divides the {layout.fsdp} ranks that share one copy of the weights, is {nearest}"
+        )
+
+
+def shard_experts(modules: Iterable[nn.Module], mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy) -> None:
+    """Spread the experts of each module over `ep`, and make it a unit of FSDP2 over `ep_shard`, in place.
+
+    Goes before the blocks around them are sharded. Parameters are `[experts, ...]`; a rank ends up with
+    1 / (ep x ep_shard) of each.
+    """
+    # Routing weights keep the precision the router gave them; rows are cast where they meet the experts' weights.
+    policy = replace(policy, cast_forward_inputs=False)
+    for module in modules:
+        for child in module.children():
+            if any(True for _ in child.parameters()):  # shared by all experts, so sharded like dense weights
+                unit = fully_shard(child, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+                sum_gradients(unit, mesh.fsdp)
+        own = dict(module.named_parameters(recurse=False))
+        split = {tuple(p.shape): _dim_to_split(name, p.shape, mesh.layout) for name, p in own.items()}
+        if mesh.layout.ep > 1:
+            for name, p in own.items():
+                part = distribute_tensor(p.detach(), mesh.experts["ep"], [Shard(0)], src_data_rank=None)
+                setattr(module, name, nn.Parameter(part, p.requires_grad))
+        unit = fully_shard(
+            module,
+            mesh=mesh.expert_fsdp,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=partial(_placement, split),
+        )
+        sum_gradients(unit, mesh.expert_fsdp)
+
+
+def _placement(split: dict[tuple[int, ...], int], parameter: nn.Parameter) -> Shard:
+    return Shard(split[tuple(parameter.shape)])
+
+
+def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
+    """The dim that `ep_shard` ranks share: whole experts if `ep` leaves them to us, else the last dim.
+
+    Not the one in between: where a gate and its up projection are published apart, transformers' loader (5.22.2) joins
+    them along that dim after it has sliced each, so a rank would get a part of both instead of a part of the whole.
+    """
+    ranks, last = layout.ep_shard, len(shape) - 1
+    if layout.ep == 1 and (shape[0] % ranks == 0 or shape[last] % ranks):
+        return 0  # FSDP2 pads the first dim where it must, and only that
+    if shape[last] % ranks:
+        raise UserError(
+            f"parallel.ep: {layout.ep} leaves {ranks} ranks to share each expert, but the last dim of `{name}` "
+            f"{list(shape)} cannot be divided by {ranks}; use parallel.ep: {layout.fsdp} or 1"
+        )
+    return last

@@ -1,0 +1,144 @@
+"""Sequence parallelism: the ranks of a ring x Ulysses grid share the tokens of a pack, and only attention talks.
+
+Each rank selects its tokens with `SequenceParallel.index` before the model, and the model's attention interface calls
+`attend`; everything else in a model works on tokens one by one and never notices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, product
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
+from omnizoo.ops.attention_blocks import Block, Blocks, Run, block_between, fuse
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.ring import Ring, repeat_kv, ring_attention
+from omnizoo.parallel.ulysses import Exchange, GatherTokens, ScatterTokens, split_heads
+
+
+def slice_tokens(lengths: Sequence[int], ring: int, ulysses: int) -> list[npt.NDArray[np.int64]]:
+    """For each sequence-parallel rank, the indices of its tokens in a pack of samples of these lengths.
+
+    Token counts of any two ranks differ by at most 1.
+    """
+    starts = [0, *accumulate(lengths)]
+    slices: list[npt.NDArray[np.int64]] = []
+    for runs in ring_runs(lengths, ring):
+        pieces = [
+            np.arange(start + run.position, start + run.position + run.length)
+            for start, sample in zip(starts, runs, strict=False)
+            for run in sample
+        ]
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+        slices += [piece.astype(np.int64) for piece in np.array_split(tokens, ulysses)]
+    return slices
+
+
+def ring_runs(lengths: Sequence[int], ring: int) -> list[list[list[Run]]]:
+    """For each ring rank and sample, the runs of tokens it holds, in order.
+
+    A sample is cut into 2 x ring chunks of which rank r holds number r and the r-th from the end: early tokens see
+    little and late ones much, so every rank has the same attention work in every sample.
+    """
+    held = [0] * ring
+    runs: list[list[list[Run]]] = [[] for _ in range(ring)]
+    for length in lengths:
+        base, rest = divmod(length, 2 * ring)
+        sizes = [base] * (2 * ring)
+        # What does not divide goes to those who hold least, so that counts stay within 1 of each other.
+        order = sorted(range(ring), key=held.__getitem__)
+        for chunk in [*order, *(2 * ring - 1 - rank for rank in order)][:rest]:
+            sizes[chunk] += 1
+        position = [0, *accumulate(sizes)]
+        for rank in range(ring):
+            runs[rank].append([])
+            for chunk in (rank, 2 * ring - 1 - rank):
+                if sizes[chunk]:
+                    runs[rank][-1].append(Run(held[rank], position[chunk], sizes[chunk]))
+                    held[rank] += sizes[chunk]
+    return runs
+
+
+def visible_blocks(
+    q_runs: Sequence[Sequence[Run]], k_runs: Sequence[Sequence[Run]], causal: bool, window: int | None, own: bool
+) -> list[Block]:
+    """What the queries of one ring rank see of the keys of another (`own`: of itself), sample by sample."""
+    blocks: list[Block] = []
+    for queries, keys in zip(q_runs, k_runs, strict=True):
+        if own and queries and (window is None or window > queries[-1].position + queries[-1].length):
+            # Without a window only the order counts, and that is the same with the gap between the runs closed.
+            whole = Run(queries[0].at, 0, sum(run.length for run in queries))
+            queries = keys = [whole]
+        pairs = [block for q, k in product(queries, keys) if (block := block_between(q, k, causal, window))]
+        if own:
+            # Each query sees itself: these blocks are computed first and hold every query once.
+            diagonal = [b for b in pairs if (b.q0, b.q1) == (b.k0, b.k1)]
+            blocks += [replace(b, first=True) for b in diagonal] + [b for b in pairs if b not in diagonal]
+        else:
+            blocks += fuse(pairs)
+    return blocks
+
+
+class SequenceParallel:
+    """One packed micro-batch, spread over the ranks that share it. `lengths`: of all its samples, in order."""
+
+    def __init__(self, mesh: Mesh, lengths: Sequence[int], overlap: bool) -> None:
+        layout = mesh.layout
+        self.mesh, self.lengths, self.overlap = mesh, lengths, overlap
+        self.ring, self.ulysses = layout.ring, layout.ulysses
+        self.ring_rank, self.ulysses_rank = divmod(mesh.sp_rank, layout.ulysses)
+        slices = slice_tokens(lengths, layout.ring, layout.ulysses)
+        self.tokens = [len(indices) for indices in slices]
+        self.index = torch.from_numpy(slices[mesh.sp_rank]).to(mesh.device)
+        cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=mesh.device)
+        self.boundaries = Boundaries(cumulative, max(lengths, default=0))
+        self.runs = ring_runs(lengths, layout.ring)
+        self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # by causal and window: layers repeat a few
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        """Of this rank's tokens: `query [1, H, T, Dk]`, `key [1, KV, T, Dk]`, `value [1, KV, T, Dv]`, each with its
+        whole heads; returns `[1, T, H, Dv]`."""
+        if pattern.dropout > 0.0 and self.ring > 1:
+            raise UserError(
+                f"attention dropout {pattern.dropout} does not work with parallel.ring {self.ring}: set the model's "
+                f"attention_dropout to 0, or use ulysses {self.ring * self.ulysses} x ring 1"
+            )
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self.ulysses == 1:
+            return self._local(q, k, v, pattern, None).unsqueeze(0)
+        split = split_heads(q.shape[1], k.shape[1], self.ulysses)
+        first = self.ring_rank * self.ulysses
+        exchange = Exchange(
+            *(self.mesh.group("ulysses"), self.ulysses_rank, self.tokens[first : first + self.ulysses], self.overlap)
+        )
+        if pattern.sinks is not None:
+            pattern = replace(pattern, sinks=pattern.sinks[slice(*split.heads[self.ulysses_rank])])
+        q, k, v = GatherTokens.apply(exchange, split, q, k, v)  # type: ignore[no-untyped-call]
+        own = self._local(q, k, v, pattern, split.kv_repeats(self.ulysses_rank))
+        out: torch.Tensor = ScatterTokens.apply(exchange, split, own)  # type: ignore[no-untyped-call]
+        return out.unsqueeze(0)
+
+    def _local(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, kv_repeats: list[int] | None
+    ) -> torch.Tensor:
+        """All tokens of this ring rank, some of the heads."""
+        if self.ring > 1:
+            tokens = [sum(self.tokens[i * self.ulysses : (i + 1) * self.ulysses]) for i in range(self.ring)]
+            blocks = self._blocks(pattern.causal, pattern.window)
+            ring = Ring(self.mesh.group("ring"), self.ring_rank, tokens, blocks, kv_repeats)
+            return ring_attention(q, k, v, ring, pattern)
+        k, v = repeat_kv(k, kv_repeats), repeat_kv(v, kv_repeats)
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        return packed_attention(query, key, value, self.boundaries, pattern)[0]
+
+    def _blocks(self, causal: bool, window: int | None) -> list[Blocks]:
+        """What this ring rank's queries see of each ring rank's keys; all ranks know all runs, nothing is asked."""
+        if (causal, window) not in self.blocks:
+            own = self.runs[self.ring_rank]
+            visible = [visible_blocks(own, runs, causal, window, runs is own) for runs in self.runs]
+            self.blocks[causal, window] = [Blocks(blocks, self.mesh.device) for blocks in visible]
+        return self.blocks[causal, window]

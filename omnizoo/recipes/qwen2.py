@@ -1,0 +1,5 @@
+"""Qwen2 and Qwen2.5: dense, biased q/k/v projections."""
+
+from omnizoo.recipes.base import Recipe
+
+RECIPE = Recipe(about="Qwen2 and Qwen2.5")

@@ -1,0 +1,96 @@
+"""Router losses and statistics that are the same for any layout and any number of micro-batches.
+
+The balance loss is a product of two means over tokens, so what it is a mean over must be fixed: one pack. Its value is
+Hugging Face's `load_balancing_loss_func` on the tokens of one pack, all layers together; the step's is the mean over
+packs.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from omnizoo.models.routing import RouterRecord, correction_bias
+
+
+def balance_terms(
+    records: Sequence[RouterRecord], pack_of_token: torch.Tensor, packs: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum over packs of the balance loss, sum over tokens and layers of the squared router log-sum-exp).
+
+    `pack_of_token [T]` is 0 to `packs` - 1 for this rank's tokens. Where `group` shares the packs, each rank has a part
+    of the tokens, and returns a part of the sums; one all-reduce of `packs` x experts counts is all they exchange.
+    """
+    member = pack_of_token.unsqueeze(0) == torch.arange(packs, device=pack_of_token.device).unsqueeze(1)  # [P, T]
+    choices, z_sum = 0, torch.zeros((), device=pack_of_token.device)
+    loads, probabilities = [], []
+    for record in records:
+        logits = _at_least_fp32(record.logits)
+        chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)  # zeros_like carries no graph
+        # Sums as matmuls: deterministic on every device, and exact for counts (below 2^24 tokens).
+        loads.append((member.to(logits.dtype) @ chosen).to(torch.int64))
+        probabilities.append(member.to(logits.dtype) @ logits.softmax(1))
+        z_sum = z_sum + logits.logsumexp(1).square().sum()
+        choices = record.index.shape[1]
+    load = torch.stack(loads).sum(0)  # [P, E]
+    if group is not None:
+        dist.all_reduce(load, group=group)
+    probability = torch.stack(probabilities).sum(0)
+    tokens = load.sum(1, keepdim=True) / choices  # of each pack, over all ranks and layers
+    fraction, mean = load / tokens.clamp(min=1), probability / tokens.clamp(min=1)
+    return (fraction.to(mean.dtype) * mean).sum() * load.shape[1], z_sum
+
+
+class RouterStatistics:
+    """How evenly the routers used their experts in one step. Make one per step; nothing waits for the device before
+    `reduce`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}  # layer -> [2, E]: times chosen, probability
+        self.loads: dict[str, torch.Tensor] = {}  # layer -> [E]: times chosen on all ranks, known after `reduce`
+
+    @torch.no_grad()
+    def add(self, records: Sequence[RouterRecord]) -> None:
+        for record in records:
+            probability = _at_least_fp32(record.logits.detach()).softmax(1).sum(0, dtype=torch.float64)
+            chosen = record.index.flatten()
+            load = torch.zeros_like(probability).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
+            sums = torch.stack([load, probability])
+            self._sums[record.layer] = self._sums[record.layer] + sums if record.layer in self._sums else sums
+
+    def reduce(self, sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> dict[str, float]:
+        """Metrics of the step: per layer and as means over layers, the most used expert against the mean, and the
+        entropy of the mean probabilities (log of the number of experts at best). One all-reduce for all layers."""
+        if not self._sums:
+            return {}
+        layers = list(self._sums)
+        local = torch.cat([sums.flatten() for sums in self._sums.values()]).tolist()
+        total = torch.tensor(sum_over_ranks(local), dtype=torch.float64)
+        metrics: dict[str, list[float]] = {"max_over_mean": [], "entropy": []}
+        named: dict[str, float] = {}
+        sizes = [self._sums[layer].numel() for layer in layers]
+        for layer, sums in zip(layers, total.split(sizes), strict=True):
+            load, probability = sums.view(2, -1)
+            self.loads[layer] = load
+            metrics["max_over_mean"].append(float(load.max() / load.mean()))
+            metrics["entropy"].append(float(torch.special.entr(probability / probability.sum()).sum()))
+            named |= {f"router/{layer}/{metric}": values[-1] for metric, values in metrics.items()}
+        return named | {f"router/{metric}": math.fsum(v) / len(v) for metric, v in metrics.items()}
+
+
+@torch.no_grad()
+def update_bias(routers: Mapping[str, nn.Module], loads: Mapping[str, torch.Tensor], rate: float) -> None:
+    """Balance without a loss: after a step, experts chosen more often than the mean become a little less attractive.
+
+    `loads` are global, so all ranks stay equal. Routers without a correction bias are left as they are.
+    """
+    for layer, load in loads.items():
+        bias = correction_bias(routers[layer])
+        if bias is not None:
+            bias += rate * torch.sign(load.mean() - load).to(bias)
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

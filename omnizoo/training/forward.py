@@ -1,0 +1,69 @@
+"""One packed micro-batch through the model on this rank: its slice of the tokens, its share of the losses.
+
+Sequence parallelism enters here and nowhere else: tokens, positions and labels are picked by the slice's index, and the
+model's own attention is handed, through its keyword arguments, the function that attends across ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.data.loader import IGNORE, Batch
+from omnizoo.ops.attention import Pattern
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.sequence import SequenceParallel
+
+
+@dataclass(frozen=True)
+class Local:
+    """What of a micro-batch is this rank's."""
+
+    inputs: dict[str, Any]  # the model's keyword arguments
+    targets: torch.Tensor  # [N] token ids, one per row of the logits that come out
+    pack_of_token: torch.Tensor  # [T] which pack of the micro-batch
+    is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
+
+
+def localize(batch: Batch, mesh: Mesh, overlap: bool) -> Local:
+    """This rank's part of `batch`, on the mesh's device."""
+    # A cache, or any 2-D attention mask, would silently switch off the isolation of packed samples.
+    inputs: dict[str, Any] = {"use_cache": False}
+    ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
+    is_filler = False
+    if mesh.layout.sp == 1:
+        inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
+        inputs |= {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+    else:
+        sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), overlap)
+        index = sequence.index.cpu()
+        ids, positions, labels, packs = ids[:, index], positions[:, index], labels[:, index], packs[index]
+        is_filler = not len(index)
+        inputs["attend"] = Filler(sequence) if is_filler else sequence.attend
+        if is_filler:  # models cannot run on no token at all: give them one that nobody sees
+            ids, positions = batch.input_ids[:, :1], batch.position_ids[:, :1]
+    # Logits are made only where there is a target.
+    kept = (labels[0] != IGNORE).nonzero().squeeze(1)
+    inputs |= {"input_ids": ids, "position_ids": positions, "logits_to_keep": kept}
+    inputs = {key: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    return Local(inputs, labels[0, kept].to(mesh.device), packs.to(mesh.device), is_filler)
+
+
+@dataclass(frozen=True)
+class Filler:
+    """Attention of a rank without tokens: takes part in every exchange with none, and gives its filler zeros."""
+
+    sequence: SequenceParallel
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        none = self.sequence.attend(query[:, :, :0], key[:, :, :0], value[:, :, :0], pattern)
+        # The graph must reach the exchange, or this rank would not answer the others in backward.
+        return value.new_zeros(1, 1, query.shape[1], value.shape[3]) + none.sum()
+
+
+def forward(model: nn.Module, local: Local) -> torch.Tensor:
+    """Logits `[N, V]` at this rank's targets."""
+    logits = model(**local.inputs).logits
+    assert isinstance(logits, torch.Tensor)
+    return logits.squeeze(0)  # not `[0]`, whose backward makes another tensor of this size

@@ -1,0 +1,90 @@
+"""A layout's trial against the one-process trial: the largest differences, and where the first one arises."""
+
+from dataclasses import dataclass
+
+import torch
+
+from omnizoo.verification.trial import Trial
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    loss: float
+    gradient: float  # of each tensor's own norm
+
+
+TOLERANCE = {"fp32": Tolerance(loss=1e-6, gradient=1e-5), "fp64": Tolerance(loss=1e-9, gradient=1e-9)}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    layout: str
+    passed: bool
+    loss: float  # relative difference at the first step
+    later_loss: float  # largest of the later steps, which an optimizer has amplified
+    gradient: float
+    worst: str  # the parameter it belongs to
+    grad_norm: float
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    reason: str = ""  # of a failure: what differs, and the first module where it does
+
+
+def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -> Verdict:
+    differences = {name: relative(grad, reference.gradients[name]) for name, grad in trial.gradients.items()}
+    worst = max(differences, key=lambda name: differences[name])
+    losses = [abs(a - b) / abs(b) for a, b in zip(trial.losses, reference.losses, strict=True)]
+    norms = [abs(a - b) / abs(b) for a, b in zip(trial.grad_norms, reference.grad_norms, strict=True)]
+    reasons = []
+    if trial.tokens != reference.tokens:
+        reasons.append(f"tokens per step are {trial.tokens}, not {reference.tokens}")
+    if set(trial.gradients) != set(reference.gradients):
+        odd = sorted(set(trial.gradients) ^ set(reference.gradients))
+        reasons.append(f"gradients that only one of them has: {', '.join(odd[:3])}")
+    if not losses[0] <= tolerance.loss:
+        reasons.append(f"loss differs by {losses[0]:.1e}")
+    if not differences[worst] <= tolerance.gradient:
+        reasons.append(f"the gradient of {worst} differs by {differences[worst]:.1e}")
+    if not norms[0] <= tolerance.gradient:
+        reasons.append(f"the gradient norm differs by {norms[0]:.1e}")
+    # Later steps go through the optimizer, which amplifies rounding; they must still agree as gradients do.
+    if not max(losses) <= 10 * tolerance.gradient:
+        reasons.append(f"the loss of a later step differs by {max(losses):.1e}")
+    if reasons:
+        reasons.append(first_difference(trial, reference, differences, tolerance))
+    return Verdict(
+        layout=layout,
+        passed=not reasons,
+        loss=losses[0],
+        later_loss=max(losses[1:], default=0.0),
+        gradient=differences[worst],
+        worst=worst,
+        grad_norm=max(norms),
+        calls=trial.calls,
+        bytes=trial.bytes,
+        reason="; ".join(reasons),
+    )
+
+
+def first_difference(trial: Trial, reference: Trial, gradients: dict[str, float], tolerance: Tolerance) -> str:
+    """Follow the computation forward through activations, then back through gradients, to the first that differs."""
+    for name, whole in reference.activations.items():  # in order of execution
+        if name in trial.activations:
+            difference = relative(trial.activations[name], whole)
+            if not difference <= tolerance.gradient:
+                return f"first difference: the output of {name} ({difference:.1e})"
+    finished = {module: place for place, module in enumerate(reference.executed)}
+    backward = sorted(reference.gradients, key=lambda name: finished.get(name.rpartition(".")[0], -1), reverse=True)
+    for name in backward:
+        if name in gradients and not gradients[name] <= tolerance.gradient:
+            return f"forward agrees; first difference in backward: the gradient of {name} ({gradients[name]:.1e})"
+    return "activations and gradients of the first step agree; the difference arises after the gradients"
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """|a - b| / |b|; where b is zero, |a|."""
+    if a.shape != b.shape:
+        return float("inf")
+    norm = float(b.double().norm())
+    difference = float((a.double() - b.double()).norm())
+    return difference / norm if norm else difference

@@ -1,0 +1,103 @@
+"""Before the ranks start: what to try, and what one process gives for it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import save_config
+from omnizoo.config.schema import Config, Model
+from omnizoo.models.build import build_model, load_tokenizer, tokenizer_folder
+from omnizoo.parallel.layout import Layout, layouts_of
+from omnizoo.parallel.process import process_group
+from omnizoo.recipes.attach import check
+from omnizoo.recipes.base import read_facts
+from omnizoo.verification.shrink import shrink
+from omnizoo.verification.trial import Trial, run_trial
+
+VERDICTS = "verdicts.jsonl"
+
+
+def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path) -> list[Layout]:
+    """Write into `folder` what the ranks need: shrunken config, layouts to try, the one-process trial."""
+    folder.mkdir(parents=True, exist_ok=True)
+    small = shrink(config, world, precision)
+    layouts = choose(small, world, wanted)
+    save_config(small, folder / "config.yaml")
+    (folder / "layouts.json").write_text(json.dumps([asdict(layout) for layout in layouts]))
+    torch.set_num_threads(1)
+    with process_group() as process:
+        save_trial(run_trial(small, Layout(), process), folder)
+    return layouts
+
+
+def choose(config: Config, world: int, wanted: str) -> list[Layout]:
+    """`all`: every layout of `world` ranks that the model can have; or those named, as `dp2.uly2.ep4,ring8`."""
+    model = build_model(config.model, config.parallel.precision)
+    facts = read_facts(model)
+    if wanted != "all":
+        layouts = [parse(name, world) for name in wanted.split(",")]
+        for layout in layouts:
+            check(facts, layout, model)
+        return layouts
+    feasible = []
+    for layout in layouts_of(world):
+        try:
+            check(facts, layout, model)
+        except UserError:
+            continue
+        feasible.append(layout)
+    return feasible
+
+
+def parse(name: str, world: int) -> Layout:
+    """`rep2.dp2.uly2.ring2.ep2`, axes of 1 left out, dp filled up to the world where it is left out."""
+    axes = {"rep": "dp_replicate", "dp": "dp_shard", "uly": "ulysses", "sp": "ulysses", "ring": "ring", "ep": "ep"}
+    sizes: dict[str, int] = {}
+    for part in name.strip().split("."):
+        axis = part.rstrip("0123456789")
+        if axis not in axes or axis == part:
+            raise UserError(f"--layouts: {part!r} in {name!r} is not an axis with a size: rep2, dp2, uly4, ring2, ep2")
+        sizes[axes[axis]] = int(part[len(axis) :])
+    rest = Layout(**(sizes | {"dp_shard": 1}))
+    sizes.setdefault("dp_shard", max(1, world // rest.world))
+    layout = Layout(**sizes)
+    if layout.world != world:
+        raise UserError(f"--layouts: {name} is a layout of {layout.world} ranks, not of --world {world}")
+    if layout.fsdp % layout.ep:
+        raise UserError(f"--layouts: in {name}, ep {layout.ep} does not divide dp x uly x ring = {layout.fsdp}")
+    return layout
+
+
+def with_family(config: Config, family: str) -> Config:
+    """`config` with another model: the family's default one, with room for the config's own tokenizer."""
+    tokens = len(load_tokenizer(config.model))
+    model = {"config": {"model_type": family, "vocab_size": tokens}, "tokenizer": tokenizer_folder(config.model)}
+    return config.model_copy(update={"model": Model.model_validate(model)})
+
+
+def save_trial(trial: Trial, folder: Path) -> None:
+    numbers = {
+        "losses": trial.losses,
+        "grad_norms": trial.grad_norms,
+        "tokens": trial.tokens,
+        "executed": trial.executed,
+    }
+    order = {"gradients": list(trial.gradients), "activations": list(trial.activations)}
+    (folder / "reference.json").write_text(json.dumps(numbers | {"order": order}))
+    save_file({name: tensor.contiguous() for name, tensor in trial.gradients.items()}, folder / "gradients.safetensors")
+    save_file(trial.activations, folder / "activations.safetensors")
+
+
+def load_trial(folder: Path) -> Trial:
+    numbers = json.loads((folder / "reference.json").read_text())
+    order = numbers.pop("order")
+
+    def ordered(kind: str) -> dict[str, torch.Tensor]:
+        tensors = load_file(folder / f"{kind}.safetensors")
+        return {name: tensors[name] for name in order[kind]}
+
+    return Trial(**numbers, gradients=ordered("gradients"), activations=ordered("activations"), calls={}, bytes={})

@@ -1,0 +1,120 @@
+"""One layout on trial: three optimizer steps of a shrunken config, and all that can be compared about them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from omnizoo.config.schema import Config
+from omnizoo.data.loader import Batch, build_loader
+from omnizoo.models.build import build_model, load_tokenizer
+from omnizoo.ops.precision import exact
+from omnizoo.parallel.collectives import CollectiveCounter
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import Process
+from omnizoo.parallel.sequence import slice_tokens
+from omnizoo.recipes.attach import parallelize
+from omnizoo.training.losses import Objective
+from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.step import next_step, train_step
+
+
+@dataclass(frozen=True)
+class Trial:
+    losses: list[float]
+    grad_norms: list[float]
+    tokens: list[int]
+    gradients: dict[str, torch.Tensor]  # whole, of the first step; on the first rank only
+    activations: dict[str, torch.Tensor]  # [T, width] of the run's first pack, in order of execution; first rank only
+    executed: list[str]  # modules in the order they finish
+    calls: dict[str, int]  # collectives of the last step on the first rank
+    bytes: dict[str, int]
+
+
+def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
+    """Train three steps of `config` on `layout`, which must fill the world of `process`."""
+    axes = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "ulysses", "ring", "ep")}
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=axes)})
+    mesh = build_mesh(config, process)
+    tokenizer = load_tokenizer(config.model)
+    model = build_model(config.model, config.parallel.precision)
+    parallelize(model, mesh, config)
+    optimizer = build_optimizer(model, config.train)
+    objective = Objective(model, mesh, config)
+    loader = build_loader(config, tokenizer, mesh.dp_rank, mesh.dp_size)
+    model.train()
+
+    losses, norms, tokens = [], [], []
+    counter = CollectiveCounter()
+    for step in range(1, config.train.steps + 1):
+        data = next_step(loader, objective)
+        if step == 1:
+            activations, executed = first_pack_activations(objective, data.micro_batches[0])
+            result = train_step(objective, optimizer, data, step)
+            # Clipping is undone: a norm that is off would show in every gradient, and hide where it comes from.
+            clipped = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6)) if config.train.grad_clip else 1.0
+            gradients = {name: grad / clipped for name, grad in whole_gradients(model, mesh.is_first).items()}
+        else:
+            with CollectiveCounter() as counter:
+                result = train_step(objective, optimizer, data, step)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        tokens.append(data.tokens)
+    return Trial(losses, norms, tokens, gradients, activations, executed, dict(counter.calls), dict(counter.bytes))
+
+
+def whole_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """Gradients as one process would have them; every rank must call."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if keep and whole is not None:
+            gradients[name] = whole.clone()
+    return gradients
+
+
+@torch.no_grad()
+def first_pack_activations(objective: Objective, batch: Batch) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What every module gives for the run's first pack, put together from the ranks that share it; and their order."""
+    mesh = objective.mesh
+    own: dict[str, torch.Tensor] = {}
+    with _recording(objective.model, own), exact(objective.config.parallel.precision):
+        objective.terms(batch)
+    objective.end_step(update=False)
+    layout = mesh.layout
+    index = slice_tokens(batch.cu_seqlens.diff().tolist(), layout.ring, layout.ulysses)[mesh.sp_rank]
+    parts = mesh.gather((index, own) if mesh.dp_rank == 0 else None)
+    parts = [part for part in parts if part is not None]
+    whole: dict[str, torch.Tensor] = {}
+    for name in own if parts else ():
+        rows = [(index, tensors[name]) for index, tensors in parts if len(index) and len(tensors[name]) == len(index)]
+        if sum(len(index) for index, _ in rows) == batch.tokens:
+            whole[name] = torch.empty(batch.tokens, rows[0][1].shape[1], dtype=rows[0][1].dtype)
+            for index, tensor in rows:
+                whole[name][torch.as_tensor(index)] = tensor
+    return whole, list(own)
+
+
+@contextmanager
+def _recording(model: nn.Module, into: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Keep the output of every module that gives one row per token."""
+
+    def keep(name: str) -> object:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, torch.Tensor) and output.ndim >= 2 and output.is_floating_point():
+                into.setdefault(name, output.detach().reshape(-1, output.shape[-1]).clone())
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,107 @@
+"""Ranks for tests/test_verify.py: plant one fault after the other and let `verify` look for it.
+
+Run as `python fault_ranks.py FOLDER`: the folder has one prepared folder for each fault, named as the function here.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from omnizoo.parallel.process import process_group
+from omnizoo.verification.rank import try_layouts
+
+Fault = Callable[[], Any]
+
+
+@contextmanager
+def wrong_divide_factor_on_experts() -> Iterator[None]:
+    from omnizoo.recipes import attach
+
+    original = attach.shard_experts
+
+    def shard_experts(modules: Any, *args: Any) -> None:
+        original(modules, *args)
+        for module in modules:
+            module.set_gradient_divide_factor(2.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    with patch.object(attach, "shard_experts", shard_experts):
+        yield
+
+
+@contextmanager
+def positions_not_sliced() -> Iterator[None]:
+    from omnizoo.training import losses
+
+    original = losses.localize
+
+    def localize(batch: Any, *args: Any) -> Any:
+        local = original(batch, *args)
+        tokens = local.inputs["input_ids"].shape[1]
+        return replace(local, inputs=local.inputs | {"position_ids": batch.position_ids[:, :tokens]})
+
+    with patch.object(losses, "localize", localize):
+        yield
+
+
+@contextmanager
+def packed_samples_see_each_other() -> Iterator[None]:
+    from omnizoo.training import losses
+
+    original = losses.localize
+
+    def localize(batch: Any, *args: Any) -> Any:
+        whole = torch.tensor([0, batch.tokens], dtype=torch.int32)
+        return original(replace(batch, cu_seqlens=whole, max_seqlen=batch.tokens), *args)
+
+    with patch.object(losses, "localize", localize):
+        yield
+
+
+@contextmanager
+def balance_loss_per_rank() -> Iterator[None]:
+    from omnizoo.training import losses
+
+    original = losses.balance_terms
+    with patch.object(losses, "balance_terms", lambda records, packs, n, group: original(records, packs, n, None)):
+        yield
+
+
+@contextmanager
+def key_value_heads_repeated_wrongly() -> Iterator[None]:
+    from omnizoo.parallel import sequence
+
+    original = sequence.SequenceParallel.attend
+
+    def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Any) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        return original(self, query, key.repeat(1, groups, 1, 1), value.repeat(1, groups, 1, 1), pattern)
+
+    with patch.object(sequence.SequenceParallel, "attend", attend):
+        yield
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        wrong_divide_factor_on_experts,
+        positions_not_sliced,
+        packed_samples_see_each_other,
+        balance_loss_per_rank,
+        key_value_heads_repeated_wrongly,
+    )
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with process_group() as process:
+        for name, fault in FAULTS.items():
+            with fault():
+                try_layouts(Path(sys.argv[1]) / name, process)

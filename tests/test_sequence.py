@@ -1,0 +1,523 @@
+"""Sequence parallelism against one process: slices, the ring's blocks, and real processes exchanging over gloo.
+
+Eight ranks are started once and go through all cases; rank 0 compares what all of them computed with `per_sample` and
+with a softmax under a mask written here, and the tests read the errors.
+"""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Parallel
+from omnizoo.ops import attention_blocks, torch_private
+from omnizoo.ops.attention import Boundaries, Pattern, packed_attention, per_sample
+from omnizoo.ops.attention_blocks import Blocks, accumulator, attend_blocks, attend_blocks_backward
+from omnizoo.ops.precision import exact
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.mesh import Mesh, build_mesh
+from omnizoo.parallel.process import Process
+from omnizoo.parallel.sequence import SequenceParallel, ring_runs, slice_tokens, visible_blocks
+from omnizoo.parallel.ulysses import check_heads, split_heads
+
+WORLD = 8
+CPU = torch.device("cpu")
+lengths_of_packs = st.lists(st.integers(1, 70), min_size=1, max_size=12)
+rings = st.integers(1, 6)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- slices
+
+
+@given(lengths_of_packs, rings, st.integers(1, 6))
+def test_slices_are_a_partition_with_counts_within_one_of_each_other(lengths, ring, ulysses):
+    slices = slice_tokens(lengths, ring, ulysses)
+    assert len(slices) == ring * ulysses
+    assert all(piece.dtype == np.int64 for piece in slices)
+    assert sorted(np.concatenate(slices).tolist()) == list(range(sum(lengths)))
+    counts = [len(piece) for piece in slices]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(lengths_of_packs, st.integers(1, 6))
+def test_slices_without_a_ring_are_contiguous_and_in_order(lengths, ulysses):
+    assert np.concatenate(slice_tokens(lengths, 1, ulysses)).tolist() == list(range(sum(lengths)))
+
+
+@given(st.lists(st.integers(500, 3000), min_size=1, max_size=5), st.integers(2, 8))
+def test_ring_ranks_have_equal_attention_work_in_every_long_sample(lengths, ring):
+    for sample, length in enumerate(lengths):
+        work = [
+            sum(sum(range(run.position + 1, run.position + run.length + 1)) for run in runs[sample])
+            for runs in ring_runs(lengths, ring)
+        ]
+        mean = length * (length + 1) / 2 / ring
+        # A rank has at most 2 tokens more than another, and a token at most `length` of work; chunks move by as little.
+        assert max(abs(w - mean) for w in work) <= 3 * length
+        assert max(work) <= 1.05 * mean + 3 * length
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12))
+def test_every_head_is_on_one_rank_with_the_kv_head_it_needs(kv_heads, group, ranks):
+    heads = kv_heads * group
+    split = split_heads(heads, kv_heads, min(ranks, heads))
+    assert [h for first, end in split.heads for h in range(first, end)] == list(range(heads))
+    for rank, ((first, end), (kv_first, kv_end)) in enumerate(zip(split.heads, split.kv_heads, strict=True)):
+        needed = [head // group for head in range(first, end)]
+        assert sorted(set(needed)) == list(range(kv_first, kv_end))
+        repeats = split.kv_repeats(rank) or [(end - first) // (kv_end - kv_first)] * (kv_end - kv_first)
+        assert [kv_first + kv for kv, n in enumerate(repeats) for _ in range(n)] == needed
+
+
+def test_more_ulysses_ranks_than_heads_are_refused_with_the_nearest_layout():
+    check_heads(Layout(ulysses=4, ring=2), heads=4, kv_heads=1)
+    with pytest.raises(UserError, match=r"parallel.ulysses: 8 .* 6 attention heads .* ulysses 4 x ring 2"):
+        check_heads(Layout(ulysses=8), heads=6, kv_heads=2)
+    with pytest.raises(UserError, match="ulysses 1 x ring 6"):
+        check_heads(Layout(ulysses=2, ring=3), heads=1, kv_heads=1)
+
+
+# ---------------------------------------------------------------- references and one process
+
+
+def masked_softmax(q, k, v, lengths: list[int], pattern: Pattern) -> torch.Tensor:
+    """Attention as in a textbook, over the whole pack at once; `[1, T, H, Dv]`."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long))
+    position = torch.arange(len(sample))
+    distance = position[:, None] - position[None, :]
+    visible = sample[:, None] == sample[None, :]
+    if pattern.causal:
+        visible &= distance >= 0
+    if pattern.window is not None:
+        visible &= distance.abs() < pattern.window
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale)
+    if pattern.softcap is not None:
+        logits = torch.tanh(logits / pattern.softcap) * pattern.softcap
+    weights = torch.where(visible, logits, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if pattern.sinks is not None:
+        total = total + pattern.sinks.exp().view(1, -1, 1, 1)
+    return (weights / total @ v).transpose(1, 2)
+
+
+def boundaries_of(lengths: list[int]) -> Boundaries:
+    return Boundaries(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), max(lengths))
+
+
+def inputs(lengths, heads, kv_heads, k_width, v_width, sinks, dtype, seed=0) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k, v (and sinks) of a whole pack, and the gradient of its output."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    tokens = sum(lengths)
+    tensors = [normal(1, heads, tokens, k_width), normal(1, kv_heads, tokens, k_width)]
+    tensors += [normal(1, kv_heads, tokens, v_width), *([normal(heads)] if sinks else [])]
+    return tensors, normal(1, tokens, heads, v_width)
+
+
+def run(attention, tensors, pattern, grad_out) -> list[torch.Tensor]:
+    """Output and gradients of all inputs."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    if len(leaves) > 3:
+        pattern = replace(pattern, sinks=leaves[3])
+    out = attention(*leaves[:3], pattern)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The worst difference, relative to the norm of its tensor (inputs are of size 1; a zero gradient has none)."""
+    assert [x.shape for x in got] == [x.shape for x in expected]
+    assert all(x.dtype == got[0].dtype for x in got)
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1.0))
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+PATTERNS = {
+    "causal": {},
+    "scale": {"scale": 0.3},
+    "window": {"window": 5},
+    "wide window": {"window": 37},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "all": {"window": 9, "softcap": 2.0, "sinks": True, "scale": 0.4},
+    "bidirectional": {"causal": False},
+    "bidirectional window": {"causal": False, "window": 7},
+}
+
+
+def pattern_of(options: dict[str, Any]) -> tuple[Pattern, bool]:
+    return Pattern(**{key: value for key, value in options.items() if key != "sinks"}), "sinks" in options
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("shape", [(4, 4, 8, 8), (6, 2, 8, 4), (3, 1, 4, 8)])
+def test_packed_attention_matches_the_plain_twin_and_the_textbook(name, shape):
+    pattern, sinks = pattern_of(PATTERNS[name])
+    lengths = [7, 1, 300, 2, 40]
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-13)):
+        tensors, grad = inputs(lengths, *shape, sinks, dtype)
+        got = run(lambda q, k, v, p: packed_attention(q, k, v, boundaries_of(lengths), p), tensors, pattern, grad)
+        twin = run(lambda q, k, v, p: per_sample(q, k, v, boundaries_of(lengths), p), tensors, pattern, grad)
+        textbook = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p), tensors, pattern, grad)
+        assert error(got, textbook) < tolerance
+        assert error(got, twin) < tolerance
+
+
+# ---------------------------------------------------------------- the ring's blocks, all ranks in one process
+
+
+def ring_in_one_process(tensors, lengths, ring, pattern, grad_out) -> list[torch.Tensor]:
+    """What the ranks of a ring compute, one after the other and without sending anything."""
+    runs, slices = ring_runs(lengths, ring), [torch.from_numpy(x) for x in slice_tokens(lengths, ring, 1)]
+    q, k, v = (x[0].transpose(0, 1) for x in tensors)
+    out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
+    blocks = [[Blocks(visible_blocks(a, b, pattern.causal, pattern.window, a is b), CPU) for b in runs] for a in runs]
+    options = (0.3, pattern.softcap)
+    for r, rows in enumerate(slices):
+        own_out, own_lse = out[rows], lse[rows]
+        for s in [r, *(s for s in range(ring) if s != r)]:
+            attend_blocks(q[rows], k[slices[s]], v[slices[s]], blocks[r][s], *options, own_out, own_lse)
+        out[rows], lse[rows] = own_out, own_lse
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for r, rows in enumerate(slices):
+        for s, keys in enumerate(slices):
+            parts = [x[at] for x, at in zip(grads, (rows, keys, keys), strict=True)]
+            attend_blocks_backward(
+                grad_out[0, rows], q[rows], k[keys], v[keys], out[rows], lse[rows], blocks[r][s], *options, *parts
+            )
+            for x, at, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                x[at] = part
+    return [out.unsqueeze(0), *(x.transpose(0, 1).unsqueeze(0) for x in grads)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths_of_packs, rings, st.booleans(), st.none() | st.integers(1, 80), st.none() | st.just(2.0))
+def test_blocks_of_any_ring_merge_to_the_whole(lengths, ring, causal, window, softcap):
+    pattern = Pattern(causal, 0.3, window, softcap)
+    tensors, grad = inputs(lengths, 2, 1, 3, 3, False, torch.float64)
+    expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p), tensors, pattern, grad)
+    assert error(ring_in_one_process(tensors, lengths, ring, pattern, grad), expected) < 1e-12
+
+
+def flash_by_hand(q, k, v, pieces, scale):
+    """What flash kernels promise: pieces by `cu_seqlens`, the window aligned at the last query and key."""
+    out, lse = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype), torch.empty(q.shape[1], len(q), dtype=q.dtype)
+    for (q0, q1), (k0, k1) in zip(*(pairwise(cu.tolist()) for cu in (pieces.cu_q, pieces.cu_k)), strict=True):
+        offset = torch.arange(k1 - k0) - (torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0))
+        visible = torch.ones_like(offset, dtype=torch.bool)
+        if pieces.left >= 0:
+            visible &= offset >= -pieces.left
+        if pieces.right >= 0:
+            visible &= offset <= pieces.right
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x[k0:k1].repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        logits = torch.where(visible, q[q0:q1].transpose(0, 1) @ keys.mT * scale, -torch.inf)
+        assert visible.any(1).all()
+        assert visible.any(0).all()
+        lse[:, q0:q1] = logits.logsumexp(-1)
+        out[q0:q1] = (logits.softmax(-1) @ values).transpose(0, 1)
+    return out, lse
+
+
+def flash_backward_by_hand(grad_out, q, k, v, out, lse, pieces, scale):
+    """By autograd: a piece's part of the whole is weighted by its own share of the log-sum-exp."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        part, part_lse = flash_by_hand(*leaves, pieces, scale)
+        share = (part_lse - lse).exp().T.unsqueeze(-1)
+        delta = (grad_out * out).sum(-1, keepdim=True)
+        # d loss = grad_out . d(share * part) - delta * d share, with the total's log-sum-exp held fixed
+        return torch.autograd.grad((grad_out * share * part).sum() - (delta * share).sum(), leaves)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths_of_packs, rings, st.booleans(), st.none() | st.integers(1, 80))
+def test_groups_for_flash_kernels_give_the_same_as_blocks_one_by_one(lengths, ring, causal, window):
+    pattern = Pattern(causal, 0.3, window)
+    tensors, grad = inputs(lengths, 2, 1, 4, 3, False, torch.float64)
+    expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p), tensors, pattern, grad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_blocks, "_takes_groups", lambda q, softcap: True)
+        patch.setattr(torch_private, "flash_cuda", flash_by_hand)
+        patch.setattr(torch_private, "flash_cuda_backward", flash_backward_by_hand)
+        assert error(ring_in_one_process(tensors, lengths, ring, pattern, grad), expected) < 1e-12
+
+
+def test_a_causal_ring_takes_one_flash_call_per_step():
+    runs = ring_runs([40, 16, 100, 33], 4)
+    for mine in runs:
+        assert all(
+            len(Blocks(visible_blocks(mine, theirs, True, None, theirs is mine), CPU).grouped) == 1 for theirs in runs
+        )
+
+
+def test_private_ops_of_torch_are_as_they_were():
+    for name, schema in torch_private.SCHEMAS.items():
+        assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{schema}"
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@dataclass(frozen=True)
+class Case:
+    ulysses: int
+    ring: int
+    heads: int
+    kv_heads: int
+    lengths: tuple[int, ...]
+    widths: tuple[int, int] = (8, 8)
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+
+
+PACK = (19, 1, 50, 3, 2, 27, 8)
+LAYOUTS = {"ulysses 4": (4, 1), "ring 4": (1, 4), "ulysses 2 x ring 2": (2, 2)}
+CASES = {
+    **{
+        f"{layout}, {pattern}": Case(*size, 8, 4, PACK, options=options)
+        for layout, size in LAYOUTS.items()
+        for pattern, options in PATTERNS.items()
+    },
+    **{
+        f"{layout}, fp32, {pattern}": Case(*size, 8, 4, PACK, options=PATTERNS[pattern], dtype=torch.float32)
+        for layout, size in LAYOUTS.items()
+        for pattern in ("causal", "all")
+    },
+    **{
+        f"{layout}, {text}": Case(*size, *rest)
+        for layout, size in LAYOUTS.items()
+        for text, rest in {
+            "as many kv heads as heads": (4, 4, PACK),
+            "one kv head": (4, 1, PACK),
+            "kv heads fewer than ranks": (8, 2, PACK),
+            "6 heads, 3 kv heads": (6, 3, PACK),
+            "6 heads, 1 kv head": (6, 1, PACK, (8, 8), {"sinks": True}),
+            "irregular groups": (10, 5, PACK, (8, 8), {"sinks": True}),
+            "irregular groups, capped": (15, 5, PACK, (8, 8), {"softcap": 2.0}),
+            "wider keys than values": (8, 8, PACK, (12, 8), {"sinks": True}),
+            "wider values than keys": (8, 2, PACK, (4, 8), {"window": 6}),
+            "fewer tokens than ranks": (8, 4, (2,)),
+            "one token": (8, 4, (1,), (8, 8), {"sinks": True}),
+            "single-token samples": (8, 4, (1,) * 9),
+            "a long sample": (4, 2, (701, 30), (8, 8), {"window": 20}),
+        }.items()
+    },
+    "ulysses 8": Case(8, 1, 8, 2, PACK),
+    "ulysses 8, 9 heads": Case(8, 1, 9, 3, PACK, options={"sinks": True}),
+    "ring 8": Case(1, 8, 4, 2, PACK, options={"sinks": True}),
+    "ring 8, window": Case(1, 8, 4, 2, PACK, options={"window": 6}),
+    "ulysses 4 x ring 2": Case(4, 2, 6, 2, PACK),
+    "ulysses 2 x ring 4, few tokens": Case(2, 4, 6, 2, (3, 2)),
+}
+
+
+def tensors_of(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, Pattern]:
+    pattern, sinks = pattern_of(case.options)
+    return *inputs(case.lengths, case.heads, case.kv_heads, *case.widths, sinks, case.dtype), pattern
+
+
+def meshes() -> dict[tuple[int, int], Mesh]:
+    """One for each layout; where it is smaller than the world, copies of a case run side by side."""
+    process = Process(dist.get_rank(), WORLD, dist.get_rank(), CPU)
+    made = {}
+    for ulysses, ring in sorted({(case.ulysses, case.ring) for case in CASES.values()}):
+        config = SimpleNamespace(
+            parallel=Parallel(ulysses=ulysses, ring=ring), train=SimpleNamespace(global_batch=WORLD, micro_batch=1)
+        )
+        made[ulysses, ring] = build_mesh(config, process)
+    return made
+
+
+class Traffic:
+    """Elements this rank hands to each collective, in order."""
+
+    def __init__(self) -> None:
+        self.all_to_all: list[int] = []
+        self.sent: list[int] = []
+        exchange, pass_on = dist.all_to_all_single, dist.batch_isend_irecv
+
+        def count_exchange(received: torch.Tensor, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.all_to_all.append(sent.numel())
+            return exchange(received, sent, *args, **kwargs)
+
+        def count_pass(operations: list[Any]) -> Any:
+            self.sent += [operation.tensor.numel() for operation in operations if operation.op is dist.isend]
+            return pass_on(operations)
+
+        dist.all_to_all_single, dist.batch_isend_irecv = count_exchange, count_pass
+
+    def take(self) -> tuple[list[int], list[int]]:
+        taken = self.all_to_all[:], self.sent[:]
+        self.all_to_all.clear()
+        self.sent.clear()
+        return taken
+
+
+def on_each_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    traffic, grids, results = Traffic(), meshes(), {}
+    for name, case in CASES.items():
+        with exact("fp64" if case.dtype == torch.float64 else "fp32"):
+            results[name] = on_one_rank(case, grids[case.ulysses, case.ring], traffic)
+    gathered: list[Any] = [None] * WORLD
+    dist.all_gather_object(gathered, results)
+    # The reference is the slow part: each rank compares its share of the cases.
+    errors = {name: compare(case, [r[name] for r in gathered]) for name, case in list(CASES.items())[rank::WORLD]}
+    torch.save((errors, {name: r["traffic"] for name, r in results.items()}), f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_one_rank(case: Case, mesh: Mesh, traffic: Traffic) -> dict[str, Any]:
+    tensors, grad, pattern = tensors_of(case)
+    sequence = SequenceParallel(mesh, case.lengths, overlap=False)
+    own = [x[:, :, sequence.index] for x in tensors[:3]] + tensors[3:]
+    own_grad = grad[:, sequence.index]
+    leaves = [x.detach().requires_grad_() for x in own]
+    traffic.take()
+    out = sequence.attend(*leaves[:3], replace(pattern, sinks=leaves[3] if len(leaves) > 3 else None))
+    forward = traffic.take()
+    got = [out.detach(), *torch.autograd.grad(out, leaves, own_grad)]
+    backward = traffic.take()
+    overlapped = run(SequenceParallel(mesh, case.lengths, overlap=True).attend, own, pattern, own_grad)
+    again = run(lambda q, k, v, p: checkpoint(sequence.attend, q, k, v, p, use_reentrant=False), own, pattern, own_grad)
+    same = all(torch.equal(a, b) for other in (overlapped, again) for a, b in zip(got, other, strict=True))
+    return {
+        "index": sequence.index,
+        "got": got,
+        "same": same,
+        "traffic": (len(sequence.index), forward, backward),
+    }
+
+
+def compare(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put the parts of the ranks together, of each copy of the pack, and compare with one process."""
+    tensors, grad, pattern = tensors_of(case)
+    boundaries, precise = boundaries_of(list(case.lengths)), [x.double() for x in tensors]
+    textbook = run(lambda q, k, v, p: masked_softmax(q, k, v, list(case.lengths), p), precise, pattern, grad.double())
+    twin = run(lambda q, k, v, p: per_sample(q, k, v, boundaries, p), tensors, pattern, grad)
+    worst = {"textbook": 0.0, "one process": 0.0}
+    sp = case.ulysses * case.ring
+    for first in range(0, WORLD, sp):
+        group = ranks[first : first + sp]
+        order = torch.cat([rank["index"] for rank in group]).argsort()
+        parts = list(zip(*(rank["got"] for rank in group), strict=True))
+        whole = [torch.cat(parts[0], 1)[:, order]] + [torch.cat(x, 2)[:, :, order] for x in parts[1:4]]
+        whole += [torch.stack(x).sum(0) for x in parts[4:]]  # sinks: the sum over ranks, as FSDP makes it
+        worst["textbook"] = max(worst["textbook"], error(whole, textbook))
+        worst["one process"] = max(worst["one process"], error(whole, twin))
+    return {**worst, "same": all(rank["same"] for rank in ranks)}
+
+
+@pytest.fixture(scope="module")
+def results() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Errors by case, and traffic by rank and case."""
+    context = multiprocessing.get_context("forkserver")  # torch is imported once, before any thread exists
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.device_mesh", "omnizoo.parallel.sequence", "hypothesis"]
+    )
+    threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=on_each_rank, args=(rank, folder), daemon=True) for rank in range(WORLD)]
+        for process in ranks:
+            process.start()
+        try:
+            for process in ranks:
+                process.join(240)
+            assert [process.exitcode for process in ranks] == [0] * WORLD
+        finally:
+            for process in ranks:
+                process.kill()
+            os.environ.pop("OMP_NUM_THREADS") if threads is None else os.environ.update(OMP_NUM_THREADS=threads)
+        loaded = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return {name: value for errors, _ in loaded for name, value in errors.items()}, [traffic for _, traffic in loaded]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_every_gradient_match_one_process(results, name):
+    tolerance = 1e-12 if CASES[name].dtype == torch.float64 else 2e-6
+    assert results[0][name]["textbook"] < tolerance
+    assert results[0][name]["one process"] < tolerance
+
+
+@pytest.mark.slow
+def test_overlap_and_recomputation_change_no_bit(results):
+    assert [name for name, result in results[0].items() if not result["same"]] == []
+
+
+@pytest.mark.slow
+def test_ulysses_takes_four_all_to_alls_each_way_of_tokens_times_width(results):
+    for name, case in CASES.items():
+        if case.ulysses == 1:
+            assert all(traffic[name][way][0] == [] for traffic in results[1] for way in (1, 2))
+            continue
+        split = split_heads(case.heads, case.kv_heads, case.ulysses)
+        kv_heads = sum(end - first for first, end in split.kv_heads)
+        if case.kv_heads % case.ulysses == 0:
+            assert kv_heads == case.kv_heads, "nothing is sent twice"
+        k_width, v_width = case.widths
+        for rank, traffic in enumerate(results[1]):
+            tokens, (forward, _), (backward, _) = traffic[name]
+            assert abs(tokens - sum(case.lengths) / (case.ulysses * case.ring)) < 1
+            first = rank // case.ulysses * case.ulysses
+            gathered = sum(other[name][0] for other in results[1][first : first + case.ulysses])
+            heads, own_kv = (ranges[rank % case.ulysses] for ranges in (split.heads, split.kv_heads))
+            own, own_kv = gathered * (heads[1] - heads[0]), gathered * (own_kv[1] - own_kv[0])
+            query, keys, values, out = (
+                *(tokens * case.heads * k_width, tokens * kv_heads * k_width),
+                *(tokens * kv_heads * v_width, tokens * case.heads * v_width),
+            )
+            assert forward == [query, keys, values, own * v_width]
+            assert backward == [out, own * k_width, own_kv * k_width, own_kv * v_width]
+
+
+@pytest.mark.slow
+def test_a_ring_sends_keys_and_values_to_each_other_rank_once_and_their_gradients_home(results):
+    for name, case in CASES.items():
+        split = split_heads(case.heads, case.kv_heads, case.ulysses)
+        kv_heads = sum(end - first for first, end in split.kv_heads)
+        once = sum(case.lengths) * kv_heads * sum(case.widths) * (WORLD // case.ulysses // case.ring)
+        forward, backward = (sum(sum(traffic[name][way][1]) for traffic in results[1]) for way in (1, 2))
+        assert forward == once * (case.ring - 1)
+        assert backward == (once * (2 * case.ring - 1) if case.ring > 1 else 0)
+
+
+def test_dropout_under_a_ring_is_refused():
+    sequence = SequenceParallel.__new__(SequenceParallel)
+    sequence.ring, sequence.ulysses = 4, 2
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(UserError, match=r"attention dropout 0.1 .* parallel.ring 4: .* ulysses 8 x ring 1"):
+        sequence.attend(q, q, q, Pattern(dropout=0.1))

@@ -1,0 +1,78 @@
+"""`omnizoo verify` finds faults, names where they arise, and passes where there is none."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from fault_ranks import FAULTS
+
+from omnizoo.cli.launch import launch
+from omnizoo.cli.main import main
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
+from omnizoo.parallel.layout import Layout, layouts_of
+from omnizoo.verification.prepare import VERDICTS, parse, prepare
+
+ROOT = Path(__file__).parent.parent
+MOE = str(ROOT / "examples/qwen3_moe_tiny.yaml")
+BACKWARD = "forward agrees; first difference in backward: the gradient of"
+NAMED = {  # what the verdict must name
+    "wrong_divide_factor_on_experts": f"{BACKWARD} model.layers.1.mlp.experts",
+    "positions_not_sliced": "first difference: the output of model.rotary_emb",
+    "packed_samples_see_each_other": "first difference: the output of model.layers.0.self_attn",
+    "balance_loss_per_rank": f"{BACKWARD} model.layers.1.mlp.gate.weight",
+    "key_value_heads_repeated_wrongly": "first difference: the output of model.layers.0.self_attn",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    folder = tmp_path_factory.mktemp("faults")
+    prepare(load_config(MOE, []), 4, "dp2.uly2.ep2", "fp32", folder / "prepared")
+    for name in FAULTS:
+        shutil.copytree(folder / "prepared", folder / name)
+    ranks = (sys.executable, str(Path(__file__).parent / "fault_ranks.py"))
+    assert launch([str(folder)], 4, command=ranks) == 0
+    return {name: json.loads((folder / name / VERDICTS).read_text()) for name in FAULTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught_and_named(fault: str, verdicts: dict[str, dict[str, object]]) -> None:
+    verdict = verdicts[fault]
+    assert not verdict["passed"]
+    assert NAMED[fault] in str(verdict["reason"])
+
+
+@pytest.mark.slow
+def test_a_users_own_module_is_verified_by_import_path(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    arguments = [
+        "--model.module",
+        "own_module:TinyModel",
+        "--model.config",
+        "{vocab_size: 512, width: 32, heads: 4, layers: 2}",
+    ]
+    layouts = ["--world", "4", "--layouts", "uly2.ring2,rep2.dp2", "--precision", "fp64"]
+    assert main(["verify", str(ROOT / "examples/text_tiny.yaml"), *layouts, *arguments]) == 0
+    assert "2 of 2 layouts of 4 ranks agree with one process (fp64)" in capfd.readouterr().out
+
+
+def test_layouts_are_parsed_and_wrong_ones_refused() -> None:
+    assert parse("dp2.uly2.ep4", 4) == Layout(dp_shard=2, ulysses=2, ep=4)
+    assert parse("ring4", 8) == Layout(dp_shard=2, ring=4)
+    for wrong in ("dp3", "uly2.ep3", "fsdp2", "dp"):
+        with pytest.raises(UserError, match="--layouts"):
+            parse(wrong, 4)
+
+
+def test_layouts_of_a_world_are_all_different_and_fill_it() -> None:
+    layouts = list(layouts_of(8))
+    assert len(set(layouts)) == len(layouts)
+    assert all(layout.world == 8 and layout.fsdp % layout.ep == 0 for layout in layouts)
+    assert {8, 4, 2, 1} == {layout.ep for layout in layouts} == {layout.ring for layout in layouts}
