@@ -50,11 +50,13 @@ def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: Boundaries, pattern: Pattern
 ) -> torch.Tensor:
     """`query [1, H, T, D]`, `key, value [1, KV, T, D]` with KV dividing H; returns `[1, T, H, D]`."""
-    plain = pattern.softcap is None and pattern.sinks is None and pattern.dropout == 0.0
-    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and plain:
-        return _varlen(query, key, value, boundaries, pattern)
+    plain = pattern.softcap is None and pattern.sinks is None and query.shape[-1] == value.shape[-1]
     if pattern.dropout > 0.0:
         return per_sample(query, key, value, boundaries, pattern)
+    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and plain:
+        return _varlen(query, key, value, boundaries, pattern)
+    if plain and (pattern.window is None or pattern.window >= boundaries.max_seqlen):
+        return per_sample(query, key, value, boundaries, pattern)  # one flash kernel per sample: nothing to gain
     return _in_blocks(query, key, value, boundaries, pattern)
 
 
@@ -105,7 +107,7 @@ def _visible(length: int, pattern: Pattern, device: torch.device) -> torch.Tenso
 def _in_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: Boundaries, pattern: Pattern
 ) -> torch.Tensor:
-    """One block per sample: no copy of a mask or of repeated keys, windows as bands, sinks without a row of logits."""
+    """One block per sample, by kernels that hand out the log-sum-exp: windows cost what they show, sinks nothing."""
     blocks, at = [], 0
     for length in boundaries.lengths():
         run = Run(at, 0, length)

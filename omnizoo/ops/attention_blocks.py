@@ -113,7 +113,8 @@ class Blocks:
                     break
             else:
                 groups.append([block])
-        return [self._group(group) for group in groups]
+        # A group may have been opened by one sample and joined by another: what comes first is still to come first.
+        return [self._group(group) for group in sorted(groups, key=lambda group: not group[0].first)]
 
     def _group(self, group: list[Block]) -> Group:
         q_ranges, k_ranges = [(b.q0, b.q1) for b in group], [(b.k0, b.k1) for b in group]

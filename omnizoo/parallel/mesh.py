@@ -103,7 +103,11 @@ def build_mesh(config: Config, process: Process) -> Mesh:
     micro_batches(layout, config.train.global_batch, config.train.micro_batch)
 
     def grid(**axes: int) -> DeviceMesh:
-        return init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        # Groups cost threads and sockets, and cannot be ended while DTensor's caches know them: meshes share grids.
+        if tuple(axes.items()) not in process.grids:
+            made = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            process.grids[tuple(axes.items())] = made
+        return process.grids[tuple(axes.items())]
 
     replicate = layout.dp_replicate
     return Mesh(

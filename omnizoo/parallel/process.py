@@ -6,10 +6,11 @@ One process is a world of one: the same code path, with an in-memory store and n
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops.device import backend_for, pick_device
@@ -22,6 +23,7 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
+    grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)  # made so far, by axes and sizes
 
 
 @contextmanager

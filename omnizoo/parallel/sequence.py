@@ -69,7 +69,7 @@ def visible_blocks(
     """What the queries of one ring rank see of the keys of another (`own`: of itself), sample by sample."""
     blocks: list[Block] = []
     for queries, keys in zip(q_runs, k_runs, strict=True):
-        if own and queries and (window is None or window > queries[-1].position + queries[-1].length):
+        if own and queries and (window is None or window >= queries[-1].position + queries[-1].length):
             # Without a window only the order counts, and that is the same with the gap between the runs closed.
             whole = Run(queries[0].at, 0, sum(run.length for run in queries))
             queries = keys = [whole]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
@@ -73,9 +74,12 @@ def parse(name: str, world: int) -> Layout:
 
 
 def with_family(config: Config, family: str) -> Config:
-    """`config` with another model: the family's default one, with room for the config's own tokenizer."""
+    """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
     tokens = len(load_tokenizer(config.model))
-    model = {"config": {"model_type": family, "vocab_size": tokens}, "tokenizer": tokenizer_folder(config.model)}
+    fields = AutoConfig.for_model(family).to_dict()
+    few = {key: 16 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in fields}
+    inline = {"model_type": family, "vocab_size": tokens, **few}
+    model = {"config": inline, "tokenizer": tokenizer_folder(config.model)}
     return config.model_copy(update={"model": Model.model_validate(model)})
 
 
