@@ -40,7 +40,7 @@ def train_step(
     dist.all_reduce(count)
     known = {} if boundaries is None else {"cu_seq_lens_q": boundaries, "max_length_q": int(boundaries.diff().max())}
     logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **known).logits
-    loss = F.cross_entropy(logits[0].float(), labels[0], ignore_index=-100, reduction="sum") / count
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / count
     (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, the loss is a sum over them
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

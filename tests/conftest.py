@@ -1,0 +1,20 @@
+"""Every test starts outside of any world and leaves signals and environment as they were."""
+
+import logging
+import signal
+from collections.abc import Iterator
+
+import pytest
+from processes import WORLD
+
+logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which buries what a failing test says
+
+
+@pytest.fixture(autouse=True)
+def no_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*WORLD, "OMNIZOO_LAUNCHER_FD", "OMNIZOO_ERROR_FD", "OMNIZOO_STORE_FD"):
+        monkeypatch.delenv(name, raising=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

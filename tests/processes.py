@@ -1,0 +1,163 @@
+"""Processes of a test, each with a bound: `omnizoo` as a user runs it, and Python functions on N ranks.
+
+On a timeout the stacks of every process of the run are printed before it is killed: a hang is then a finding.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+TESTS = Path(__file__).parent
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Running:
+    """A started command and all processes below it. Output is collected by threads, so that no pipe ever fills."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
+        clean = {key: value for key, value in os.environ.items() if key not in WORLD}
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+        self.process = psutil.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "200"} | env,
+        )
+        self.command = " ".join(command)
+        self._text: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        self._readers = [threading.Thread(target=self._read, args=(name,)) for name in self._text]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str) -> None:
+        self._text[name].extend(getattr(self.process, name))
+
+    def tree(self) -> list[psutil.Process]:
+        """The command's process and everything it has started, loader workers included."""
+        try:
+            return [self.process, *self.process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def ranks(self) -> list[psutil.Process]:
+        return list(self.process.children())
+
+    def wait(self, timeout: float) -> Result:
+        try:
+            code = self.process.wait(timeout)
+            for reader in self._readers:
+                reader.join(timeout)  # ends when no process holds the pipe any more
+            assert not any(reader.is_alive() for reader in self._readers), f"{self.command} left processes behind"
+        except psutil.TimeoutExpired:
+            stacks = self.stacks()
+            self.kill()
+            raise AssertionError(f"{self.command} took more than {timeout} s\n{stacks}\n{self.output()}") from None
+        return Result(code, "".join(self._text["stdout"]), "".join(self._text["stderr"]))
+
+    def wait_until(self, reached: Callable[[], bool], timeout: float) -> bool:
+        """Look until `reached()`; False if the process ended before that. The look-up is cheap and the wait bounded."""
+        pause, looks = 0.002, int(timeout / 0.002)
+        ended = threading.Event()
+        for _ in range(looks):
+            if reached():
+                return True
+            if self.process.poll() is not None:
+                return reached()
+            ended.wait(pause)
+        stacks = self.stacks()
+        self.kill()
+        raise AssertionError(f"{self.command}: not reached within {timeout} s\n{stacks}\n{self.output()}")
+
+    def output(self) -> str:
+        return "".join(self._text["stdout"][-40:] + self._text["stderr"][-40:])
+
+    def stacks(self) -> str:
+        dumps = []
+        for process in self.tree():
+            spy = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(process.pid)]
+            done = subprocess.run(spy, capture_output=True, text=True, timeout=30, check=False)
+            dumps.append(f"--- pid {process.pid}\n{done.stdout}{done.stderr}")
+        return "\n".join(dumps)
+
+    def kill(self) -> None:
+        """SIGKILL to all of the tree, at one moment: it is stopped first, so that nobody sees another one end."""
+        tree = self.tree()
+        for act in ("suspend", "kill"):
+            for process in tree:
+                with suppress(psutil.NoSuchProcess):
+                    getattr(process, act)()
+        _, alive = psutil.wait_procs(tree, timeout=30)
+        assert not alive, f"{alive} survived SIGKILL"
+
+
+def start_omnizoo(args: Sequence[object], **env: str) -> Running:
+    return Running([sys.executable, "-m", "omnizoo", *map(str, args)], env)
+
+
+def run_omnizoo(args: Sequence[object], timeout: float = 240, **env: str) -> Result:
+    """`omnizoo args`, to its end."""
+    return start_omnizoo(args, **env).wait(timeout)
+
+
+def run_on_ranks(function: Callable[..., None], nproc: int, *args: object, timeout: float = 300) -> Result:
+    """`function(process, *args)` on `nproc` ranks of one process group; `args` must survive JSON.
+
+    The function lives in a test module and leaves what it found in files. It checks many things: a start takes seconds.
+    """
+    call = json.dumps([function.__module__, function.__name__, *args])
+    return Running([sys.executable, __file__, str(nproc), call], {}).wait(timeout)
+
+
+def train_in_this_world(args: Sequence[object]) -> int:
+    """`omnizoo train args` in this process. A rank has joined its world already, which can be done only once."""
+    from omnizoo.cli.main import main
+    from omnizoo.parallel import process
+    from omnizoo.training import run
+
+    @contextmanager
+    def joined():
+        import torch
+
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        yield process.Process(rank, world, rank, torch.device("cpu"))
+
+    run.process_group = joined if "RANK" in os.environ else process.process_group
+    return main(["train", *map(str, args)])
+
+
+def _main(nproc: str, call: str) -> int:
+    if "RANK" not in os.environ:
+        from omnizoo.cli.launch import launch
+
+        return launch([nproc, call], int(nproc), command=[sys.executable, __file__])
+    from omnizoo.cli.launch import watch_launcher
+    from omnizoo.parallel.process import process_group
+
+    watch_launcher()
+    module, name, *args = json.loads(call)
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    with process_group() as process:
+        function(process, *args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

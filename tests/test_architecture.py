@@ -1,0 +1,120 @@
+"""The invariants that a reader of the source can check: no modality and no model is named in the core, and computation
+never meets communication. (Which room may import which is import-linter's, in `make lint`.)
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+PACKAGE = Path(__file__).parents[1] / "omnizoo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODALITIES = {"image", "images", "audio", "audios", "video", "videos", "vision", "speech"}
+NAMED_FREELY = ("modalities", "recipes")
+
+
+def room(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0]
+
+
+def strings(file: Path) -> Iterator[tuple[int, str]]:
+    """Strings of the code; those that stand alone (docstrings) and config descriptions are prose."""
+    tree = ast.parse(file.read_text())
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    prose |= {
+        k.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for k in node.keywords
+        if k.arg == "description"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            yield node.lineno, node.value
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def names_used(file: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(FILES) > 30
+    assert {"models", "ops", "parallel", "training"} <= {room(file) for file in FILES}
+
+
+@pytest.mark.parametrize("which", ["models", "ops", "modalities"])
+def test_computation_never_imports_communication(which: str) -> None:
+    found = [
+        f"{file}:{line} {name}"
+        for file in FILES
+        if room(file) == which
+        for line, name in [*imports(file), *names_used(file)]
+        if name.startswith("torch.distributed")
+    ]
+    assert found == []
+
+
+def test_communication_never_imports_models_modalities_or_recipes() -> None:
+    above = ("omnizoo.models", "omnizoo.modalities", "omnizoo.recipes", "transformers")
+    found = [
+        f"{file}:{line} {name}"
+        for file in FILES
+        if room(file) == "parallel"
+        for line, name in imports(file)
+        if name.startswith(above)
+    ]
+    assert found == []
+
+
+def test_no_modality_is_named_outside_of_modalities_and_recipes() -> None:
+    found = [
+        f"{file}:{line} {text!r}"
+        for file in FILES
+        if room(file) not in NAMED_FREELY
+        for line, text in strings(file)
+        if MODALITIES & set(text.lower().replace("/", " ").replace(".", " ").replace("_", " ").split())
+    ]
+    assert found == []
+
+
+def test_no_model_type_is_named_outside_of_recipes() -> None:
+    """A string that is a model type; and no class of a family is imported, so that none is patched or copied."""
+    types = set(CONFIG_MAPPING_NAMES)
+    assert {"qwen3", "llama", "gpt_oss"} <= types
+    found = [
+        f"{file}:{line} {text!r}"
+        for file in FILES
+        if room(file) != "recipes"
+        for line, text in strings(file)
+        if text in types
+    ]
+    found += [
+        f"{file}:{line} {name}"
+        for file in FILES
+        if room(file) != "recipes"
+        for line, name in imports(file)
+        if name.startswith("transformers.models.") and not name.startswith("transformers.models.auto.")
+    ]
+    assert found == []
+
+
+def test_nothing_is_unpickled() -> None:
+    """No pickle, and no torch.load; torch's own collectives of objects stay between our own ranks."""
+    found = [
+        f"{f}:{line} {name}" for f in FILES for line, name in imports(f) if name.split(".")[0] in ("pickle", "dill")
+    ]
+    found += [f"{f}:{line} {name}" for f in FILES for line, name in names_used(f) if name == "torch.load"]
+    assert found == []

@@ -1,0 +1,176 @@
+"""The docs are true: links lead somewhere, commands parse, keys exist, and a step sends what docs/step.md says."""
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import run_on_ranks
+from tiny import write_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import omnizoo
+from omnizoo.cli.main import parse
+from omnizoo.config import reference
+from omnizoo.config.load import load_config
+from omnizoo.config.schema import Config
+from omnizoo.parallel.layout import plan_layout
+from omnizoo.parallel.process import Process
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CURRENT = [page for page in PAGES if page.name != "LOG.md"]  # a log may speak of what is gone
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+EXAMPLE = ROOT / "examples" / "text_tiny.yaml"
+KEYS = {key: kind for key, kind, *_ in reference.keys()}  # noqa: SIM118 - a function, not a dict's keys
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+current_pages = pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+
+
+def code_spans(page: Path) -> list[str]:
+    """What stands in single backticks."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text()))
+
+
+def code_lines(page: Path) -> list[str]:
+    """Lines of code blocks, and code in the text."""
+    blocks = [block.replace("\\\n", " ") for _, block in FENCE.findall(page.read_text())]
+    return [line for block in blocks for line in block.splitlines()] + code_spans(page)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Arguments of every `omnizoo ...` that is shown, by itself or under torchrun."""
+    for line in code_lines(page):
+        found = re.match(r"(?:omnizoo|torchrun .*-m omnizoo|python -m omnizoo) (.+)", line)
+        if found:
+            yield shlex.split(found[1], comments=True)
+
+
+def anchors(page: Path) -> set[str]:
+    """Names that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_every_relative_link_leads_to_a_file_and_heading_that_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if "://" in link:
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not heading or heading in anchors(target), f"{page.name}: {link}"
+
+
+@current_pages
+def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
+    rooms = r"(?:omnizoo|tests|docs|examples|benchmarks)/[\w./-]*\w|[\w./-]+\.(?:py|md|toml)"
+    for word in (word for line in code_lines(page) for word in line.split()):
+        if re.fullmatch(rooms, word):
+            assert (ROOT / word).exists(), f"{page.name}: {word}"
+
+
+@current_pages
+def test_every_make_target_that_is_named_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {found[1] for line in code_lines(page) if (found := re.match(r"make ([\w-]+)", line))}
+    assert named <= targets
+
+
+@current_pages
+def test_every_omnizoo_command_that_is_shown_parses(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for args in commands(page):
+        if len(args) == 1 or "--help" in args:  # a command by its name
+            with pytest.raises(SystemExit) as ended:
+                parse([args[0], "--help"])
+            assert ended.value.code == 0, args
+            continue
+        parsed = parse(args)
+        if args[0] == "train":
+            # my.yaml and the like are the reader's own
+            config = load_config(parsed.config if Path(parsed.config).exists() else EXAMPLE, parsed.overrides)
+            plan_layout(config.parallel, parsed.nproc or 1, config.train.global_batch, config.train.micro_batch)
+
+
+@current_pages
+def test_every_config_key_that_is_mentioned_exists(page: Path) -> None:
+    sections = "|".join(reference.sections())
+    for span in code_spans(page):
+        found = re.match(rf"(?:--)?((?:{sections})(?:\.\w+)+)(?=$|[:=, ])", span)
+        if found and not re.search(r"\.(py|md|json|jsonl|yaml|safetensors)$", found[1]):
+            key = re.sub(r"\.\d+(?=\.|$)", ".N", found[1])
+            below_mapping = any("mapping" in KEYS[known] for known in KEYS if key.startswith(f"{known}."))
+            assert key in KEYS or below_mapping, f"{page.name}: {span}"
+
+
+@current_pages
+def test_every_config_that_is_shown_is_valid(page: Path) -> None:
+    base = yaml.safe_load(EXAMPLE.read_text())
+    for language, block in FENCE.findall(page.read_text()):
+        if language == "yaml":
+            Config.model_validate(base | yaml.safe_load(block))
+
+
+@pages
+def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)\b", page.read_text())
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes over the wire, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+CASES = {
+    "default": [],
+    "kept": ["--parallel.reshard_after_forward", "false"],
+    "each": ["--parallel.reduce_each_micro_batch", "true"],
+}
+
+
+def count_collectives(process: Process, config_path: str, out: str) -> None:
+    counts = {}
+    for name, args in CASES.items():
+        config = load_config(config_path, args)
+        mesh = omnizoo.build_mesh(config, process)
+        loader = omnizoo.build_loader(config, omnizoo.load_tokenizer(config.model), mesh.dp_rank, mesh.dp_size)
+        model = omnizoo.build_model(config.model, config.parallel.precision)
+        omnizoo.parallelize(model, mesh, config)
+        optimizer = omnizoo.build_optimizer(model, config.train)
+        with Collectives() as collectives:
+            data = omnizoo.next_step(loader, mesh)
+            omnizoo.train_step(model, optimizer, data, 1, mesh, config)
+        counts[name] = collectives.counts
+    if mesh.is_first:
+        Path(out).write_text(json.dumps(counts))
+
+
+@pytest.mark.slow
+def test_a_step_sends_what_the_page_about_it_says(tmp_path: Path) -> None:
+    out = tmp_path / "counts.json"
+    config = write_config(tmp_path, train={"global_batch": 8})
+    result = run_on_ranks(count_collectives, 2, str(config), str(out))
+    assert result.code == 0, result.stdout + result.stderr
+    counts = json.loads(out.read_text())
+    b, m = 2, 4  # blocks of the tiny model; 8 packs on two ranks, one at a time
+    gathers = {name: counts[name]["c10d::_allgather_base_"] for name in CASES}
+    assert gathers == {"default": (b + 1) + m * b, "kept": b + 1, "each": m * (2 * b + 1)}
+    scatters = {name: counts[name]["c10d::_reduce_scatter_base_"] for name in CASES}
+    assert scatters == {"default": b + 1, "kept": b + 1, "each": m * (b + 1)}
+    assert {counts[name]["c10d::allreduce_"] for name in CASES} == {3}  # counts, loss sums, norm

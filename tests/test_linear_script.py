@@ -1,0 +1,57 @@
+"""The loop by hand: short, by the public API alone, and the same run as `omnizoo train`."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from processes import Running, run_omnizoo
+from tiny import read_steps
+
+import omnizoo
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "linear_train.py"
+SMALL = {
+    "--model.config.hidden_size": 32,
+    "--model.config.num_hidden_layers": 2,
+    "--data.pack_tokens": 64,
+    "--data.look_ahead": 8,
+    "--train.steps": 3,
+}
+
+
+def test_the_script_has_less_than_80_lines_and_uses_public_names_only() -> None:
+    source = SCRIPT.read_text()
+    assert len(source.splitlines()) < 80
+    tree = ast.parse(source)
+    imported = {node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)}
+    assert {alias.name for node in imported for alias in node.names} == {"sys", "Path", "omnizoo"}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "omnizoo"
+    }
+    assert used == set(omnizoo.__all__)  # nothing else, and every public name is there to be needed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_script_has_the_losses_of_the_command(nproc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    small = [str(word) for item in SMALL.items() for word in item]
+    args = ["examples/text_tiny.yaml", *small, "--log.dir"]
+    trained = run_omnizoo(["train", *args, tmp_path / "trained", "--nproc", nproc])
+    assert trained.code == 0, trained.stdout + trained.stderr
+
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
+    linear = Running([sys.executable, *torchrun, str(SCRIPT), *args, str(tmp_path / "linear")], {}).wait(120)
+    assert linear.code == 0, linear.stdout + linear.stderr
+    printed = re.findall(r"^step (\d+)/3  loss (\S+)  grad norm (\S+)$", linear.stdout, re.M)
+    expected = [
+        (str(row["step"]), f"{row['loss']:.6f}", f"{row['grad_norm']:.4f}") for row in read_steps(tmp_path / "trained")
+    ]
+    assert len(expected) == 3
+    assert printed == expected
+    assert (tmp_path / "linear" / "checkpoints" / "step_00000003" / "manifest.json").is_file()

@@ -1,0 +1,86 @@
+"""Names of transformers and torch that are not public, or that OmniZoo leans on more than their authors promise: each
+must be there with the meaning it was used for. A failure here says what to look at after an upgrade."""
+
+import inspect
+
+import torch
+import transformers
+from tiny import model_config
+from torch.distributed.fsdp import FSDPModule
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
+
+from omnizoo.models import hf_private
+
+
+def parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+def tiny(family: str) -> PreTrainedModel:
+    fields = model_config(family)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+
+
+def test_the_versions_are_those_the_private_names_were_checked_on() -> None:
+    assert transformers.__version__ == "5.22.2"
+    assert torch.__version__.split("+")[0] == "2.13.0"
+    assert "5.22.2" in (hf_private.__doc__ or "")
+
+
+def test_blocks_are_declared_by_class_name() -> None:
+    assert set(tiny("llama")._no_split_modules) == {"LlamaDecoderLayer"}
+    assert hf_private.block_class_names(tiny("qwen3")) == {"Qwen3DecoderLayer"}
+
+
+def test_models_say_whether_they_use_the_attention_interface_and_whether_they_carry_state() -> None:
+    assert isinstance(PreTrainedModel._supports_attention_backend, bool)
+    assert isinstance(PreTrainedModel._is_stateful, bool)
+    assert hf_private.uses_attention_interface(tiny("llama"))
+    assert not hf_private.carries_state(tiny("llama"))
+    assert transformers.MambaForCausalLM._is_stateful
+    assert not transformers.BloomForCausalLM._supports_attention_backend
+
+
+def test_init_weights_draws_one_module_and_not_its_children() -> None:
+    assert parameters(PreTrainedModel._init_weights) == ["self", "module"]
+    owner = tiny("llama")
+    parent = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    before = parent[0].weight.clone()
+    hf_private.init_module(owner, parent)
+    assert torch.equal(parent[0].weight, before)
+    hf_private.init_module(owner, parent[0])
+    assert not torch.equal(parent[0].weight, before)
+    assert not parent[0].bias.any()
+
+
+def test_the_loader_of_pretrained_weights_has_the_signature_it_is_called_with() -> None:
+    expected = ["model", "state_dict", "checkpoint_files", "load_config", "expected_keys"]
+    assert parameters(PreTrainedModel._load_pretrained_model) == expected
+    assert {"device_map", "weight_mapping", "ignore_mismatched_sizes"} <= set(parameters(LoadStateDictConfig))
+    assert parameters(PreTrainedModel._adjust_missing_and_unexpected_keys) == ["self", "loading_info"]
+    assert parameters(get_model_conversion_mapping)[0] == "model"
+    assert callable(load_state_dict)
+
+
+def test_tied_weights_are_listed_as_target_and_source() -> None:
+    assert tiny("qwen3").all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tiny("llama").all_tied_weights_keys == {}
+
+
+def test_attention_functions_can_be_registered() -> None:
+    assert "packed" in AttentionInterface.valid_keys(AttentionInterface())
+
+
+def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:
+    for name, argument in {
+        "set_gradient_divide_factor": "factor",
+        "set_force_sum_reduction_for_comms": "enable",
+        "set_is_last_backward": "is_last_backward",
+        "set_requires_all_reduce": "requires_all_reduce",
+        "set_requires_gradient_sync": "requires_gradient_sync",
+        "set_reshard_after_backward": "reshard_after_backward",
+    }.items():
+        assert parameters(getattr(FSDPModule, name))[:2] == ["self", argument]
