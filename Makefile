@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install test test-fast lint format demo bench docs clean
+.PHONY: install test test-fast lint format demo verify-all bench docs clean
 
 install: $(INSTALLED)
 
@@ -29,12 +29,17 @@ format: install
 	$(BIN)/ruff format .
 
 demo: install
+	rm -rf runs/demo
 	$(BIN)/omnizoo train examples/text_tiny.yaml --nproc 2 --log.dir runs/demo
-	rm -rf runs/demo/exported
 	$(BIN)/omnizoo export runs/demo runs/demo/exported
 	@echo "run folder     runs/demo"
 	@echo "exported model runs/demo/exported"
 	@echo "report         runs/demo/report.html"
+
+verify-all: install
+	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all
+	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all --precision fp64
+	$(BIN)/omnizoo verify examples/text_tiny.yaml --families all --world 4 --layouts all
 
 bench: install
 	$(BIN)/python benchmarks/against_plain.py

@@ -36,6 +36,7 @@ from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import parallelize
 from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.losses import Objective
 from omnizoo.training.step import StepData, next_step, train_step
 
 PROCESSES = {1: 2, 2: 1}  # how many: threads of each
@@ -116,9 +117,10 @@ def rank(folder: Path, out: Path) -> None:
         model = build_model(config.model, config.parallel.precision)
         parallelize(model, mesh, config)
         optimizer = build_optimizer(model, config.train)
+        objective = Objective(model, mesh, config)
         model.train()
         loops: dict[str, Loop] = {
-            "omnizoo": lambda data: train_step(model, optimizer, data, 1, mesh, config).loss,
+            "omnizoo": lambda data: train_step(objective, optimizer, data, 1).loss,
             "plain_sdpa": plain(model, "sdpa"),
             "plain_same_kernel": plain(model, PACKED),
         }
@@ -127,14 +129,14 @@ def rank(folder: Path, out: Path) -> None:
         tokens: list[int] = []
         names = list(loops)
         for _ in range(config.data.lanes):
-            next_step(loader, mesh)  # each lane fills its look-ahead once: part of the start, not of a step
+            next_step(loader, objective)  # each lane fills its look-ahead once: part of the start, not of a step
         began = time.perf_counter()
         for turn in itertools.count():
             # The first rank's clock decides for all.
             if mesh.from_first(turn >= WARMUP + LEAST and time.perf_counter() - began > BUDGET):
                 break
             started = time.perf_counter()
-            data = next_step(loader, mesh)
+            data = next_step(loader, objective)
             loading = time.perf_counter() - started
             tokens.append(data.tokens)
             for name in names[turn % 3 :] + names[: turn % 3]:

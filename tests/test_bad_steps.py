@@ -21,6 +21,7 @@ from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import parallelize
 from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.losses import Objective
 from omnizoo.training.step import next_step, train_step
 
 POISON = "\u2603"
@@ -116,10 +117,11 @@ def test_an_infinite_gradient_with_a_finite_loss_is_a_bad_step(config: Path, tmp
         model.train()
         before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
         handle = model.model.norm.register_full_backward_hook(lambda m, grads, _: (grads[0] * torch.inf,))
-        result = train_step(model, optimizer, next_step(loader, mesh), 1, mesh, run)
+        objective = Objective(model, mesh, run)
+        result = train_step(objective, optimizer, next_step(loader, objective), 1)
         assert (result.finite, result.loss == result.loss) == (False, True)
         assert not optimizer.state
         after = {name: p.full_tensor() for name, p in model.named_parameters()}
         assert all(torch.equal(before[n].nan_to_num(), after[n].nan_to_num()) for n in before)
         handle.remove()
-        assert train_step(model, optimizer, next_step(loader, mesh), 2, mesh, run).finite
+        assert train_step(objective, optimizer, next_step(loader, objective), 2).finite

@@ -97,7 +97,7 @@ def test_every_omnizoo_command_that_is_shown_parses(
         if args[0] == "train":
             # my.yaml and the like are the reader's own
             config = load_config(parsed.config if Path(parsed.config).exists() else EXAMPLE, parsed.overrides)
-            plan_layout(config.parallel, parsed.nproc or 1, config.train.global_batch, config.train.micro_batch)
+            plan_layout(config.parallel, parsed.nproc or 1)
 
 
 @current_pages
@@ -154,8 +154,8 @@ def count_collectives(process: Process, config_path: str, out: str) -> None:
         omnizoo.parallelize(model, mesh, config)
         optimizer = omnizoo.build_optimizer(model, config.train)
         with Collectives() as collectives:
-            data = omnizoo.next_step(loader, mesh)
-            omnizoo.train_step(model, optimizer, data, 1, mesh, config)
+            objective = omnizoo.Objective(model, mesh, config)
+            omnizoo.train_step(objective, optimizer, omnizoo.next_step(loader, objective), 1)
         counts[name] = collectives.counts
     if mesh.is_first:
         Path(out).write_text(json.dumps(counts))

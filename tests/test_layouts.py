@@ -28,6 +28,7 @@ from omnizoo.parallel.process import Process, process_group
 from omnizoo.recipes.attach import parallelize
 from omnizoo.training import run
 from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.losses import Objective
 from omnizoo.training.step import next_step, train_step
 
 FP64 = ["--parallel.precision", "fp64"]
@@ -67,9 +68,9 @@ def train(folder: Path, name: str, args: list[str]) -> None:
     samples: dict[int, list[str]] = {}
     original = run.train_step
 
-    def spy(model: Any, optimizer: Any, data: Any, step: int, *rest: Any, **options: Any) -> Any:
+    def spy(objective: Any, optimizer: Any, data: Any, step: int, **options: Any) -> Any:
         samples[step] = [sample for batch in data.micro_batches for sample in batch.sample_ids]
-        return original(model, optimizer, data, step, *rest, **options)
+        return original(objective, optimizer, data, step, **options)
 
     run.train_step = spy
     try:
@@ -93,8 +94,9 @@ def first_gradients(process: Process, args: list[str], out: Path) -> None:
     parallelize(model, mesh, config)
     optimizer = build_optimizer(model, config.train)
     model.train()
-    data = next_step(loader, mesh)
-    result = train_step(model, optimizer, data, 1, mesh, config)
+    objective = Objective(model, mesh, config)
+    data = next_step(loader, objective)
+    result = train_step(objective, optimizer, data, 1)
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     samples = mesh.gather([sample for batch in data.micro_batches for sample in batch.sample_ids])
     if mesh.is_first:

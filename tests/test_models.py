@@ -18,7 +18,7 @@ from omnizoo.ops.attention import Boundaries, Pattern, packed_attention, per_sam
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.base import infer_recipe
+from omnizoo.recipes.base import read_facts
 
 
 def build(family: str, precision: str = "fp32", **changes: Any) -> PreTrainedModel:
@@ -69,7 +69,7 @@ def test_a_folder_without_a_model_and_an_unknown_attention_are_refused(tmp_path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_weights_depend_on_the_seed_alone_and_not_on_what_is_drawn_together(family: str) -> None:
     model = build(family)
-    blocks = infer_recipe(model).blocks
+    blocks = read_facts(model).blocks
     names = everything(model)
 
     def draw(units: tuple[str, ...], seed: int = 0, wanted: set[str] = names) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ def test_initial_weights_are_the_same_in_every_precision() -> None:
     drawn = {}
     for precision in ("fp32", "fp64"):
         model = build("qwen3", precision)
-        weights = initial_weights(model, infer_recipe(model).blocks, 0, everything(model))
+        weights = initial_weights(model, read_facts(model).blocks, 0, everything(model))
         drawn[precision] = {name: tensor.float().clone() for name, tensor in weights}
     assert [n for n, tensor in drawn["fp32"].items() if not torch.equal(tensor, drawn["fp64"][n])] == []
 
@@ -133,7 +133,7 @@ def test_a_model_without_blocks_is_refused() -> None:
     model = build("llama")
     model._no_split_modules = []
     with pytest.raises(UserError, match="_no_split_modules"):
-        infer_recipe(model)
+        read_facts(model)
 
 
 PATTERNS = {

@@ -77,7 +77,7 @@ def with_family(config: Config, family: str) -> Config:
     """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
     tokens = len(load_tokenizer(config.model))
     fields = AutoConfig.for_model(family).to_dict()
-    few = {key: 16 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in fields}
+    few: dict[str, int] = {key: 16 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in fields}
     inline = {"model_type": family, "vocab_size": tokens, **few}
     model = {"config": inline, "tokenizer": tokenizer_folder(config.model)}
     return config.model_copy(update={"model": Model.model_validate(model)})
