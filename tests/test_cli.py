@@ -112,9 +112,9 @@ def test_a_mistake_is_refused_before_anything_starts(calls, fails, argv, expecte
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "expected a command: train, export, doctor; see `omnizoo --help`"),
+        ([], "expected a command: train, export, doctor, verify, recipes; see `omnizoo --help`"),
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["xyz"], "unknown command 'xyz'; did you mean train or export or doctor?"),
+        (["xyz"], "unknown command 'xyz'; did you mean train or export or doctor or verify or recipes?"),
         (["train"], "the following arguments are required: CONFIG; see `omnizoo train --help`"),
         (["train", "nope.yaml"], "nope.yaml: no such config file"),
         (["export", "a"], "the following arguments are required: OUT_DIR"),

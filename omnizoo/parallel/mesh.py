@@ -110,7 +110,7 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         return process.grids[tuple(axes.items())]
 
     replicate = layout.dp_replicate
-    return Mesh(
+    mesh = Mesh(
         layout,
         grid(dp_replicate=replicate, dp_shard=layout.dp_shard, ring=layout.ring, ulysses=layout.ulysses),
         grid(dp=layout.dp, sp=layout.sp),
@@ -118,3 +118,7 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         grid(replicate=replicate, ep_shard=layout.ep_shard, ep=layout.ep),
         process.device,
     )
+    if layout.ring > 1 and process.device.type != "cpu":
+        # NCCL connects at the first message, which all ranks of a group must take part in; ours skip empty ones.
+        dist.barrier(group=mesh.group("ring"))
+    return mesh
