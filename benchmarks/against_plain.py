@@ -35,8 +35,8 @@ from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import parallelize
-from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.losses import Objective
+from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import StepData, next_step, train_step
 
 PROCESSES = {1: 2, 2: 1}  # how many: threads of each

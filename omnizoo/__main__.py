@@ -4,4 +4,5 @@ import sys
 
 from omnizoo.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":  # ranks of `omnizoo verify` import this module
+    sys.exit(main())

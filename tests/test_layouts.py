@@ -27,8 +27,8 @@ from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
 from omnizoo.recipes.attach import parallelize
 from omnizoo.training import run
-from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.losses import Objective
+from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import next_step, train_step
 
 FP64 = ["--parallel.precision", "fp64"]
@@ -164,7 +164,8 @@ def published_config(folder: Path, family: str) -> Path:
 
 def plain_gradients(folder: Path, samples: list[str], precision: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the step by transformers and torch alone: each sample by itself, without a pack."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPE[precision], attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPE[precision], **plain)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rows = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
     ids = []

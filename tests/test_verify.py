@@ -1,21 +1,21 @@
 """`omnizoo verify` finds faults, names where they arise, and passes where there is none."""
 
 import json
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from fault_ranks import FAULTS
+from faults import FAULTS, try_with_fault
 
-from omnizoo.cli.launch import launch
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import Layout, layouts_of
-from omnizoo.verification.prepare import VERDICTS, parse, prepare
+from omnizoo.verification.compare import verdict_of
+from omnizoo.verification.prepare import parse, prepare
+from omnizoo.verification.world import in_world
 
 ROOT = Path(__file__).parent.parent
+LAYOUT = "dp2.uly2.ep2"
 MOE = str(ROOT / "examples/qwen3_moe_tiny.yaml")
 BACKWARD = "forward agrees; first difference in backward: the gradient of"
 NAMED = {  # what the verdict must name
@@ -28,22 +28,24 @@ NAMED = {  # what the verdict must name
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
-    prepare(load_config(MOE, []), 4, "dp2.uly2.ep2", "fp32", folder / "prepared")
-    for name in FAULTS:
-        shutil.copytree(folder / "prepared", folder / name)
-    ranks = (sys.executable, str(Path(__file__).parent / "fault_ranks.py"))
-    assert launch([str(folder)], 4, command=ranks) == 0
-    return {name: json.loads((folder / name / VERDICTS).read_text()) for name in FAULTS}
+    prepare(load_config(MOE, []), 4, LAYOUT, "fp32", folder)
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught_and_named(fault: str, verdicts: dict[str, dict[str, object]]) -> None:
-    verdict = verdicts[fault]
+def test_a_planted_fault_is_caught_and_named(fault: str, prepared: Path) -> None:
+    in_world(4, try_with_fault, prepared, parse(LAYOUT, 4), fault)
+    verdict = json.loads((prepared / "verdict.json").read_text())
     assert not verdict["passed"]
-    assert NAMED[fault] in str(verdict["reason"])
+    assert NAMED[fault] in verdict["reason"]
+
+
+@pytest.mark.slow
+def test_without_a_fault_the_same_layout_passes(prepared: Path) -> None:
+    assert verdict_of(prepared, parse(LAYOUT, 4)).passed
 
 
 @pytest.mark.slow

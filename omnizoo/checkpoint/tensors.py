@@ -6,6 +6,7 @@ Names are flat: `model.<parameter>` and `optimizer.<parameter>.<state>`; any lay
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -71,7 +72,8 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     for name in sorted(saved):
         if name.split(".")[0] in kinds and name not in tensors:
             raise UserError(f"checkpoint {folder.parent} is of another model: this one has no {name}")
-    dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+    alone = not dist.is_initialized()  # an export
+    dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
 
 
 def dtypes(folder: Path) -> dict[str, torch.dtype]:

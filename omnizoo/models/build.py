@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import omnizoo.models.attention  # noqa: F401 - registers our attention
@@ -37,6 +37,9 @@ def build_model(model: Model, precision: str) -> nn.Module:
             config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code
         )
     assert isinstance(built, PreTrainedModel)
+    folder = model.path or model.config
+    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
+        built.generation_config = GenerationConfig.from_pretrained(folder)
     _set_attention(built, model.attention)
     return built
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -85,11 +86,20 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
         raise RuntimeError(f"weights could not be converted: {info.conversion_errors or info.error_msgs}")
     model._adjust_missing_and_unexpected_keys(info)
     tied = set(model.all_tied_weights_keys)
+    # transformers compares shards; a user knows the whole shapes.
+    shapes = {name: model.get_parameter_or_buffer(name).shape for name, _, _ in info.mismatched_keys}
     mismatched = {
-        f"{name}: {tuple(found)} in the files, {tuple(wanted)} in the model"
-        for name, found, wanted in info.mismatched_keys
+        f"{name}: {_shape_in(files, name)} in the files, {tuple(shape)} in the model" for name, shape in shapes.items()
     }
     return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched)
+
+
+def _shape_in(files: list[Path], name: str) -> str:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 - not a dict
+                return str(tuple(tensors.get_slice(name).get_shape()))
+    return "another shape"
 
 
 def retie(model: PreTrainedModel) -> None:

@@ -27,12 +27,13 @@ class Process:
 
 
 @contextmanager
-def process_group() -> Iterator[Process]:
-    """Join the world for the length of the block."""
-    rank, world_size, local_rank = place_in_world() or (0, 1, 0)
+def process_group(place: tuple[int, int, int] | None = None, store: dist.Store | None = None) -> Iterator[Process]:
+    """Join the world for the length of the block: as (rank, world size, local rank), or as the environment says."""
+    rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
     device = pick_device(local_rank)
     # The device is bound lazily: a device_id here would let a CPU-only mesh of a test fail on accelerator machines.
-    dist.init_process_group(backend_for(device), store=_store(rank, world_size), rank=rank, world_size=world_size)
+    store = store or _store(rank, world_size)
+    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
     try:
         yield Process(rank, world_size, local_rank, device)
     finally:

@@ -1,10 +1,17 @@
 """A layout's trial against the one-process trial: the largest differences, and where the first one arises."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
-from omnizoo.verification.trial import Trial
+from omnizoo.config.load import load_config
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.process import Process
+from omnizoo.verification.prepare import load_trial
+from omnizoo.verification.trial import Trial, run_trial
+from omnizoo.verification.world import in_world
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,21 @@ class Verdict:
     calls: dict[str, int]
     bytes: dict[str, int]
     reason: str = ""  # of a failure: what differs, and the first module where it does
+
+
+def verdict_of(folder: Path, layout: Layout) -> Verdict:
+    """Try `layout` on a config that was prepared in `folder`."""
+    in_world(layout.world, try_layout, folder, layout)
+    return Verdict(**json.loads((folder / "verdict.json").read_text()))
+
+
+def try_layout(process: Process, folder: Path, layout: Layout) -> None:
+    """What each rank of a layout does; the first one compares."""
+    config = load_config(folder / "config.yaml", [])
+    trial = run_trial(config, layout, process)
+    if process.rank == 0:
+        verdict = compare(trial, load_trial(folder), str(layout), TOLERANCE[config.parallel.precision])
+        (folder / "verdict.json").write_text(json.dumps(asdict(verdict)))
 
 
 def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -> Verdict:

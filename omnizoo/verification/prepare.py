@@ -1,7 +1,6 @@
 """Before the ranks start: what to try, and what one process gives for it."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,16 +18,13 @@ from omnizoo.recipes.base import read_facts
 from omnizoo.verification.shrink import shrink
 from omnizoo.verification.trial import Trial, run_trial
 
-VERDICTS = "verdicts.jsonl"
-
 
 def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path) -> list[Layout]:
-    """Write into `folder` what the ranks need: shrunken config, layouts to try, the one-process trial."""
+    """Write into `folder` what the ranks need, shrunken config and one-process trial; returns the layouts to try."""
     folder.mkdir(parents=True, exist_ok=True)
     small = shrink(config, world, precision)
     layouts = choose(small, world, wanted)
     save_config(small, folder / "config.yaml")
-    (folder / "layouts.json").write_text(json.dumps([asdict(layout) for layout in layouts]))
     torch.set_num_threads(1)
     with process_group() as process:
         save_trial(run_trial(small, Layout(), process), folder)

@@ -1,9 +1,5 @@
-"""Ranks for tests/test_verify.py: plant one fault after the other and let `verify` look for it.
+"""Faults for tests/test_verify.py: each is planted in every rank of a world, and `verify` has to find it."""
 
-Run as `python fault_ranks.py FOLDER`: the folder has one prepared folder for each fault, named as the function here.
-"""
-
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +9,9 @@ from unittest.mock import patch
 
 import torch
 
-from omnizoo.parallel.process import process_group
-from omnizoo.verification.rank import try_layouts
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.process import Process
+from omnizoo.verification.compare import try_layout
 
 Fault = Callable[[], Any]
 
@@ -99,9 +96,6 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with process_group() as process:
-        for name, fault in FAULTS.items():
-            with fault():
-                try_layouts(Path(sys.argv[1]) / name, process)
+def try_with_fault(process: Process, folder: Path, layout: Layout, fault: str) -> None:
+    with FAULTS[fault]():
+        try_layout(process, folder, layout)

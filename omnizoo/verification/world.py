@@ -1,0 +1,51 @@
+"""Worlds of ranks on this machine that start in a blink: forked from a server that has imported everything already.
+
+A world for each layout, and not one for all: every process group keeps a thread awake for as long as its process lives.
+"""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from omnizoo.parallel.process import process_group
+
+
+class RankError(RuntimeError):
+    """A rank ended with an error, which it has printed."""
+
+
+def in_world(size: int, work: Callable[..., None], *args: Any) -> None:
+    """Run `work(process, *args)` on `size` ranks and wait for them; the end of one by an error is the end of all."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["omnizoo.verification.trial", work.__module__])
+    with tempfile.TemporaryDirectory() as folder:
+        given = [(rank, size, os.path.join(folder, "store"), work, args) for rank in range(size)]
+        ranks = [context.Process(target=_rank, args=rank, daemon=True) for rank in given]
+        for rank in ranks:
+            rank.start()
+        alive = {rank.sentinel: number for number, rank in enumerate(ranks)}
+        while alive:
+            for sentinel in wait(list(alive)):
+                number = alive.pop(sentinel)  # type: ignore[arg-type]
+                ranks[number].join()
+                if ranks[number].exitcode:
+                    for rank in ranks:
+                        rank.kill()
+                    raise RankError(f"rank {number} of {size} ended with exit code {ranks[number].exitcode}")
+
+
+def _rank(rank: int, size: int, store: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        with process_group((rank, size, rank), torch.distributed.FileStore(store, size)) as process:
+            work(process, *args)
+    except BaseException:  # noqa: BLE001 - whatever it is, the rank is to end by it
+        traceback.print_exc()
+        os._exit(1)  # at once: others may wait for this rank, and their errors would bury its own
