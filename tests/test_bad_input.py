@@ -135,8 +135,8 @@ def test_a_finished_run_says_so_instead_of_training_on(
     assert main(["train", str(config)]) == 0
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     capsys.readouterr()
-    assert main(["train", str(config)]) == 2
-    assert "step 2 of 2: raise train.steps" in capsys.readouterr().err
+    assert main(["train", str(config)]) == 0
+    assert "step 2 of 2; raise train.steps" in capsys.readouterr().out
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 

@@ -33,7 +33,7 @@ def test_the_script_has_less_than_80_lines_and_uses_public_names_only() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "omnizoo"
     }
-    assert used == set(omnizoo.__all__)  # nothing else, and every public name is there to be needed
+    assert used == set(omnizoo.__all__) - {"attend"}  # all there is, but for what only models call
 
 
 @pytest.mark.slow

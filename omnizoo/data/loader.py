@@ -6,6 +6,7 @@ wherever it runs, so a state saved on one layout continues on any other.
 """
 
 import dataclasses
+import faulthandler
 import itertools
 import logging
 import math
@@ -197,6 +198,7 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
 def start_worker(worker: int) -> None:
     """Interrupts are the training loop's to handle; a worker ends when its loader or its parent process does."""
     parent = os.getppid()
+    faulthandler.enable()  # a worker that crashes in native code says where
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -46,10 +46,13 @@ def _own_tensors(module: nn.Module, prefix: str) -> list[tuple[str, torch.Tensor
 def _in_memory(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Give the modules' own tensors memory on the host for the length of the block, tied ones one memory."""
     places = [(module, name, tensor) for module in modules for name, tensor in _own_tensors(module, "")]
-    # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, it does not draw others.
-    dtypes = {torch.float64: torch.float32}
-    real = {id(t): torch.empty_like(t, device="cpu", dtype=dtypes.get(t.dtype, t.dtype)) for _, _, t in places}
-    real |= {id(t): nn.Parameter(real[id(t)]) for _, _, t in places if isinstance(t, nn.Parameter)}
+    real: dict[int, torch.Tensor] = {}
+    for _, _, tensor in places:
+        # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, it does not draw others.
+        drawn = isinstance(tensor, nn.Parameter)
+        dtype = torch.float32 if drawn and tensor.dtype == torch.float64 else tensor.dtype
+        empty = torch.empty_like(tensor, device="cpu", dtype=dtype, requires_grad=False)
+        real[id(tensor)] = nn.Parameter(empty) if drawn else empty
     for module, name, tensor in places:
         setattr(module, name, real[id(tensor)])
     try:

@@ -67,9 +67,9 @@ def plan_layout(parallel: Parallel, world_size: int) -> Layout:
     layout = Layout(replicate, shard, ulysses, ring, parallel.ep)
     if layout.world != world_size:
         raise UserError(
-            f"parallel.dp_replicate {replicate} x dp_shard {shard} x ulysses {ulysses} x ring {ring} = {layout.world} "
-            f"does not fit the world of {world_size} processes; set parallel.dp_shard: -1 to use what is left, "
-            f"or start {layout.world} processes"
+            f"parallel.dp_replicate {replicate} x parallel.dp_shard {shard} x ulysses {ulysses} x ring {ring} = "
+            f"{layout.world} does not fit the world of {world_size} processes; set parallel.dp_shard: -1 for what is "
+            f"left, or start {layout.world} processes"
         )
     if layout.fsdp % layout.ep:
         raise UserError(
