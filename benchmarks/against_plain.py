@@ -140,10 +140,10 @@ def rank(folder: Path, out: Path) -> None:
             loading = time.perf_counter() - started
             tokens.append(data.tokens)
             for name in names[turn % 3 :] + names[: turn % 3]:
-                mesh.barrier()
+                torch.distributed.barrier()
                 started = time.perf_counter()
                 losses[name].append(loops[name](data))
-                mesh.barrier()
+                torch.distributed.barrier()
                 seconds[name].append(time.perf_counter() - started + (loading if name == "omnizoo" else 0.0))
             if mesh.is_first:
                 times = "  ".join(f"{name} {seconds[name][-1]:.2f} s" for name in names)

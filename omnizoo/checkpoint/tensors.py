@@ -3,10 +3,10 @@
 Names are flat: `model.<parameter>` and `optimizer.<parameter>.<state>`; any layout reads what any other wrote.
 """
 
+import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -72,8 +72,9 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     for name in sorted(saved):
         if name.split(".")[0] in kinds and name not in tensors:
             raise UserError(f"checkpoint {folder.parent} is of another model: this one has no {name}")
-    alone = not dist.is_initialized()  # an export
-    dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+    with warnings.catch_warnings():  # an export reads in one process, and means it
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 def dtypes(folder: Path) -> dict[str, torch.dtype]:
