@@ -16,6 +16,6 @@ def recipes() -> int:
     console = Console()
     console.print(table)
     layouts = ", ".join(f"{name}: {layout}" for name, layout in CAPABILITIES.items())
-    console.print(f"Every mark is {PROOF}[family] at 4 ranks ({layouts}).")
+    console.print(f"Every mark is {PROOF}[family] at 4 ranks ({layouts}).", markup=False)
     console.print("A family without a recipe gets one that infers everything; `omnizoo verify` proves it for a config.")
     return 0
