@@ -113,10 +113,10 @@ def rank(folder: Path, out: Path) -> None:
             }
         )
         mesh = build_mesh(config, process)
-        loader = build_loader(config, load_tokenizer(config.model), mesh.dp_rank, mesh.dp_size)
+        loader = build_loader(config, load_tokenizer(config.model), mesh.rank, mesh.layout.world)
         model = build_model(config.model, config.parallel.precision)
         parallelize(model, mesh, config)
-        optimizer = build_optimizer(model, config.train)
+        optimizer = build_optimizer(model, config)
         objective = Objective(model, mesh, config)
         model.train()
         loops: dict[str, Loop] = {

@@ -18,15 +18,18 @@ def main(path: str, overrides: list[str]) -> None:
         # Who is where: FSDP2/HSDP axes over all processes.
         mesh = omnizoo.build_mesh(config, process)
 
-        # Rows -> packs: the same packs at the same step for any layout.
+        # The untouched Hugging Face class on meta.
         tokenizer = omnizoo.load_tokenizer(config.model)
-        loader = omnizoo.build_loader(config, tokenizer, mesh.dp_rank, mesh.dp_size)
-
-        # The untouched Hugging Face class on meta; then shards, then weights.
         model = omnizoo.build_model(config.model, config.parallel.precision)
+
+        # Rows -> packs, media decoded: the same packs at the same step for any layout.
+        media = omnizoo.read_modalities(model, config.model)
+        loader = omnizoo.build_loader(config, tokenizer, mesh.rank, mesh.layout.world, **media)
+
+        # Shards, then weights.
         checkpoint = omnizoo.find(config, checkpoints)
         omnizoo.parallelize(model, mesh, config, load=checkpoint is None)
-        optimizer = omnizoo.build_optimizer(model, config.train)
+        optimizer = omnizoo.build_optimizer(model, config)
 
         objective = omnizoo.Objective(model, mesh, config)
         start = 0

@@ -15,6 +15,7 @@ _HOME = {
     "build_model": "omnizoo.models.build",
     "attend": "omnizoo.models.attention",
     "parallelize": "omnizoo.recipes.attach",
+    "read_modalities": "omnizoo.recipes.reading",
     "build_loader": "omnizoo.data.loader",
     "merge_states": "omnizoo.data.loader",
     "build_optimizer": "omnizoo.training.optimizer",

@@ -5,9 +5,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from processes import WORLD
+from processes import WORLD, start_server
 
 logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which buries what a failing test says
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow"):
+        start_server()  # before anybody else starts one that has imported less
 
 
 @pytest.fixture(autouse=True)

@@ -3,22 +3,28 @@
 On a timeout the stacks of every process of the run are printed before it is killed: a hang is then a finding.
 """
 
-import importlib
-import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 TESTS = Path(__file__).parent
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+STREAMS = ("stdout", "stderr")
+IMPORTED = ["pytest", "hypothesis", "omnizoo.training.run", "omnizoo.verification.compare"]
 
 
 @dataclass(frozen=True)
@@ -90,12 +96,7 @@ class Running:
         return "".join(self._text["stdout"][-40:] + self._text["stderr"][-40:])
 
     def stacks(self) -> str:
-        dumps = []
-        for process in self.tree():
-            spy = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(process.pid)]
-            done = subprocess.run(spy, capture_output=True, text=True, timeout=30, check=False)
-            dumps.append(f"--- pid {process.pid}\n{done.stdout}{done.stderr}")
-        return "\n".join(dumps)
+        return stacks_of(process.pid for process in self.tree())
 
     def kill(self) -> None:
         """SIGKILL to all of the tree, at one moment: it is stopped first, so that nobody sees another one end."""
@@ -108,6 +109,15 @@ class Running:
         assert not alive, f"{alive} survived SIGKILL"
 
 
+def stacks_of(pids: Iterable[int | None]) -> str:
+    dumps = []
+    for pid in pids:
+        spy = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(pid)]
+        done = subprocess.run(spy, capture_output=True, text=True, timeout=30, check=False)
+        dumps.append(f"--- pid {pid}\n{done.stdout}{done.stderr}")
+    return "\n".join(dumps)
+
+
 def start_omnizoo(args: Sequence[object], **env: str) -> Running:
     return Running([sys.executable, "-m", "omnizoo", *map(str, args)], env)
 
@@ -118,12 +128,57 @@ def run_omnizoo(args: Sequence[object], timeout: float = 240, **env: str) -> Res
 
 
 def run_on_ranks(function: Callable[..., None], nproc: int, *args: object, timeout: float = 300) -> Result:
-    """`function(process, *args)` on `nproc` ranks of one process group; `args` must survive JSON.
+    """`function(process, *args)` on `nproc` ranks of one process group, forked from the server of this test session.
 
-    The function lives in a test module and leaves what it found in files. It checks many things: a start takes seconds.
+    The function lives in a test module and leaves what it found in files.
     """
-    call = json.dumps([function.__module__, function.__name__, *args])
-    return Running([sys.executable, __file__, str(nproc), call], {}).wait(timeout)
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        given = [(rank, nproc, Path(folder), function, args) for rank in range(nproc)]
+        ranks = [context.Process(target=_rank, args=rank) for rank in given]
+        for rank in ranks:
+            rank.start()
+        until, alive = time.monotonic() + timeout, ranks
+        try:
+            while alive and not any(rank.exitcode for rank in ranks):
+                if not wait([rank.sentinel for rank in alive], max(0, until - time.monotonic())):
+                    stacks = stacks_of(rank.pid for rank in alive)
+                    raise AssertionError(f"{function.__name__} took more than {timeout} s on {nproc} ranks\n{stacks}")
+                alive = [rank for rank in alive if rank.exitcode is None]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        code = next((rank.exitcode for rank in ranks if rank.exitcode not in (0, -signal.SIGKILL)), 0)
+        stdout, stderr = (
+            "".join(file.read_text() for file in sorted(Path(folder).glob(f"*.{name}"))) for name in STREAMS
+        )
+    return Result(code, stdout, stderr)
+
+
+def start_server() -> None:
+    """What ranks are forked from: it has imported what they need, and so they start in a blink."""
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()  # if it is not
+
+
+def _rank(rank: int, nproc: int, folder: Path, function: Callable[..., None], args: tuple[object, ...]) -> None:
+    import torch
+
+    from omnizoo.parallel.process import process_group
+
+    for number, name in enumerate(STREAMS, start=1):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(nproc), "COLUMNS": "200"}
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / "store"), nproc)
+    try:
+        with process_group((rank, nproc, rank), store) as process:
+            function(process, *args)
+    except BaseException:  # noqa: BLE001 - whatever it is, the test is to show it
+        traceback.print_exc()
+        os._exit(1)  # at once: others may wait for this rank
 
 
 def train_in_this_world(args: Sequence[object]) -> int:
@@ -141,23 +196,3 @@ def train_in_this_world(args: Sequence[object]) -> int:
 
     run.process_group = joined if "RANK" in os.environ else process.process_group
     return main(["train", *map(str, args)])
-
-
-def _main(nproc: str, call: str) -> int:
-    if "RANK" not in os.environ:
-        from omnizoo.cli.launch import launch
-
-        return launch([nproc, call], int(nproc), command=[sys.executable, __file__])
-    from omnizoo.cli.launch import watch_launcher
-    from omnizoo.parallel.process import process_group
-
-    watch_launcher()
-    module, name, *args = json.loads(call)
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    with process_group() as process:
-        function(process, *args)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))

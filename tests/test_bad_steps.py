@@ -113,7 +113,7 @@ def test_an_infinite_gradient_with_a_finite_loss_is_a_bad_step(config: Path, tmp
         loader = build_loader(run, load_tokenizer(run.model), 0, 1)
         model = build_model(run.model, "fp32")
         parallelize(model, mesh, run)
-        optimizer = build_optimizer(model, run.train)
+        optimizer = build_optimizer(model, run)
         model.train()
         before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
         handle = model.model.norm.register_full_backward_hook(lambda m, grads, _: (grads[0] * torch.inf,))

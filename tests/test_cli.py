@@ -16,6 +16,7 @@ from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 
 SMALL = "model: {path: m}\ndata: {sources: [{path: a.jsonl}]}\n"
+COMMANDS = ("train", "export", "generate", "doctor", "verify", "data", "recipes")
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +113,9 @@ def test_a_mistake_is_refused_before_anything_starts(calls, fails, argv, expecte
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "expected a command: train, export, doctor, verify, recipes; see `omnizoo --help`"),
+        ([], f"expected a command: {', '.join(COMMANDS)}; see `omnizoo --help`"),
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["xyz"], "unknown command 'xyz'; did you mean train or export or doctor or verify or recipes?"),
+        (["xyz"], f"unknown command 'xyz'; did you mean {' or '.join(COMMANDS)}?"),
         (["train"], "the following arguments are required: CONFIG; see `omnizoo train --help`"),
         (["train", "nope.yaml"], "nope.yaml: no such config file"),
         (["export", "a"], "the following arguments are required: OUT_DIR"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config, parse_overrides, save_config
-from omnizoo.config.schema import Config, Data, Model, Source, Train
+from omnizoo.config.schema import Config, Data, EncoderPart, Marks, Modality, Model, Part, Source, Train
 
 SMALL = """\
 model:
@@ -78,6 +78,19 @@ def test_overrides_reach_list_items_and_inline_model_configs(load):
     assert config.model.config == {"model_type": "qwen3", "num_hidden_layers": 2, "rope": {"theta": 1e6}}
 
 
+def test_overrides_reach_the_parts_of_a_composed_model_whether_or_not_the_file_has_them(load):
+    text = SMALL.replace("config: {", "foundation: {config: {").replace("4}", "4}}")
+    config = load(
+        text,
+        *("--model.foundation.config.num_hidden_layers", "2", "--model.foundation.lr", "1e-5"),
+        *("--model.modalities.sensor.encoder.kind", "my:Sensor", "--model.modalities.sensor.encoder.freeze=true"),
+        *("--model.modalities.sensor.encoder.options.size", "8", "--model.modalities.sensor.marks.begin", "<s>"),
+    )
+    assert config.model.foundation == Part(config={"model_type": "qwen3", "num_hidden_layers": 2}, lr=1e-5)
+    encoder = EncoderPart(kind="my:Sensor", freeze=True, options={"size": 8})
+    assert config.model.modalities == {"sensor": Modality(encoder=encoder, marks=Marks(begin="<s>"))}
+
+
 def test_a_whole_list_can_be_given_as_yaml(load):
     config = load(SMALL, "--data.sources", "[{path: x, weight: 2}, {path: y}]", "--train.betas", "[0.8, 0.9]")
     assert config.data.sources == [Source(path="x", weight=2.0), Source(path="y")]
@@ -136,6 +149,39 @@ def test_words_that_yaml_1_1_would_convert_are_text(load, word):
             ["--model.config", "5"],
             "command line: model.config is 5; expected text or mapping or null; put it in quotes",
         ),
+        (
+            ["--model.foundation.pth", "x"],
+            "command line: model.foundation.pth is not a key; did you mean model.foundation.path?",
+        ),
+        (
+            ["--model.modalities.sensor.encoder.freze", "true"],
+            "model.modalities.sensor.encoder.freze is not a key; did you mean model.modalities.sensor.encoder.freeze?",
+        ),
+        (
+            ["--model.modalities.sensor.encodr.freeze", "true"],
+            "model.modalities.sensor.encodr.freeze is not a key; did you mean model.modalities.sensor.encoder.freeze?",
+        ),
+        (
+            ["--model.modalites.sensor.encoder.freeze", "true"],
+            "model.modalites.sensor.encoder.freeze is not a key; did you mean model.modalities.sensor.encoder.freeze?",
+        ),
+        (
+            ["--model.modalities.sensor.begin", "<s>"],
+            "model.modalities.sensor.begin is not a key; did you mean model.modalities.sensor.marks.begin?",
+        ),
+        (["--train.path", "x"], "command line: train.path is not a key; did you mean model.path?"),
+        (
+            ["--model.modalities.sensor.encoder.lr", "0"],
+            "command line: model.modalities.sensor.encoder.lr is 0; expected number > 0 or null",
+        ),
+        (
+            ["--model.modalities.sensor.marks", "<s>"],
+            'command line: model.modalities.sensor.marks is "<s>"; expected {begin, placeholder, end}',
+        ),
+        (
+            ["--model.modalities.sensor.encoder", "{path: a, config: b}"],
+            "command line: model.modalities.sensor.encoder: give one of path (weights) and config (random init)",
+        ),
         (["--log.dir", "2024"], "command line: log.dir is 2024; expected text; put it in quotes, '\"...\"'"),
         (["--parallel.dp_shard", "0"], "command line: parallel.dp_shard is 0; give a positive number, or -1"),
         (["--model.path", "x"], "my.yaml:1 and command line: give exactly one of model.path"),
@@ -179,7 +225,7 @@ def test_a_wrong_override_is_one_line_that_names_key_value_and_way_out(errors, o
         (SMALL + "3: 4\n", "my.yaml:5: 3 is not a key"),
         (SMALL + "log:\n", "my.yaml:5: log is null; expected mapping"),
         ("model: {path: x}\n", "my.yaml: data is missing; expected mapping: what it is trained on"),
-        ("model: {path: x}\ndata: {}\n", "my.yaml:2: data.sources is missing; expected list of {path, weight, split}"),
+        ("model: {path: x}\ndata: {}\n", "my.yaml:2: data.sources is missing; expected list of {path, weight, split, "),
         ("model: {path: x}\ndata: {sources: []}\n", "my.yaml:2: data.sources is []; expected list of"),
         (
             "model: {path: x}\ndata:\n  sources:\n  - weight: 1\n",
@@ -190,6 +236,14 @@ def test_a_wrong_override_is_one_line_that_names_key_value_and_way_out(errors, o
         (
             "model: {config: {a: 1}}\ndata: {sources: [{path: a}]}\n",
             "my.yaml:1: model.config as a mapping needs a `model_type`",
+        ),
+        (
+            "model:\n  foundation: {path: a}\n  modalities:\n    sensor: {encoder: {}}\ndata: {sources: [{path: a}]}\n",
+            "my.yaml:4: model.modalities.sensor.encoder needs a kind: a built-in name, or `package.module:Class`",
+        ),
+        (
+            "model:\n  foundation: {freeze: true}\ndata: {sources: [{path: a}]}\n",
+            "my.yaml:2: model.foundation needs a path (weights) or a config (random init)",
         ),
     ],
 )
@@ -275,15 +329,19 @@ def test_loading_a_config_imports_neither_torch_nor_transformers(load):
 
 
 def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
-    text = SMALL.replace("config: {model_type: qwen3, num_hidden_layers: 4}", "path: a") + "  eval_sources: [{path: b}]"
-    config, keys = load(text), reference.keys()
+    data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\n"
+    whole = "model: {path: a, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
+    composed = "model: {foundation: {path: a}}\n" + data
+    keys = reference.keys()
+    assert {"model.foundation.path", "model.modalities.NAME.encoder.kind"} <= {key.key for key in keys}
     for key in keys:
         assert key.description, key.key
-        if key.default != "required" and key.key != "model.path":
-            assert (
-                load(text, f"--{key.key.replace('.N.', '.0.')}", key.default) == config
-                or key.key == "data.eval_sources"
-            )
+        if key.default == "required" or key.key in ("model.path", "model.foundation.path"):
+            continue
+        text = composed if key.key.startswith("model.foundation.") else whole
+        changed = load(text, f"--{key.key.replace('.N.', '.0.').replace('.NAME.', '.sensor.')}", key.default)
+        holds_others = any(other.key.startswith(f"{key.key}.") for other in keys)
+        assert changed == load(text) or holds_others, key.key
 
 
 def test_the_configuration_page_is_up_to_date():

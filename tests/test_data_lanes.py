@@ -34,6 +34,9 @@ class Numbers:
             raise BadRow("bad on purpose")
         return {"number": row}
 
+    def find(self, row: int, name: str) -> bytes:
+        raise AssertionError("numbers have no media")
+
     def where(self, row: int) -> str:
         return f"numbers:{row + 1}"
 
@@ -44,7 +47,7 @@ class NumberRenderer(Renderer):
     def __init__(self, length: int | None = None) -> None:
         self.length = length
 
-    def render(self, row: Row) -> Rendered:
+    def render(self, row: Row, *context: Any) -> Rendered:
         number = row["number"]
         length = self.length or number % 7 + 1
         return Rendered(np.full(length, number, np.int32), np.ones(length, np.bool_))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Source
-from omnizoo.data.sources import BadRow, GroupCache, ParquetRows, RowSource, index_lines, open_source
+from omnizoo.data.sources import BadRow, Folder, GroupCache, ParquetRows, RowSource, index_lines, open_source
 
 
 def rows(count: int, tag: str = "row") -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def test_parquet_keeps_no_more_decoded_groups_than_fit(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows(30), group=3)
     one_group = pyarrow.parquet.ParquetFile(path).read_row_group(0).nbytes
     cache = GroupCache(limit=int(3.5 * one_group))
-    source = ParquetRows(path, cache)
+    source = ParquetRows(path, Folder(tmp_path, None), cache)
     assert [source.read(i) for i in range(30)] == rows(30)
     assert [group for _, group in cache.tables] == [7, 8, 9]
     assert cache.bytes == sum(table.nbytes for table in cache.tables.values())
@@ -187,5 +187,5 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unknown file type '\.pkl'"):
         opened(tmp_path / "model.pkl")
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match="nothing holds no JSONL or Parquet"):
+    with pytest.raises(UserError, match="nothing holds no JSONL, Parquet or tar"):
         opened(tmp_path / "nothing")

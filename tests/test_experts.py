@@ -336,8 +336,6 @@ def rank_main(rank: int, folder: Path) -> None:
 def start_four(worker: Callable[..., None], *args: object) -> None:
     """Real processes, forked from a server that has imported everything once."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["omnizoo.models.experts", "omnizoo.parallel.experts", worker.__module__])
     mp.start_processes(worker, args, nprocs=4, start_method="forkserver")
 
 

@@ -2,14 +2,16 @@
 
 import ast
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
-from processes import Running, run_omnizoo
+from processes import Running, run_on_ranks, train_in_this_world
 from tiny import read_steps
 
 import omnizoo
+from omnizoo.parallel.process import Process
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "linear_train.py"
@@ -36,19 +38,31 @@ def test_the_script_has_less_than_80_lines_and_uses_public_names_only() -> None:
     assert used == set(omnizoo.__all__) - {"attend"}  # all there is, but for what only models call
 
 
+def train(process: Process, args: list[str]) -> None:
+    assert train_in_this_world(args) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_script_has_the_losses_of_the_command(nproc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_has_the_losses_of_the_command(
+    nproc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
-    small = [str(word) for item in SMALL.items() for word in item]
-    args = ["examples/text_tiny.yaml", *small, "--log.dir"]
-    trained = run_omnizoo(["train", *args, tmp_path / "trained", "--nproc", nproc])
+    args = ["examples/text_tiny.yaml", *(str(word) for item in SMALL.items() for word in item), "--log.dir"]
+    trained = run_on_ranks(train, nproc, [*args, str(tmp_path / "trained")])
     assert trained.code == 0, trained.stdout + trained.stderr
 
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
-    linear = Running([sys.executable, *torchrun, str(SCRIPT), *args, str(tmp_path / "linear")], {}).wait(120)
-    assert linear.code == 0, linear.stdout + linear.stderr
-    printed = re.findall(r"^step (\d+)/3  loss (\S+)  grad norm (\S+)$", linear.stdout, re.M)
+    args += [str(tmp_path / "linear")]
+    if nproc == 1:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *args])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        stdout = capsys.readouterr().out
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+        linear = Running([sys.executable, *torchrun, str(SCRIPT), *args], {}).wait(120)
+        assert linear.code == 0, linear.stdout + linear.stderr
+        stdout = linear.stdout
+    printed = re.findall(r"^step (\d+)/3  loss (\S+)  grad norm (\S+)$", stdout, re.M)
     expected = [
         (str(row["step"]), f"{row['loss']:.6f}", f"{row['grad_norm']:.4f}") for row in read_steps(tmp_path / "trained")
     ]

@@ -11,7 +11,8 @@ import torch
 from processes import train_in_this_world
 
 from omnizoo.config.load import load_config
-from omnizoo.data.loader import FlatPack, build_loader, make_batch
+from omnizoo.data.deal import make_batch
+from omnizoo.data.loader import FlatPack, build_loader
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.mesh import Mesh, build_mesh
@@ -44,13 +45,14 @@ LAYOUTS = {  # world: layouts
 }
 
 
-STEPS = {"fp32": 20, "fp64": 8}  # an error that fp32's rounding could hide shows at once in fp64
+STEPS = {"fp32": 20, "fp64": 4}  # an error that fp32's rounding could hide shows at once in fp64
 
 
 def arguments(folder: Path, layout: dict[str, int], precision: str) -> tuple[list[str], Path]:
     name = precision + "".join(f".{axis}{size}" for axis, size in layout.items())
     options = SMALL | {f"--parallel.{axis}": size for axis, size in layout.items()}
     options |= {"--parallel.precision": precision, "--log.dir": folder / name}
+    options |= {"--train.micro_batch": 2 if "ring" in layout else 1}  # nor do they depend on this
     return [EXAMPLE, *(str(part) for option in options.items() for part in option)], folder / name
 
 
@@ -84,9 +86,9 @@ def first_step(process: Process, layout: dict[str, int]) -> tuple[Objective, tor
     model = build_model(config.model, "fp32")
     parallelize(model, mesh, config)
     objective = Objective(model, mesh, config)
-    loader = build_loader(config, load_tokenizer(config.model), mesh.dp_rank, mesh.dp_size)
+    loader = build_loader(config, load_tokenizer(config.model), mesh.rank, mesh.layout.world)
     model.train()
-    return objective, build_optimizer(model, config.train), next_step(loader, objective), mesh
+    return objective, build_optimizer(model, config), next_step(loader, objective), mesh
 
 
 def count(process: Process, folder: Path) -> None:

@@ -8,7 +8,7 @@ from tiny import model_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Train
+from omnizoo.config.schema import Config, Data, Model, Source, Train
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
@@ -21,9 +21,15 @@ def plain_model(family: str, **changes: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
 
 
+def with_train(train: Train) -> Config:
+    return Config(
+        model=Model(config={"model_type": "llama"}), data=Data(sources=[Source(path="rows.jsonl")]), train=train
+    )
+
+
 def decayed(model: PreTrainedModel, train: Train) -> set[str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = build_optimizer(model, train).param_groups
+    groups = build_optimizer(model, with_train(train)).param_groups
     grouped = [parameter for group in groups for parameter in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(names)  # each once
     assert {group["weight_decay"] for group in groups} <= {train.weight_decay, 0.0}
@@ -65,7 +71,7 @@ def test_what_is_spared_can_be_chosen(no_decay: list[str], extra: list[str]) -> 
 def test_frozen_parameters_are_left_out() -> None:
     model = plain_model("llama")
     model.get_input_embeddings().requires_grad_(False)
-    groups = build_optimizer(model, Train()).param_groups
+    groups = build_optimizer(model, with_train(Train())).param_groups
     assert model.get_input_embeddings().weight not in {p for group in groups for p in group["params"]}
 
 
@@ -77,7 +83,7 @@ def test_steps_are_those_of_torchs_adamw_on_an_unsharded_copy(precision: str, wi
     with process_group() as process:
         model = build_model(config.model, config.parallel.precision)
         parallelize(model, build_mesh(config, process), config)
-        optimizer = build_optimizer(model, config.train)
+        optimizer = build_optimizer(model, config)
         copies = {name: p.full_tensor().detach().clone().requires_grad_() for name, p in model.named_parameters()}
         reference = torch.optim.AdamW(
             [

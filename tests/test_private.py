@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
 
+import omnizoo.models.attention  # noqa: F401 - registers ours
 from omnizoo.models import hf_private
 
 

@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import Running, start_omnizoo
+from processes import Running, run_on_ranks, start_omnizoo, train_in_this_world
 from tiny import read_steps, write_config
+
+from omnizoo.parallel.process import Process
 
 STEPS, EVERY = 20, 3
 VALUES = ("loss", "loss/text", "grad_norm", "lr", "tokens", "tokens_seen", "fill", "imbalance", "skipped_rows")
@@ -20,20 +22,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("resume"), train=train, checkpoint={"every": EVERY})
 
 
-def start(config: Path, run: Path, workers: int = 0) -> Running:
+def start(config: Path, run: Path, workers: int) -> Running:
     return start_omnizoo(["train", config, "--nproc", 2, "--log.dir", run, "--data.workers", workers])
 
 
-def finish(config: Path, run: Path, workers: int = 0) -> None:
-    result = start(config, run, workers).wait(TIMEOUT)
-    assert result.code == 0, result.stdout + result.stderr
-    assert f"done, {STEPS} steps" in result.stdout
+def train(process: Process, config: Path, run: Path) -> None:
+    assert train_in_this_world([config, "--log.dir", run]) == 0
 
 
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     run = tmp_path_factory.mktemp("undisturbed")
-    finish(config, run)
+    result = run_on_ranks(train, 2, config, run)
+    assert result.code == 0, result.stdout + result.stderr
     return values(run)
 
 
@@ -68,29 +69,32 @@ def ask_to_stop(running: Running, number: signal.Signals, run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_run_killed_and_stopped_at_random_moments_is_bit_for_bit_the_undisturbed_one(
-    config: Path, undisturbed: list[list[float]], tmp_path: Path, workers: int, number: signal.Signals
+    config: Path, undisturbed: list[list[float]], tmp_path: Path
 ) -> None:
-    dice = random.Random(workers)
+    """Five starts by the same command, but for the number of loader workers, which changes nothing."""
+    dice = random.Random(0)
 
-    moment = dice.randrange(1, 6)
-    running = start(config, tmp_path, workers)
+    moment = dice.randrange(1, 5)
+    running = start(config, tmp_path, workers=2)
     assert running.wait_until(lambda: last_step(tmp_path) >= moment, TIMEOUT)
     kill_one(running, dice)
 
     # All at once, while a checkpoint is being written: the folder has this name until it is complete.
-    moment = dice.randrange(last_step(tmp_path) + 1, 10)
+    moment = dice.randrange(last_step(tmp_path) + 1, 9)
     written = tmp_path / "checkpoints" / f".step_{-(-moment // EVERY) * EVERY:08d}.partial"
-    running = start(config, tmp_path, workers)
+    running = start(config, tmp_path, workers=0)
     assert running.wait_until(lambda: written.exists() or last_step(tmp_path) > moment + EVERY, TIMEOUT)
     running.kill()
 
-    moment = dice.randrange(last_step(tmp_path) + 1, 15)
-    running = start(config, tmp_path, workers)
-    assert running.wait_until(lambda: last_step(tmp_path) >= moment, TIMEOUT)
-    ask_to_stop(running, number, tmp_path)
+    for number, workers, latest in ((signal.SIGINT, 2, 13), (signal.SIGTERM, 0, 16)):
+        moment = dice.randrange(last_step(tmp_path) + 1, max(latest, last_step(tmp_path) + 2))
+        running = start(config, tmp_path, workers)
+        assert running.wait_until(lambda moment=moment: last_step(tmp_path) >= moment, TIMEOUT)
+        ask_to_stop(running, number, tmp_path)
 
-    finish(config, tmp_path, workers)
+    result = start(config, tmp_path, workers=2).wait(TIMEOUT)
+    assert result.code == 0, result.stdout + result.stderr
+    assert f"done, {STEPS} steps" in result.stdout
     assert values(tmp_path) == undisturbed
     assert not list((tmp_path / "checkpoints").glob(".*"))  # what the kill left half written is gone

@@ -449,9 +449,6 @@ def compare(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def results() -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Errors by case, and traffic by case and rank."""
     context = multiprocessing.get_context("forkserver")  # torch is imported once, before any thread exists
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.device_mesh", "omnizoo.parallel.sequence", "hypothesis"]
-    )
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=on_each_rank, args=(rank, folder), daemon=True) for rank in range(WORLD)]

@@ -5,32 +5,50 @@ from pathlib import Path
 import pytest
 
 from omnizoo.config.load import load_config
-from omnizoo.recipes.zoo import CAPABILITIES, PROOF, families
+from omnizoo.recipes.zoo import CAPABILITIES, OMNI_PROOF, PROOF, families
 from omnizoo.verification.compare import verdict_of
 from omnizoo.verification.prepare import prepare, with_family
 
 ROOT = Path(__file__).parent.parent
 ZOO = {entry.family: entry for entry in families()}
+OMNI = {"qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl_moe", "qwen3_omni_moe_thinker": "qwen3_omni"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ZOO)
+@pytest.mark.parametrize("family", [family for family, entry in ZOO.items() if not entry.is_omni])
 def test_family_agrees_with_one_process_on_any_layout(family: str, tmp_path: Path) -> None:
     config = load_config(ROOT / "examples/text_tiny.yaml", ["--train.balance_loss", "0.01"])
-    marks = [layout for mark, layout in CAPABILITIES.items() if ZOO[family].proof(mark)]
+    marks = dict.fromkeys(layout for mark, layout in CAPABILITIES.items() if ZOO[family].proof(mark))
     layouts = prepare(with_family(config, family), 4, ",".join(marks), "fp32", tmp_path)
     verdicts = [verdict_of(tmp_path, layout) for layout in layouts]
     assert len(verdicts) == len(marks)
     assert [verdict.reason for verdict in verdicts if not verdict.passed] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family, entry in ZOO.items() if entry.is_omni])
+def test_omni_family_agrees_with_one_process_on_any_layout(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(ROOT / f"examples/published/{OMNI[family]}.yaml", [])
+    marks = dict.fromkeys(layout for mark, layout in CAPABILITIES.items() if ZOO[family].proof(mark))
+    layouts = prepare(config, 4, ",".join(marks), "fp32", tmp_path)
+    assert [
+        verdict.reason for verdict in (verdict_of(tmp_path, layout) for layout in layouts) if not verdict.passed
+    ] == []
+
+
 def test_every_mark_names_a_test_that_exists() -> None:
-    file, _, function = PROOF.partition("::")
-    assert (ROOT / file).samefile(__file__)
-    assert function in globals()
+    for proof in (PROOF, OMNI_PROOF):
+        file, _, function = proof.partition("::")
+        assert (ROOT / file).samefile(__file__)
+        assert function in globals()
 
 
-def test_a_recipe_of_a_text_family_is_under_50_lines() -> None:
-    assert max(entry.lines for entry in ZOO.values()) < 50
+def test_recipes_are_short() -> None:
+    assert max(entry.lines for entry in ZOO.values() if not entry.is_omni) < 50
+    assert max(entry.lines for entry in ZOO.values() if entry.is_omni) < 80
+    assert set(OMNI) == {family for family, entry in ZOO.items() if entry.is_omni}
     assert {"llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "mistral"} <= set(ZOO)
     assert {"gpt_oss", "deepseek_v3", "glm4_moe", "olmoe", "mixtral"} <= set(ZOO)

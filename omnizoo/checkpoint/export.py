@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from omnizoo.checkpoint import folder, tensors
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.models.build import load_tokenizer, read_model_config
+from omnizoo.models.hf_private import auto_class
 
 
 def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
@@ -24,10 +25,12 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> Pat
     run = load_config(source / "config.yaml", [])
     if run.model.module is not None:
         raise UserError(f"{source} holds {run.model.module}: export writes Hugging Face models only")
-    spec = run.model.model_copy(update={"path": None, "config": str(source / "model"), "tokenizer": None})
+    origin = {"path": None, "foundation": None, "config": str(source / "model"), "tokenizer": None}
+    spec = run.model.model_copy(update=origin)
     config = read_model_config(spec)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+        builder = auto_class(config, spec.trust_remote_code)
+        model = builder.from_config(config, trust_remote_code=spec.trust_remote_code)
     saved = tensors.dtypes(source / "tensors")
     weights = {
         name: torch.empty(tensor.shape, dtype=saved.get(name, tensor.dtype))

@@ -52,7 +52,7 @@ def save(
             save_config(config, partial / "config.yaml")
             if isinstance(model, PreTrainedModel):
                 model.config.save_pretrained(partial / "model")
-                if model.generation_config is not None:
+                if getattr(model, "generation_config", None) is not None:
                     model.generation_config.save_pretrained(partial / "model")
             tokenizer.save_pretrained(partial / "model")
             folder.commit(partial, final, step)

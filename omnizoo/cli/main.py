@@ -13,6 +13,8 @@ from typing import NoReturn
 
 from omnizoo.config.errors import TrainingError, UserError
 
+TAKE_OVERRIDES = ("train", "verify", "data")  # commands with `--section.key value`
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
@@ -56,6 +58,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("out", metavar="OUT_DIR", type=Path, help="new folder, for `from_pretrained` to load")
     export.set_defaults(run=_export)
 
+    generate = commands.add_parser(
+        "generate", help="what a model answers: text, and whatever it produces", allow_abbrev=False
+    )
+    generate.add_argument("model", metavar="MODEL_DIR", type=Path, help="Hugging Face folder, as `export` writes it")
+    generate.add_argument("--messages", metavar="FILE", type=Path, help="JSON: a list of messages, media included")
+    generate.add_argument("--prompt", metavar="TEXT", help="one message of the user")
+    generate.add_argument("--out", metavar="DIR", type=Path, default=Path("generated"), help="where produced items go")
+    generate.add_argument("--max-tokens", metavar="N", type=int, default=256, help="most tokens of text (default: 256)")
+    generate.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: always the likeliest")
+    generate.add_argument("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest only; 0: all")
+    generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest P of the mass")
+    generate.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same output")
+    generate.set_defaults(run=_generate)
+
     doctor = commands.add_parser("doctor", help="what this machine can do, and what it lacks", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     doctor.set_defaults(run=_doctor)
@@ -70,6 +86,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify.add_argument("--families", help="`all` or a list: families of the zoo in place of the config's own model")
     verify.set_defaults(run=_verify)
 
+    data = commands.add_parser("data", help="samples as the model sees them, their lengths and mix", allow_abbrev=False)
+    data.add_argument("action", metavar="inspect", choices=("inspect",), help="what to do with the data of a config")
+    data.add_argument("config", metavar="CONFIG")
+    data.add_argument("--samples", metavar="N", type=int, default=5, help="samples to show (default: 5)")
+    data.add_argument("--out", metavar="FILE", type=Path, help="write all of it with thumbnails as one HTML page, too")
+    data.set_defaults(run=_data)
+
     recipes = commands.add_parser(
         "recipes", help="the model families with a recipe, and what is tested", allow_abbrev=False
     )
@@ -79,7 +102,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         close = get_close_matches(argv[0], commands.choices, n=1) or list(commands.choices)
         raise UserError(f"unknown command {argv[0]!r}; did you mean {' or '.join(close)}?")
     # Overrides are taken out first: argparse cannot tell the value of a flag it does not know from a positional.
-    overrides, rest = split_overrides(argv) if argv[:1] in (["train"], ["verify"]) else ([], argv)
+    overrides, rest = split_overrides(argv) if argv and argv[0] in TAKE_OVERRIDES else ([], argv)
     args, unknown = parser.parse_known_args(rest, argparse.Namespace(overrides=overrides))
     if unknown:
         raise UserError(
@@ -106,10 +129,11 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
     """A flag of the command that looks like `argument`, or for `--steps` the full key `--train.steps`."""
     flags = {flag: flag for flag in parser._option_string_actions}
-    if parser.prog == "omnizoo train":
+    if parser.prog.split()[-1] in TAKE_OVERRIDES:
         from omnizoo.config import reference
 
-        flags |= {f"--{key.key.rpartition('.')[2]}": f"--{key.key}" for key in reversed(reference.keys())}
+        keys = sorted((key.key for key in reference.keys()), key=lambda key: key.count("."))  # noqa: SIM118 - no dict
+        flags |= {f"--{key.rpartition('.')[2]}": f"--{key}" for key in reversed(keys)}
     close = get_close_matches(argument.partition("=")[0].replace("-", "_").replace("__", "--", 1), flags, n=1)
     return f"did you mean {flags[close[0]]}?" if close else f"see `{parser.prog} --help`"
 
@@ -126,6 +150,12 @@ def _verify(args: argparse.Namespace) -> int:
     return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families)
 
 
+def _data(args: argparse.Namespace) -> int:
+    from omnizoo.cli.data import inspect
+
+    return inspect(args.config, args.overrides, args.samples, args.out)
+
+
 def _recipes(args: argparse.Namespace) -> int:
     from omnizoo.cli.recipes import recipes
 
@@ -137,6 +167,13 @@ def _export(args: argparse.Namespace) -> int:
 
     export(args.checkpoint, args.out)
     return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from omnizoo.cli.generate import generate
+
+    sampling = (args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    return generate(args.model, args.messages, args.prompt, args.out, *sampling)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from omnizoo.recipes.zoo import CAPABILITIES, PROOF, families
+from omnizoo.recipes.zoo import CAPABILITIES, OMNI_PROOF, PROOF, families
 
 
 def recipes() -> int:
@@ -12,10 +12,12 @@ def recipes() -> int:
         table.add_column(column)
     for entry in families():
         marks = ["yes" if entry.proof(capability) else "" for capability in CAPABILITIES]
-        table.add_row(entry.family, entry.recipe.about, "MoE" if entry.is_moe else "dense", str(entry.lines), *marks)
+        kind = ("omni, " if entry.is_omni else "") + ("MoE" if entry.is_moe else "dense")
+        table.add_row(entry.family, entry.recipe.about, kind, str(entry.lines), *marks)
     console = Console()
     console.print(table)
     layouts = ", ".join(f"{name}: {layout}" for name, layout in CAPABILITIES.items())
-    console.print(f"Every mark is {PROOF}[family] at 4 ranks ({layouts}).", markup=False)
+    console.print(f"Every mark is a test at 4 ranks ({layouts}):", markup=False)
+    console.print(f"{PROOF}[family], of omni models {OMNI_PROOF}[family].", markup=False, soft_wrap=True)
     console.print("A family without a recipe gets one that infers everything; `omnizoo verify` proves it for a config.")
     return 0

@@ -23,6 +23,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 
 COMMAND_LINE = "command line"
+ALL_KEYS = "`omnizoo train --help` lists all keys"
 KEYS = reference.keys()
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {key.key: key.type for key in KEYS}
 
@@ -182,7 +183,8 @@ def _override(data: dict[str, Any], key: str, value: Any) -> str | None:
         else:
             below = place[at] if isinstance(place, list) else place.get(at)
             # A copy, since a YAML alias may show the same object elsewhere.
-            place[at] = copy(below) if below is not None else [] if TYPES.get(here, "").startswith("list") else {}
+            is_list = TYPES.get(reference.schema_key(here), "").startswith("list")
+            place[at] = copy(below) if below is not None else [] if is_list else {}
             place = place[at]
     return None
 
@@ -209,12 +211,12 @@ def _cut_to_schema(detail: ErrorDetails) -> Loc:
     loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return loc
-    return next(loc[:n] for n in range(len(loc), 0, -1) if _schema_key(_dotted(loc[:n])) in TYPES)
+    return next(loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in TYPES)
 
 
 def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:
     key, where = _dotted(loc), origin.of(loc)
-    expected = TYPES.get(_schema_key(key), "")
+    expected = TYPES.get(reference.schema_key(key), "")
     match detail["type"]:
         case "extra_forbidden" | "invalid_key":
             # `--trian.steps 3` makes a section `trian`: speak of the key as it was typed.
@@ -222,12 +224,15 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:
             where = COMMAND_LINE if typed else where
             return f"{where}: {typed or key} is not a key; {_suggest(typed or key)}"
         case "missing" if loc == detail["loc"]:
-            about = reference.sections().get(key) or next(k.description for k in KEYS if k.key == _schema_key(key))
+            known = reference.schema_key(key)
+            about = reference.sections().get(key) or next(k.description for k in KEYS if k.key == known)
             return f"{where}: {key} is missing; expected {expected}: {about}"
         case "value_error":
             message = detail["msg"].removeprefix("Value error, ")
-            named = message.split()[0]  # the key, where the message begins with it
-            return f"{origin.of(tuple(named.split('.'))) if named in TYPES else where}: {message}"
+            named = tuple(message.split()[0].rstrip(":").split("."))  # the key, where the message begins with it
+            if len(named) > 1 and named[0] in reference.sections():
+                return f"{origin.of(named)}: {message}"
+            return f"{where}: {message}" if len(loc) == 1 else f"{where}: {key}: {message}"
     for part in loc:
         data = data[part]
     quotes = "; put it in quotes" + (", '\"...\"'" if where == COMMAND_LINE else "")
@@ -236,27 +241,33 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:
 
 
 def _suggest(key: str) -> str:
-    """Which valid key was probably meant: the same name elsewhere, a similar one here, a similar one elsewhere."""
+    """Which valid key was probably meant: the same name below or elsewhere, a similar one here, or elsewhere."""
     parent, _, name = key.rpartition(".")
-    if _schema_key(key) in TYPES:
+    known, above = reference.schema_key(key), reference.schema_key(parent)
+    if known in TYPES:
         return f"in a file, keys are nested: `{parent}:` and below it `{name}: ...`"
-    names = {known: known.rpartition(".")[2] for known in TYPES if ".N." not in known}
-    siblings = [known.rpartition(".")[2] for known in TYPES if known.rpartition(".")[0] == _schema_key(parent)]
-    if siblings:
-        similar = get_close_matches(name, names.values(), n=1, cutoff=0.75)
+    names = {key: key.rpartition(".")[2] for key in sorted(TYPES, key=lambda key: key.count("."))}
+    if siblings := {full: last for full, last in names.items() if full.rpartition(".")[0] == above}:
+        plain = {full: last for full, last in names.items() if not re.search(r"\.(N|NAME)\.", full)}
+        depth = min((full.count(".") for full in plain if plain[full] == name), default=0)
+        similar = get_close_matches(name, plain.values(), n=1, cutoff=0.75)
+        close = get_close_matches(name, siblings.values(), n=1)
         meant = (
-            [known for known in names if names[known] == name]
-            or [f"{parent}.{close}".lstrip(".") for close in get_close_matches(name, siblings, n=1)]
-            or [known for known in names if names[known] in similar]
+            [full for full in names if names[full] == name and above and full.startswith(f"{above}.")]
+            or [full for full in plain if plain[full] == name and full.count(".") == depth]
+            or [full for full in siblings if siblings[full] in close]
+            or [full for full in plain if plain[full] in similar][:1]
         )
     else:
-        meant = get_close_matches(key, TYPES, n=1)
-    return f"did you mean {' or '.join(meant)}?" if meant else "`omnizoo train --help` lists all keys"
+        meant = get_close_matches(known, TYPES, n=1)
+    return f"did you mean {' or '.join(_filled(m, key) for m in meant)}?" if meant else ALL_KEYS
 
 
-def _schema_key(key: str) -> str:
-    """Indices as N, the way the reference writes them."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", key)
+def _filled(known: str, key: str) -> str:
+    """A key of the tables with the indices and names of `key` in their places."""
+    typed = key.split(".")
+    parts = enumerate(known.split("."))
+    return ".".join(typed[i] if part in ("N", "NAME") and i < len(typed) else part for i, part in parts)
 
 
 def _dotted(loc: Loc) -> str:

@@ -5,9 +5,10 @@ of the expectations in error messages, and of docs/configuration.md.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -29,6 +30,7 @@ omnizoo train my.yaml --train.lr 1e-3 --data.sources.0.path corpus.jsonl --model
 
 - `--section.key value` and `--section.key=value` are the same. Values are YAML: `true`, `null`, `[a, b]`, `{path: x}`.
 - Items of a list go by their index (`N` in the tables): `--data.sources.0.weight 2`; one past the last appends.
+- Modalities go by their name (`NAME` in the tables): `--model.modalities.sensor.encoder.freeze true`.
 - Relative paths are relative to the working directory of the command, not to the config file.
 - Numbers are read as in YAML 1.2: `1e-3` is a number, `yes`, `on` and `2024-01-01` are text.
 - Types are strict: `steps: "10"` is an error. An integer is fine where a number is expected.
@@ -38,7 +40,7 @@ omnizoo train my.yaml --train.lr 1e-3 --data.sources.0.path corpus.jsonl --model
 
 
 class Key(NamedTuple):
-    key: str  # dotted; N stands for an index
+    key: str  # dotted; N stands for an index, NAME for a name of the user's choice
     type: str
     default: str
     description: str
@@ -54,33 +56,52 @@ def sections() -> dict[str, str]:
     return {name: field.description or "" for name, field in Config.model_fields.items()}
 
 
+def schema_key(key: str) -> str:
+    """A key as the tables write it: `data.sources.0.path` -> `data.sources.N.path`."""
+    named = {known.key.partition(".NAME.")[0] for known in keys() if ".NAME." in known.key}
+    for mapping in named:
+        key = re.sub(rf"^({re.escape(mapping)})\.[^.]+", r"\1.NAME", key)
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", key)
+
+
 def _keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
-        key, nested = prefix + name, _section_in(field.annotation)
-        if nested is None or nested is not field.annotation:
+        key = prefix + name
+        if key not in Config.model_fields:  # those are the headings
             yield Key(key, type_text(field), _default_text(field), field.description or "")
-        if nested is not None:
-            yield from _keys_of(nested, key + ("." if nested is field.annotation else ".N."))
+        for nested, place in _sections_in(field.annotation):
+            yield from _keys_of(nested, f"{key}.{place}")
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that `annotation` is, or is a list of."""
-    inner = get_args(annotation)[0] if get_origin(annotation) is list else annotation
-    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+def _sections_in(annotation: Any) -> Iterator[tuple[type[Section], str]]:
+    """The section that `annotation` is, may be, or holds several of; and how keys go on to it."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation, ""
+    elif origin in (Union, UnionType):
+        yield from (found for arg in args for found in _sections_in(arg))
+    elif origin in (list, dict):
+        place = "N." if origin is list else "NAME."
+        yield from ((section, place + rest) for section, rest in _sections_in(args[-1]))
 
 
 def type_text(field: FieldInfo) -> str:
-    bounds = [
-        f"{sign} {getattr(bound, name)}" for bound in field.metadata for name, sign in SIGNS if hasattr(bound, name)
-    ]
-    return " ".join([_annotation_text(field.annotation), ", ".join(bounds)]).strip()
+    return _with_bounds(_annotation_text(field.annotation), field.metadata)
+
+
+def _with_bounds(text: str, metadata: Sequence[Any]) -> str:
+    bounds = [f"{sign} {getattr(bound, name)}" for bound in metadata for name, sign in SIGNS if hasattr(bound, name)]
+    return " ".join([text, ", ".join(bounds)]).strip()
 
 
 def _annotation_text(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
-    if (section := _section_in(annotation)) is not None:
-        text = "{" + ", ".join(section.model_fields) + "}"
-        return text if section is annotation else f"list of {text}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "{" + ", ".join(annotation.model_fields) + "}"
+    if origin is Annotated:
+        return _with_bounds(_annotation_text(args[0]), args[1].metadata)
+    if origin is dict and any(_sections_in(annotation)):
+        return f"mapping of NAME to {_annotation_text(args[1])}"
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
     if origin in (Union, UnionType):
@@ -97,6 +118,8 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def _value_text(value: Any) -> str:
+    if isinstance(value, Section):
+        return "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value_text(item) for item in value) + "]"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
@@ -112,12 +135,16 @@ def markdown() -> str:
             "|---|---|---|---|",
         ]
         page += [
-            f"| `{key.key}` | {key.type} | `{key.default}` | {key.description} |"
+            f"| `{key.key}` | {key.type} | `{key.default}` | {_in_table(key.description)} |"
             for key in keys()
             if key.key.startswith(section + ".")
         ]
         page.append("")
     return "\n".join(page)
+
+
+def _in_table(text: str) -> str:
+    return text.replace("|", r"\|")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,64 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
+class Part(Section):
+    """A piece of a model with weights of its own."""
+
+    path: str | None = Field(None, description="HF folder with its pretrained weights")
+    config: str | dict[str, Any] | None = Field(
+        None, description="HF folder or inline mapping (with `model_type`); weights are drawn from `train.seed`"
+    )
+    freeze: bool = Field(False, description="do not train it")
+    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate; default: `train.lr`")
+    dtype: Literal["fp32", "bf16"] | None = Field(
+        None, description="precision its weights are kept in; other than the run's own: frozen parts only"
+    )
+    recompute: Literal["none", "full", "selective"] | None = Field(
+        None, description="recompute its activations in backward; default: `parallel.recompute`"
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Part":
+        if self.path is not None and self.config is not None:
+            raise ValueError("give one of path (weights) and config (random init), not both")
+        if isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ValueError("config as a mapping needs a `model_type`; arguments of a class go into `options`")
+        return self
+
+
+class EncoderPart(Part):
+    kind: str | None = Field(
+        None, description="built-in name, or `package.module:Class` of your own; a published model has its own"
+    )
+    options: dict[str, Any] = Field({}, description="arguments of the class: sizes, budgets such as `max_pixels`, ...")
+
+
+class DecoderPart(EncoderPart):
+    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of its loss")
+
+
+class Projector(Section):
+    kind: Literal["linear", "mlp", "pixel_shuffle", "resampler"] = Field(
+        "mlp", description="what takes the encoder's rows to the foundation's width"
+    )
+    options: dict[str, Any] = Field({}, description="its arguments: `factor` of pixel_shuffle, `rows` of resampler")
+    freeze: bool = Field(False, description="do not train it")
+    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate; default: `train.lr`")
+
+
+class Marks(Section):
+    begin: str | None = Field(None, description="token before an item; default: `<|NAME_begin|>`, added if it is new")
+    placeholder: str | None = Field(None, description="token at the item's places; default: `<|NAME_pad|>`")
+    end: str | None = Field(None, description="token after an item; default: `<|NAME_end|>`")
+
+
+class Modality(Section):
+    encoder: EncoderPart | None = Field(None, description="how items of this modality come in")
+    projector: Projector | None = Field(None, description="between a built-in encoder and the foundation")
+    decoder: DecoderPart | None = Field(None, description="how the model produces items of this modality")
+    marks: Marks = Field(default_factory=Marks, description="the special tokens around and in the place of an item")
+
+
 class Model(Section):
     path: str | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
     config: str | dict[str, Any] | None = Field(
@@ -21,6 +79,15 @@ class Model(Section):
     module: str | None = Field(
         None,
         description="`package.module:callable` that builds your own torch module; it gets `model.config` as arguments",
+    )
+    foundation: Part | None = Field(
+        None, description="in place of path and config: the causal language model of a composed omni model"
+    )
+    modalities: dict[str, Modality] = Field(
+        {}, description="what a composed model reads and produces, by content type; or options of a published one's own"
+    )
+    part: str | None = Field(
+        None, description="of a published model of several, the one to train: its key in config.json"
     )
     tokenizer: str | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
     attention: str = Field(
@@ -35,8 +102,13 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
-        if (self.path is None) == (self.config is None):
-            raise ValueError("give exactly one of model.path (weights) and model.config (random init)")
+        origins = [origin for origin in (self.path, self.config, self.foundation) if origin is not None]
+        if len(origins) != 1:
+            raise ValueError(
+                "give exactly one of model.path (weights), model.config (random init) and model.foundation (composed)"
+            )
+        if self.foundation is not None:
+            self._is_composed(self.foundation)
         if self.module is not None:
             if not isinstance(self.config, dict) or ":" not in self.module:
                 raise ValueError(
@@ -46,11 +118,32 @@ class Model(Section):
             raise ValueError("model.config as a mapping needs a `model_type`, e.g. `model_type: qwen3`")
         return self
 
+    def _is_composed(self, foundation: Part) -> None:
+        if (foundation.path is None) == (foundation.config is None):
+            raise ValueError("model.foundation needs a path (weights) or a config (random init)")
+        if self.module is not None:
+            raise ValueError("model.module is a whole model: it has no model.foundation")
+        for name, modality in self.modalities.items():
+            if not name.isidentifier() or name in ("text", "tool", "message", "conversation"):  # fields of rows
+                raise ValueError(f"model.modalities: {name!r} cannot be a modality's name; use letters, digits and _")
+            if modality.encoder is None and modality.decoder is None:
+                raise ValueError(f"model.modalities.{name} needs an encoder or a decoder")
+            for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder)):
+                if part is not None and part.kind is None:
+                    raise ValueError(
+                        f"model.modalities.{name}.{role} needs a kind: a built-in name, or `package.module:Class`"
+                    )
+
 
 class Source(Section):
-    path: str = Field(description="JSONL or Parquet file, a folder of them, or a local `datasets` folder")
+    path: str = Field(
+        description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
+    )
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share of samples, relative to the other sources")
     split: str = Field("train", description="split to read when the path is a `datasets` folder")
+    media_dir: str | None = Field(
+        None, description="folder that relative paths of media in its rows start from; default: that of the data file"
+    )
 
 
 class Data(Section):
@@ -59,7 +152,7 @@ class Data(Section):
     pack_tokens: Annotated[int, Field(ge=2)] = Field(2048, description="upper bound of tokens in one pack")
     lanes: Annotated[int, Field(ge=1)] = Field(
         8,
-        description="independent streams of packs; fixes the order of data for any world size; best a multiple of dp",
+        description="independent streams of packs; fix the order of data for any world size; best a multiple of it",
     )
     look_ahead: Annotated[int, Field(ge=1)] = Field(256, description="samples a lane looks at to fill a pack")
     overlong: Literal["split", "drop"] = Field(
@@ -70,6 +163,9 @@ class Data(Section):
     append_eos: bool = Field(True, description="end every `text` row with the tokenizer's end-of-sequence token")
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used: stop, or count it, list it in `bad_rows.jsonl` and go on"
+    )
+    media_outside: bool = Field(
+        False, description="allow rows to name media files outside of their source's folder (`media_dir`)"
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         0, description="loader processes per rank; the data does not depend on it"

@@ -6,6 +6,7 @@ packing window; the order of rows is computed for any place in any epoch, so not
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,8 @@ class Lane:
             self.orders[i] = self._order(i)
 
     def _read_samples(self, i: int, epoch: int, row: int) -> list[Sample]:
-        rendered = self.renderer.render(self.sources[i].read(row))
+        source = self.sources[i]
+        rendered = self.renderer.render(source.read(row), (i, epoch, row), partial(source.find, row))
         return list(split(i, epoch, row, rendered, self.data.pack_tokens))
 
     def state(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Lanes become the steps of one rank: the same packs at the same step for any number of ranks and loader workers.
+"""Lanes become steps: the same packs at the same step for any number of ranks and loader workers.
 
 Pack g of the run is the next one of lane g % lanes; step s holds packs s*G to (s+1)*G - 1 with G = train.global_batch;
-data-parallel rank r gets those with g % dp_size == r. After a step every lane is exactly at the end of that step,
-wherever it runs, so a state saved on one layout continues on any other.
+rank r reads those with g % world == r, and decodes their media (who trains on them is dealt out afterwards). After a
+step every lane is exactly at the end of that step, wherever it runs, so a state saved on one layout continues on any
+other.
 """
 
-import dataclasses
 import faulthandler
 import itertools
 import logging
@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,10 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Pack
-from omnizoo.data.render import Renderer
+from omnizoo.data.render import Positions, Renderer
 from omnizoo.data.sources import RowSource, open_source
+from omnizoo.modalities.base import Decoder, Encoder, Inputs, Modality
+from omnizoo.modalities.media import BadMedia
 
 log = logging.getLogger(__name__)
 
@@ -36,43 +38,35 @@ IGNORE = -100  # the label of a position without a target, as torch's cross entr
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch: its packs one after the other, without padding (T = real tokens), samples kept apart.
+class PackItem:
+    """A media item of a pack: what is known before it is decoded, and what came of that."""
 
-    labels are already shifted: labels[0, t] is the token after t, or -100 where that is no target or another sample's.
-    """
-
-    input_ids: torch.Tensor  # [1, T] int64
-    position_ids: torch.Tensor  # [1, T] int64, from 0 in every sample
-    labels: torch.Tensor  # [1, T] int64
-    pack_of_token: torch.Tensor  # [T] int64, which of `packs`
-    cu_seqlens: torch.Tensor  # [samples + 1] int32, where samples begin
-    max_seqlen: int
-    sample_ids: list[str]  # source/epoch/row/part
-    tokens: int
-    targets: int  # labels that are not -100
-    packs: tuple[int, ...]  # their numbers in the run
-
-    def to(self, device: torch.device | str) -> "Batch":
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return dataclasses.replace(self, **moved)
-
-
-@dataclass(frozen=True)
-class Step:
-    micro_batches: list[Batch]
-    bad_rows: list[str]  # rows skipped while this step was made; each on one rank only
+    port: str  # which module makes its rows: `<modality>/encoder` or `<modality>/decoder`
+    rows: int
+    cost: float
+    targets: int  # 0: no loss on it
+    spans: tuple[tuple[int, int], ...]  # (first token of the pack, rows)
+    inputs: Inputs
 
 
 @dataclass(frozen=True)
 class FlatPack:
-    """A pack as it travels from a worker: few arrays, small types."""
+    """A pack as it travels: few arrays, small types. labels are already shifted: labels[t] is the token after t, or
+    -100 where that is no target or another sample's."""
 
     index: int
     ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     lengths: list[int]
-    sample_ids: list[str]
+    sample_ids: list[str]  # source/epoch/row/part; none: a filler, which counts nowhere
+    positions: npt.NDArray[Any] | None = None  # [R, T], of models with several positions per token
+    items: tuple[PackItem, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    packs: list[FlatPack]  # those this rank has read
+    bad_rows: list[str]  # rows skipped while this step was made; each on one rank only
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,8 @@ class LaneStep:
 
     packs: list[FlatPack]
     states: dict[int, dict[str, Any]]  # of the lanes that moved
-    bad_rows: list[str]
+    bad_rows: list[str]  # skipped by the lanes
+    undecodable: list[str]  # rows whose media turned out bad after they were packed
 
 
 @dataclass(frozen=True)
@@ -91,61 +86,90 @@ class Failure:
     message: str
 
 
-def flatten(index: int, pack: Pack) -> FlatPack:
-    samples = pack.samples
+def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[str]]:
+    """Decode the media of a pack and lay its samples end to end; also, rows left out since their media are bad."""
+    bad, kept = [], []
+    for sample in pack.samples:
+        try:
+            kept.append((sample, [reader.module(item.port).prepare(item.media) for item in sample.items]))
+        except BadMedia as reason:
+            bad.append(f"{reader.sources[sample.id.source].where(sample.id.row)}: {reason}")
+    if not kept:
+        return filler(index), bad
+    samples = [sample for sample, _ in kept]
     ids = np.concatenate([sample.ids for sample in samples])
     targets = np.concatenate([sample.targets for sample in samples])
     lengths = [len(sample.ids) for sample in samples]
     labels = np.full_like(ids, IGNORE)
     labels[:-1] = np.where(targets[1:], ids[1:], IGNORE)
     labels[np.cumsum(lengths) - 1] = IGNORE  # what follows a sample is another one's
-    return FlatPack(index, ids, labels, lengths, [str(sample.id) for sample in samples])
-
-
-def make_batch(packs: Sequence[FlatPack]) -> Batch:
-    lengths = np.array([length for pack in packs for length in pack.lengths])
-    ends = np.cumsum(lengths)
-    ids, labels = (np.concatenate([getattr(pack, k) for pack in packs]).astype(np.int64) for k in ("ids", "labels"))
-    positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
-    return Batch(
-        input_ids=torch.from_numpy(ids)[None],
-        position_ids=torch.from_numpy(positions)[None],
-        labels=torch.from_numpy(labels)[None],
-        pack_of_token=torch.from_numpy(np.repeat(np.arange(len(packs)), [len(pack.ids) for pack in packs])),
-        cu_seqlens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
-        max_seqlen=int(lengths.max()),
-        sample_ids=[id for pack in packs for id in pack.sample_ids],
-        tokens=len(ids),
-        targets=int((labels != IGNORE).sum()),
-        packs=tuple(pack.index for pack in packs),
+    positions = [sample.positions for sample in samples if sample.positions is not None]
+    items = [
+        PackItem(
+            port=item.port,
+            rows=item.size.rows,
+            cost=item.size.cost,
+            targets=(item.size.targets or item.size.rows) if item.is_target else 0,
+            spans=tuple((start + first, rows) for first, rows in item.spans),
+            inputs=inputs,
+        )
+        for (sample, prepared), start in zip(kept, itertools.accumulate(lengths, initial=0), strict=False)
+        for item, inputs in zip(sample.items, prepared, strict=True)
+    ]
+    flat = FlatPack(
+        index=index,
+        ids=ids,
+        labels=labels,
+        lengths=lengths,
+        sample_ids=[str(sample.id) for sample in samples],
+        positions=np.concatenate(positions, axis=1) if positions else None,
+        items=tuple(items),
     )
+    return flat, bad
 
 
-def dummy_batch() -> Batch:
-    """Keeps a rank in step with the others when it has no pack: computed, but counts nothing."""
-    batch = make_batch([FlatPack(-1, np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), [2], [])])
-    return dataclasses.replace(batch, tokens=0, packs=())
+def filler(index: int) -> FlatPack:
+    """Keeps a rank in step with the others when there is no pack for it: computed, but counts nothing."""
+    return FlatPack(index, np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), [2], [])
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Everything that turns rows into packs."""
+
+    config: Config
+    sources: Sequence[RowSource]
+    renderer: Renderer
+    modalities: Mapping[str, Modality]
+
+    def module(self, port: str) -> Encoder | Decoder:
+        name, _, role = port.partition("/")
+        module: Encoder | Decoder = getattr(self.modalities[name], role)
+        return module
+
+    def lane(self, number: int, once: bool = False) -> Lane:
+        return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which lanes and packs are a rank's."""
+    """Which lanes and packs a rank reads."""
 
-    dp_rank: int
-    dp_size: int
+    rank: int
+    world: int
     lanes: int
     global_batch: int
 
     @property
     def own_lanes(self) -> list[int]:
         # a lane has a pack for a rank at some step exactly if both agree modulo the common divisor
-        common = math.gcd(self.lanes, self.dp_size)
-        return list(range(self.dp_rank % common, self.lanes, common))
+        common = math.gcd(self.lanes, self.world)
+        return list(range(self.rank % common, self.lanes, common))
 
     @property
     def counts(self) -> bool:
         """Of the ranks that run the same lanes, the lowest reports what happened in them."""
-        return self.dp_rank < math.gcd(self.lanes, self.dp_size)
+        return self.rank < math.gcd(self.lanes, self.world)
 
     def packs_of(self, lane: int, steps: int) -> int:
         """Packs a lane has given after that many steps."""
@@ -155,17 +179,8 @@ class Share:
 class LaneSteps(IterableDataset[LaneStep | Failure]):
     """Runs lanes step by step, from a state on: all those of the rank, or in a loader worker its part of them."""
 
-    def __init__(
-        self,
-        config: Config,
-        sources: list[RowSource],
-        renderer: Renderer,
-        share: Share,
-        first_step: int,
-        states: dict[int, dict[str, Any]],
-    ) -> None:
-        self.config, self.sources, self.renderer, self.share = config, sources, renderer, share
-        self.first_step, self.states = first_step, states
+    def __init__(self, reader: Reader, share: Share, first_step: int, states: dict[int, dict[str, Any]]) -> None:
+        self.reader, self.share, self.first_step, self.states = reader, share, first_step, states
 
     def __iter__(self) -> Iterator[LaneStep | Failure]:
         try:
@@ -175,24 +190,28 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
                 yield Failure(str(error))
 
     def run(self) -> Iterator[LaneStep]:
-        config, share, worker = self.config, self.share, get_worker_info()
+        reader, share, worker = self.reader, self.share, get_worker_info()
         numbers = share.own_lanes if worker is None else share.own_lanes[worker.id :: worker.num_workers]
-        lanes = {n: Lane(config.data, self.sources, self.renderer, config.train.seed, n) for n in numbers}
+        lanes = {n: reader.lane(n) for n in numbers}
         for number, state in self.states.items():
             if number in lanes:
                 lanes[number].restore(state)
         for step in itertools.count(self.first_step):
-            packs, moved = [], set()
+            packs, moved, undecodable = [], set(), []
             for index in range(step * share.global_batch, (step + 1) * share.global_batch):
                 if (lane := lanes.get(index % share.lanes)) is None:
                     continue
                 pack = lane.next_pack()
                 assert pack is not None, "a lane that is not read just once never ends"
                 moved.add(lane.lane)
-                if index % share.dp_size == share.dp_rank:
-                    packs.append(flatten(index, pack))
+                if index % share.world == share.rank:
+                    flat, bad = flatten(index, pack, reader)
+                    if bad and reader.config.data.on_bad_row == "error":
+                        raise UserError(f"{bad[0]} (data.on_bad_row: skip goes on without such rows)")
+                    packs.append(flat)
+                    undecodable += bad
             bad_rows = [message for n in sorted(moved) for message in lanes[n].take_bad_rows()]
-            yield LaneStep(packs, {n: lanes[n].state() for n in sorted(moved)}, bad_rows)
+            yield LaneStep(packs, {n: lanes[n].state() for n in sorted(moved)}, bad_rows, undecodable)
 
 
 def start_worker(worker: int) -> None:
@@ -221,11 +240,12 @@ def identity(item: Any) -> Any:
 class Loader:
     """`next_step()` for ever. `state_dict()` is of the last step handed out, however far workers are ahead."""
 
-    def __init__(self, config: Config, sources: list[RowSource], renderer: Renderer, share: Share) -> None:
-        self.config, self.sources, self.renderer, self.share = config, sources, renderer, share
+    def __init__(self, reader: Reader, share: Share) -> None:
+        self.reader, self.config, self.share = reader, reader.config, share
         self.step = 0  # the next one
+        self.undecodable = 0  # rows left out after packing, on this rank
         self.states: dict[int, dict[str, Any]] = {}
-        self.workers = min(config.data.workers, len(share.own_lanes))
+        self.workers = min(self.config.data.workers, len(share.own_lanes))
         self.iterator: Iterator[LaneStep | Failure] | None = None
 
     def next_step(self) -> Step:
@@ -243,12 +263,13 @@ class Loader:
             self.states |= part.states
         self.step += 1
         packs = sorted((pack for part in parts for pack in part.packs), key=lambda pack: pack.index)
-        size = self.config.train.micro_batch
-        batches = [make_batch(packs[first : first + size]) for first in range(0, len(packs), size)]
-        return Step(batches, [message for part in parts for message in part.bad_rows] if self.share.counts else [])
+        undecodable = [message for part in parts for message in part.undecodable]
+        self.undecodable += len(undecodable)
+        bad_rows = [message for part in parts for message in part.bad_rows] if self.share.counts else []
+        return Step(packs, bad_rows + undecodable)
 
     def _start(self) -> Iterable[LaneStep | Failure]:
-        steps = LaneSteps(self.config, self.sources, self.renderer, self.share, self.step, self.states)
+        steps = LaneSteps(self.reader, self.share, self.step, self.states)
         if not self.workers:
             return steps
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one process per worker is parallel enough
@@ -267,15 +288,17 @@ class Loader:
         """What became of rows so far. Sums over ranks are right: a lane is counted on one rank."""
         names = ("skipped_rows", "dropped_overlong", "split_overlong")
         states = self.states.values() if self.share.counts else ()
-        return {name: sum(state["counters"][name] for state in states) for name in names}
+        counters = {name: sum(state["counters"][name] for state in states) for name in names}
+        return counters | {"undecodable_rows": self.undecodable}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able. Of this rank's lanes: `merge_states` of all ranks is what `load_state_dict` takes."""
         lanes = {str(lane): state for lane, state in self.states.items()}
-        return {"step": self.step, "fingerprint": fingerprint(self.config, self.sources), "lanes": lanes}
+        own = {"undecodable": self.undecodable, "lanes": lanes}
+        return {"step": self.step, "fingerprint": fingerprint(self.reader)} | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_fingerprint(state["fingerprint"], fingerprint(self.config, self.sources))
+        check_fingerprint(state["fingerprint"], fingerprint(self.reader))
         own = {lane: state["lanes"][str(lane)] for lane in self.share.own_lanes if str(lane) in state["lanes"]}
         for lane in self.share.own_lanes:
             packs, expected = (
@@ -287,57 +310,92 @@ class Loader:
             )
         self.close()
         self.step, self.states = state["step"], own
+        self.undecodable = state.get("undecodable", 0) if self.share.rank == 0 else 0  # sums over ranks are what counts
 
     def close(self) -> None:
         """End the workers. The loader may go on: the next step starts new ones."""
         self.iterator = None
 
 
-def build_loader(config: Config, tokenizer: PreTrainedTokenizerBase, dp_rank: int, dp_size: int) -> Loader:
-    lanes, packs = config.data.lanes, config.train.global_batch
-    if packs % dp_size:
-        raise UserError(
-            f"train.global_batch is {packs}, which {dp_size} data-parallel ranks cannot share evenly; "
-            f"nearest that works: {max(dp_size, packs // dp_size * dp_size)} or {(packs // dp_size + 1) * dp_size}"
-        )
-    if lanes % dp_size and dp_rank == 0:
+def build_reader(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    modalities: Mapping[str, Modality] | None = None,
+    positions: Positions | None = None,
+) -> Reader:
+    """`modalities` and `positions`: what the model says about content other than text (`read_modalities`)."""
+    known = modalities or {}
+    sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
+    renderer = Renderer(tokenizer, config.data.append_eos, known, positions, config.train.seed)
+    return Reader(config, sources, renderer, known)
+
+
+def build_loader(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    rank: int,
+    world: int,
+    modalities: Mapping[str, Modality] | None = None,
+    positions: Positions | None = None,
+) -> Loader:
+    lanes = config.data.lanes
+    if lanes % world and rank == 0:
         log.warning(
-            "data.lanes (%d) is not a multiple of the %d data-parallel ranks: ranks prepare data they do not use; "
-            "%d lanes would avoid it, with another order of the data",
-            *(lanes, dp_size, -(-lanes // dp_size) * dp_size),
+            "data.lanes (%d) is not a multiple of the %d ranks: ranks prepare data they do not use; %d lanes would "
+            "avoid it, with another order of the data",
+            *(lanes, world, -(-lanes // world) * world),
         )
-    sources = [open_source(spec) for spec in config.data.sources]
-    return Loader(config, sources, Renderer(tokenizer, config.data.append_eos), Share(dp_rank, dp_size, lanes, packs))
+    reader = build_reader(config, tokenizer, modalities, positions)
+    return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 
-def build_eval_batches(config: Config, tokenizer: PreTrainedTokenizerBase, dp_rank: int, dp_size: int) -> list[Batch]:
-    """This rank's part of the first `train.eval_packs` packs of `data.eval_sources`, in file order and read at most
-    once. All ranks get equally many batches.
-    """
+def read_held_out(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    rank: int,
+    world: int,
+    modalities: Mapping[str, Modality] | None = None,
+    positions: Positions | None = None,
+) -> list[FlatPack]:
+    """This rank's part of the first `train.eval_packs` packs of `data.eval_sources`, in file order and read once."""
     if not config.data.eval_sources:
         return []
     data = config.data.model_copy(update={"sources": config.data.eval_sources, "lanes": 1, "shuffle": False})
-    sources = [open_source(spec) for spec in data.sources]
-    lane = Lane(data, sources, Renderer(tokenizer, data.append_eos), config.train.seed, 0, once=True)
-    packs = [
-        flatten(i, p) for i, p in enumerate(itertools.islice(iter(lane.next_pack, None), config.train.eval_packs)) if p
-    ]
-    if lane.bad_rows and dp_rank == 0:
-        log.warning("skipped %d rows of data.eval_sources; the first: %s", len(lane.bad_rows), lane.bad_rows[0])
-    if not packs:
+    reader = build_reader(config.model_copy(update={"data": data}), tokenizer, modalities, positions)
+    lane = reader.lane(0, once=True)
+    packs, bad, read = [], [], 0
+    for pack in itertools.islice(iter(lane.next_pack, None), config.train.eval_packs):
+        assert pack is not None
+        if read % world == rank:
+            flat, undecodable = flatten(read, pack, reader)
+            packs.append(flat)
+            bad += undecodable
+        read += 1
+    if rank == 0:
+        bad = lane.bad_rows + bad
+    if bad and data.on_bad_row == "error":
+        raise UserError(f"data.eval_sources: {bad[0]} (data.on_bad_row: skip goes on without such rows)")
+    if bad:
+        log.warning("skipped %d rows of data.eval_sources; the first: %s", len(bad), bad[0])
+    if not read:
         raise UserError(f"data.eval_sources ({', '.join(s.path for s in data.sources)}): no usable row")
-    batches = [make_batch([pack]) for pack in packs[dp_rank::dp_size]]
-    return batches + [dummy_batch()] * (-(-len(packs) // dp_size) - len(batches))
+    return packs
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The loader states of all ranks as one that any number of ranks can load."""
     assert len({state["step"] for state in states}) == 1, "loader states of different steps"
-    return {**states[0], "lanes": {lane: value for state in states for lane, value in state["lanes"].items()}}
+    undecodable = sum(state["undecodable"] for state in states)
+    return {
+        **states[0],
+        "undecodable": undecodable,
+        "lanes": {lane: value for state in states for lane, value in state["lanes"].items()},
+    }
 
 
-def fingerprint(config: Config, sources: Sequence[RowSource]) -> dict[str, Any]:
+def fingerprint(reader: Reader) -> dict[str, Any]:
     """All that the order of the data depends on."""
+    config, sources = reader.config, reader.sources
     keys = ("lanes", "pack_tokens", "look_ahead", "overlong", "shuffle", "shuffle_rows", "append_eos")
     specs = [
         {**spec.model_dump(), "rows": len(source)} for spec, source in zip(config.data.sources, sources, strict=True)
@@ -345,9 +403,21 @@ def fingerprint(config: Config, sources: Sequence[RowSource]) -> dict[str, Any]:
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     return {
         **values,
+        "model.modalities": _reading(config),
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
         "sources": specs,
+    }
+
+
+def _reading(config: Config) -> dict[str, Any]:
+    """What the length of an item depends on."""
+    keys = ("kind", "path", "config", "options")
+    return {
+        f"{name}/{role}": {key: part[key] for key in keys if key in part}
+        for name, modality in config.model.model_dump(mode="json")["modalities"].items()
+        for role, part in modality.items()
+        if role in ("encoder", "projector", "decoder") and part
     }
 
 
@@ -361,8 +431,8 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
     for key in now.keys() - {"sources"}:
-        if saved[key] != now[key]:
-            refuse(key, saved[key], now[key])
+        if saved.get(key, {}) != now[key]:
+            refuse(key, saved.get(key), now[key])
     if len(saved["sources"]) != len(now["sources"]):
         refuse("the number of data.sources", len(saved["sources"]), len(now["sources"]))
     for i, (before, after) in enumerate(zip(saved["sources"], now["sources"], strict=True)):

@@ -5,12 +5,14 @@ The packer is a pure function of the samples it is given, in their order.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from omnizoo.data.media import Item
 from omnizoo.data.render import Rendered
+from omnizoo.data.sources import BadRow
 
 
 class SampleId(NamedTuple):
@@ -28,6 +30,8 @@ class Sample:
     id: SampleId
     ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
+    items: tuple[Item, ...] = ()  # media, in order; their spans are within the sample
+    positions: npt.NDArray[Any] | None = None  # [R, L], for models with several positions per token
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,18 @@ class Pack:
 
 
 def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: int) -> Iterator[Sample]:
-    """The row as samples of at most `pack_tokens`; more than one only if it is longer than that."""
-    for part, start in enumerate(range(0, len(rendered.ids), pack_tokens)):
+    """The row as samples of at most `pack_tokens`; more than one only if it is longer than that, and all text."""
+    ids, items, positions = rendered.ids, rendered.items, rendered.positions
+    if items and len(ids) > pack_tokens:
+        largest = max(items, key=lambda item: item.size.rows)
+        raise BadRow(
+            f"{len(ids)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never cut; "
+            f"its largest item, {largest.media.name}, takes {largest.size.rows}"
+        )
+    for part, start in enumerate(range(0, len(ids), pack_tokens)):
         piece = slice(start, start + pack_tokens)
-        yield Sample(SampleId(source, epoch, row, part), rendered.ids[piece], rendered.targets[piece])
+        own = None if positions is None else positions[:, piece] - (positions[:, [start]] if part else 0)
+        yield Sample(SampleId(source, epoch, row, part), ids[piece], rendered.targets[piece], items, own)
 
 
 class Packer:

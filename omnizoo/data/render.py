@@ -1,14 +1,17 @@
-"""A row becomes token ids and a mask of the tokens the loss is on.
+"""A row becomes token ids, a mask of the tokens the loss is on, and the media items at their places among them.
 
 Chat rows are written by the tokenizer's own template and tokenised once, as a whole. Which characters are the
 assistant's is asked of the template too (by rendering variants of the conversation), never searched for in the text.
+A media item is written with one placeholder for each run of its places, which is then repeated to the run's length.
 """
 
 import itertools
 import re
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -18,10 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template  # gives character spans; checked on 5.22.2
 
 from omnizoo.config.errors import UserError
-from omnizoo.data.sources import BadRow, Row
+from omnizoo.data.media import Find, Item, Notation, RowMedia
+from omnizoo.data.sources import CONVERSATION, BadRow, Folder, Row
+from omnizoo.modalities.base import Modality
 
 Message = dict[str, Any]
 Span = tuple[int, int]
+Ids = npt.NDArray[np.int32]
+Positions = Callable[[Ids, Sequence[Item]], npt.NDArray[Any]]  # of a sample: [R, L]
+HERE = Folder(Path(), None)
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # in `conversations`; others are called as in `messages`
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAGS_HINT = "put {% generation %} tags around what the model writes into the template"
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
@@ -29,12 +38,31 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, Attrib
 
 @dataclass(frozen=True)
 class Rendered:
-    ids: npt.NDArray[np.int32]
+    ids: Ids
     targets: npt.NDArray[np.bool_]  # the loss is on predicting these tokens
+    items: tuple[Item, ...] = ()
+    positions: npt.NDArray[Any] | None = None  # [R, L]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text and what the tokenizer made of it, with one token for each run of an item's places."""
+
+    text: str
+    ids: Ids
+    offsets: list[Span]
+    targets: npt.NDArray[np.bool_]
 
 
 class Renderer:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        append_eos: bool,
+        modalities: Mapping[str, Modality] | None = None,
+        positions: Positions | None = None,
+        seed: int = 0,
+    ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path} is a slow one ({type(tokenizer).__name__}): it cannot tell which "
@@ -47,41 +75,110 @@ class Renderer:
         self.backend.no_padding()
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
-    def render(self, row: Row) -> Rendered:
-        if row.get("messages") is not None:
-            ids, targets = self._render_chat(row["messages"], row.get("tools"))
-        elif row.get("text") is not None:
-            ids, targets = self._render_text(row["text"])
-        else:
-            raise BadRow(f"a row needs `text` or `messages`; this one has {', '.join(map(repr, row)) or 'nothing'}")
-        if not targets[1:].any():
-            raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
-        return Rendered(ids, targets)
+        self.notation, self.positions, self.seed = Notation(modalities or {}), positions, seed
+        self.placeholders = self._check_marks()
 
-    def _render_text(self, text: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        if not isinstance(text, str):
-            raise BadRow(f"`text` is {type(text).__name__}, not a string")
+    def _check_marks(self) -> list[int]:
+        """Ids of the placeholders."""
+        modalities, added = self.notation.modalities, self.tokenizer.get_added_vocab()
+        for name, modality in modalities.items():
+            for mark in (modality.placeholder, *filter(None, (modality.begin, modality.end))):
+                if mark not in added:
+                    raise UserError(
+                        f"{mark!r}, which marks {name} items, is not a special token of tokenizer "
+                        f"{self.tokenizer.name_or_path}; add it there, or name another one"
+                    )
+        return sorted({added[modality.placeholder] for modality in modalities.values()})
+
+    def render(self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find) -> Rendered:
+        """`key` is (source, epoch, row), which random numbers of its media depend on; `find` opens what it names."""
+        media = RowMedia(self.notation, row, find, (self.seed, *key))
+        field = next((name for name in CONVERSATION if row.get(name) is not None), None)
+        if field is None:
+            needed = "`messages`, `conversations` or `text`"
+            raise BadRow(f"a row needs {needed}; this one has {', '.join(map(repr, row)) or 'nothing'}")
+        if field == "text":
+            tokens = self._render_text(row["text"], media)
+        else:
+            tokens = self._render_chat(check_messages(row[field], field), row.get("tools"), media)
+        ids, targets, items = self._place(tokens, media)
+        if not targets[1:].any() and not any(item.is_target for item in items):
+            raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
+        positions = None if self.positions is None else self.positions(ids, items)
+        assert positions is None or positions.shape[1:] == ids.shape, "one column of positions for every token"
+        return Rendered(ids, targets, items, positions)
+
+    def prompt(self, value: list[Message] | str, find: Find = HERE.find) -> Rendered:
+        """A conversation up to where the model shall write. A string is one message of the user's or, where there is no
+        chat template, a text to go on with."""
+        media = RowMedia(self.notation, {}, find, (self.seed, 0, 0, 0))
+        if isinstance(value, str) and not self.tokenizer.chat_template:
+            text = media.text(value)
+            encoding = self.backend.encode(text)
+        else:
+            messages = check_messages(
+                [{"role": "user", "content": value}] if isinstance(value, str) else value, "messages"
+            )
+            self._write(messages, media)
+            try:
+                text = self._template(None).render(messages, prompt=True)[0]
+            except TEMPLATE_ERRORS as error:
+                raise BadRow(f"the chat template refuses these messages: {error}") from None
+            encoding = self.backend.encode(text, add_special_tokens=False)
+        everywhere = np.ones(len(encoding), np.bool_)
+        ids, targets, items = self._place(
+            Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, everywhere), media
+        )
+        return Rendered(ids, targets, items, None if self.positions is None else self.positions(ids, items))
+
+    def end_of_turn(self) -> list[int]:
+        """The special token that ends what the model writes, if the chat template has one."""
+        if not self.tokenizer.chat_template:
+            return []
+        turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        text, spans = self._template(None).target_spans(turns, [False, True])
+        last = self.backend.encode(text[slice(*spans[-1])], add_special_tokens=False).ids[-1]
+        return [last] if last in self.tokenizer.all_special_ids else []
+
+    def _template(self, tools: list[Any] | None) -> "ChatTemplate":
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"tokenizer {self.tokenizer.name_or_path} has no chat template, which rows with messages need; "
+                "add a chat_template.jinja to its folder"
+            )
+        return ChatTemplate(self.tokenizer.get_chat_template(tools=tools), tools, self.special_tokens)
+
+    def _write(self, messages: list[Message], media: RowMedia) -> list[bool]:
+        """Contents become texts, in place; returns which messages are learnt."""
+        wanted = [message.pop("loss") for message in messages]
+        for number, (message, loss) in enumerate(zip(messages, wanted, strict=True)):
+            message["content"] = media.write(message.get("content"), loss, f"`content` of message {number}")
+        media.check_counts()
+        return wanted
+
+    def _render_text(self, content: Any, media: RowMedia) -> Tokens:
+        # in a row without media, words in angle brackets are just that
+        is_plain = isinstance(content, str) and not media.columns
+        text = media.text(content) if is_plain else media.write(content, True, "`text`")
+        media.check_counts()
         if not text:
             raise BadRow("`text` is empty")
-        ids = self.backend.encode(text).ids
+        encoding = self.backend.encode(text)
+        ids, offsets = encoding.ids, encoding.offsets if media.items else []  # which take a while to list
         if self.append_eos:
             eos = self.tokenizer.eos_token_id
             if eos is None:
                 raise UserError(f"tokenizer {self.tokenizer.name_or_path} has no eos token; set data.append_eos: false")
             if ids[-1:] != [eos]:
                 ids.append(eos)
-        return np.array(ids, np.int32), np.ones(len(ids), np.bool_)
+                offsets.append((len(text), len(text)))
+        return Tokens(text, np.array(ids, np.int32), offsets, np.ones(len(ids), np.bool_))
 
-    def _render_chat(self, value: Any, tools: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        messages, wanted = check_messages(value)
+    def _render_chat(self, messages: list[Message], tools: Any, media: RowMedia) -> Tokens:
         if tools is not None and not isinstance(tools, list):
             raise BadRow(f"`tools` is {type(tools).__name__}, not a list")
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                f"tokenizer {self.tokenizer.name_or_path} has no chat template, which rows with `messages` need; "
-                "add a chat_template.jinja to its folder"
-            )
-        template = ChatTemplate(self.tokenizer.get_chat_template(tools=tools), tools, self.special_tokens)
+        template = self._template(tools)
+        wanted = self._write(messages, media)
         try:
             text, spans = template.target_spans(messages, wanted)
         except TEMPLATE_ERRORS as error:
@@ -90,29 +187,75 @@ class Renderer:
         targets = np.zeros(len(encoding), np.bool_)
         for first, last in tokens_of_spans(encoding.offsets, spans):
             targets[first:last] = True
-        return np.array(encoding.ids, np.int32), targets
+        return Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, targets)
+
+    def _place(self, tokens: Tokens, media: RowMedia) -> tuple[Ids, npt.NDArray[np.bool_], tuple[Item, ...]]:
+        """Repeat placeholders to the length of their runs, and tell items where they are.
+
+        Nothing inside of an item is a target of the text: its rows are its decoder's, what stands between them (`Size`)
+        nobody predicts. Begin and end are text like any other.
+        """
+        ids, targets = tokens.ids, tokens.targets
+        is_place = np.isin(ids, self.placeholders)
+        if not media.items and not is_place.any():
+            return ids, tokens.targets, ()
+        lengths, places = np.ones(len(ids), np.int64), []
+        for item, (first, last) in zip(media.items, self._inner_tokens(tokens, media), strict=True):
+            runs = [run for run in item.size.layout or (item.size.rows,) if isinstance(run, int)]
+            own = first + np.flatnonzero(is_place[first:last])
+            assert len(own) == len(runs), f"{item.port}: {len(own)} placeholders for the runs {runs}"
+            if item.is_target and own[0] == 0:
+                raise BadRow(f"{item.media.name} comes first, so nothing is there to predict it from: give it a begin")
+            if item.is_target and not targets[own].all():
+                raise BadRow(f"{item.media.name} is to be produced, but not where the model writes: {TAGS_HINT}")
+            targets[first:last] = False
+            lengths[own] = runs
+            places.append(own)
+        if is_place.sum() != sum(map(len, places)):
+            raise BadRow("a media placeholder is in its text outside of the contents (in its tools, or a name)")
+        starts = np.cumsum(lengths) - lengths
+        items = tuple(
+            replace(item, spans=tuple((int(starts[at]), int(lengths[at])) for at in own if lengths[at]))
+            for item, own in zip(media.items, places, strict=True)
+        )
+        return np.repeat(ids, lengths), np.repeat(targets, lengths), items
+
+    def _inner_tokens(self, tokens: Tokens, media: RowMedia) -> list[Span]:
+        """Of each item, the range of tokens between its begin and its end."""
+        spans, stop = [], 0
+        for item, written in zip(media.items, media.texts, strict=True):
+            start, modality = tokens.text.find(written, stop), self.notation.modalities[item.media.modality]
+            if start < 0:
+                raise BadRow(f"the chat template leaves out or changes the place of {item.media.name}")
+            stop = start + len(written)
+            spans.append((start + len(modality.begin), stop - len(modality.end)))
+        if not spans:
+            return []
+        # tokens that the tokenizer puts around a text are said to be at its very beginning
+        offsets = np.maximum.accumulate(np.array(tokens.offsets), axis=0)
+        return tokens_of_spans([(int(start), int(stop)) for start, stop in offsets], spans)
 
 
-def check_messages(value: Any) -> tuple[list[Message], list[bool]]:
-    """Messages as the template shall see them, and on which of them the loss is."""
+def check_messages(value: Any, field: str) -> list[Message]:
+    """Messages as the template shall see them, with a `loss` (is it learnt?) in each."""
     if not isinstance(value, list) or not value:
-        raise BadRow("`messages` is not a list of messages, or empty")
-    messages, wanted = [], []
+        raise BadRow(f"`{field}` is not a list of messages, or empty")
+    messages = []
     for number, message in enumerate(value):
+        if isinstance(message, dict) and isinstance(speaker := message.get("from"), str):
+            rest = {key: item for key, item in message.items() if key not in ("from", "value")}
+            message = rest | {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow(f"message {number} is not an object with a `role`")
         # columnar files give every message every key; what is None was not there
         message = {key: item for key, item in message.items() if item is not None}
         if "content" not in message and "tool_calls" in message:
             message["content"] = ""
-        if not isinstance(message.get("content"), str):
-            raise BadRow(f"`content` of message {number} is {type(message.get('content')).__name__}, not a string")
-        loss = message.pop("loss", message["role"] == "assistant")
-        if not isinstance(loss, bool):
-            raise BadRow(f"`loss` of message {number} is {loss!r}, not true or false")
+        message.setdefault("loss", message["role"] == "assistant")
+        if not isinstance(message["loss"], bool):
+            raise BadRow(f"`loss` of message {number} is {message['loss']!r}, not true or false")
         messages.append(message)
-        wanted.append(loss)
-    return messages, wanted
+    return messages
 
 
 class ChatTemplate:

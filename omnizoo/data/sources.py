@@ -1,16 +1,21 @@
-"""Open a path of `data.sources` as rows with random access: JSONL, Parquet, a folder of them, or a `datasets` folder.
+"""Open a path of `data.sources` as rows with random access: JSONL, Parquet, tar (WebDataset), a folder of them, or a
+`datasets` folder. Media that rows name are found here too, and are kept from leaving the dataset's folder.
 
-Opening reads sizes only (line offsets, Parquet footers); rows are decoded when asked for. Nothing is ever unpickled.
+Opening reads sizes only (line offsets, Parquet footers, tar headers); rows are decoded when asked for. Nothing is ever
+unpickled.
 """
 
 import bisect
 import functools
 import json
 import logging
+import mimetypes
 import os
 import re
+import tarfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +27,7 @@ import pyarrow.parquet
 
 from omnizoo.config import schema
 from omnizoo.config.errors import UserError
+from omnizoo.modalities.media import BadMedia
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +37,8 @@ Rows = npt.NDArray[np.int64]
 EXTENT = 256  # rows of an extent where any row is equally cheap to reach
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
+TAR = (".tar",)
+CONVERSATION = ("messages", "conversations", "text")  # what a row is read from, the first one that it has
 # datasets' own words for splits in file and folder names; delimited, so `contrastive.jsonl` is not a train split
 SPLIT_WORDS = {
     "train": "train(?:ing)?",
@@ -46,12 +54,14 @@ class BadRow(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
 class RowSource(Protocol):
     """Rows by number. `extents` are the row numbers where one run of rows best read together ends and the next
     begins (first 0, last `len`): Parquet row groups, small blocks elsewhere. `where` names a row for error messages.
+    `find` gives the file, or the bytes, that a row calls by name; it raises BadMedia if there is none.
     """
 
     extents: Rows
 
     def __len__(self) -> int: ...
     def read(self, row: int) -> Row: ...
+    def find(self, row: int, name: str) -> Path | bytes: ...
     def where(self, row: int) -> str: ...
 
 
@@ -59,11 +69,33 @@ def blocks(rows: int) -> Rows:
     return np.append(np.arange(0, rows, EXTENT), rows)
 
 
+@dataclass(frozen=True)
+class Folder:
+    """Media files by name: relative to `base`, and nowhere outside of `root`, also not through links."""
+
+    base: Path
+    root: Path | None  # resolved; None: anywhere
+
+    def find(self, name: str) -> Path:
+        path = self.base / name
+        shown = path if len(name) < 256 else f"{name[:64]}..."
+        try:
+            if self.root is not None and not path.resolve().is_relative_to(self.root):
+                raise BadMedia(f"{shown} is outside of {self.root} (data.media_outside: true allows such paths)")
+            if path.stat().st_size == 0:
+                raise BadMedia(f"{shown} is empty")
+        except FileNotFoundError:
+            raise BadMedia(f"{shown} does not exist") from None
+        except (OSError, RuntimeError, ValueError) as error:  # names too long, links in a circle, zero bytes
+            raise BadMedia(f"{shown} cannot be a file: {getattr(error, 'strerror', None) or error}") from None
+        return path
+
+
 class JsonLines:
     """One JSON object per line; blank lines are ignored, line numbers count them."""
 
-    def __init__(self, path: Path, open_file: Callable[[Path], FileIO]) -> None:
-        self.path, self.open_file = path, open_file
+    def __init__(self, path: Path, folder: Folder, open_file: Callable[[Path], FileIO]) -> None:
+        self.path, self.folder, self.open_file = path, folder, open_file
         self.starts, self.stops, self.lines = index_lines(path)
         self.extents = blocks(len(self))
 
@@ -73,17 +105,23 @@ class JsonLines:
     def read(self, row: int) -> Row:
         start, stop = int(self.starts[row]), int(self.stops[row])
         # pread: forked workers share the file, so they must not share a position in it
-        line = os.pread(self.open_file(self.path).fileno(), stop - start, start)
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise BadRow(f"not valid JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise BadRow(f"a JSON object was expected, not {type(value).__name__}")
-        return value
+        return parse_object(os.pread(self.open_file(self.path).fileno(), stop - start, start))
+
+    def find(self, row: int, name: str) -> Path:
+        return self.folder.find(name)
 
     def where(self, row: int) -> str:
         return f"{self.path}:{self.lines[row]}"
+
+
+def parse_object(text: bytes) -> Row:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadRow(f"not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise BadRow(f"a JSON object was expected, not {type(value).__name__}")
+    return value
 
 
 def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Rows]:
@@ -136,8 +174,8 @@ class GroupCache:
 class ParquetRows:
     """A Parquet file; row groups are decoded whole and kept for a while."""
 
-    def __init__(self, path: Path, cache: GroupCache) -> None:
-        self.path, self.cache = path, cache
+    def __init__(self, path: Path, folder: Folder, cache: GroupCache) -> None:
+        self.path, self.folder, self.cache = path, folder, cache
         try:
             metadata = pyarrow.parquet.read_metadata(path)
         except pyarrow.ArrowException as error:
@@ -154,26 +192,123 @@ class ParquetRows:
         offset = row - int(self.extents[group])
         return {name: column[offset].as_py() for name, column in zip(table.column_names, table.columns, strict=True)}
 
+    def find(self, row: int, name: str) -> Path:
+        return self.folder.find(name)
+
     def where(self, row: int) -> str:
         return f"{self.path} row {row}"
 
 
-class DatasetRows:
-    """Whatever `datasets` made of the path: memory-mapped Arrow."""
+class TarSamples:
+    """A tar file as WebDataset has it: files whose paths agree up to the first dot of the name are one sample, and what
+    follows that dot is the kind of each. A sample is its `json`, or its `txt` after all its media.
+    """
 
-    def __init__(self, path: Path, dataset: Any) -> None:
-        self.path, self.dataset = path, dataset
+    def __init__(self, path: Path, modalities: Collection[str], open_file: Callable[[Path], FileIO]) -> None:
+        self.path, self.modalities, self.open_file = path, modalities, open_file
+        try:
+            samples = index_tar(path)
+        except tarfile.TarError as error:
+            raise UserError(f"{path} is not a readable tar file without compression: {error}") from None
+        self.keys, members = list(samples), list(samples.values())
+        known: dict[tuple[str, ...], tuple[str, ...]] = {}  # nearly all samples have the same kinds: kept once
+        self.kinds = [known.setdefault(kinds, kinds) for kinds in map(tuple, members)]
+        self.firsts = np.cumsum([0, *map(len, members)])
+        self.spans = np.array([span for member in members for span in member.values()], np.int64).reshape(-1, 2)
+        self.extents = blocks(len(self))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def read(self, row: int) -> Row:
+        kinds = self.kinds[row]
+        value = parse_object(self._read(row, "json")) if "json" in kinds else {}
+        if any(value.get(name) is not None for name in CONVERSATION):
+            return value
+        if "txt" not in kinds:
+            return dict.fromkeys(kinds)  # says what there is instead
+        try:
+            text = self._read(row, "txt").decode()
+        except UnicodeDecodeError as error:
+            raise BadRow(f"its txt is not UTF-8 ({error})") from None
+        types = [(kind, content_type(kind, self.modalities)) for kind in kinds]
+        media = [{"type": type, type: kind} for kind, type in types if type is not None]
+        return {"text": [*media, {"type": "text", "text": text}]}
+
+    def find(self, row: int, name: str) -> bytes:
+        key, kinds = self.keys[row], self.kinds[row]
+        for prefix in (f"{key}.", f"{key.rpartition('/')[2]}.", ""):
+            if name.startswith(prefix) and (kind := name.removeprefix(prefix).lower()) in kinds:
+                return self._read(row, kind)
+        raise BadMedia(f"the sample has no member {name[:64]!r}; it has {', '.join(kinds)}")
+
+    def _read(self, row: int, kind: str) -> bytes:
+        start, size = map(int, self.spans[self.firsts[row] + self.kinds[row].index(kind)])
+        return os.pread(self.open_file(self.path).fileno(), size, start)
+
+    def where(self, row: int) -> str:
+        return f"{self.path} sample {self.keys[row]}"
+
+
+def index_tar(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """Samples by key: first byte and size of each of their members, by kind. Contents are skipped."""
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            folder, slash, name = member.name.removeprefix("./").rpartition("/")
+            stem, _, kind = name.partition(".")
+            if member.isfile() and stem and kind:
+                samples.setdefault(f"{folder}{slash}{stem}", {})[kind.lower()] = (member.offset_data, member.size)
+    return samples
+
+
+def content_type(kind: str, modalities: Collection[str]) -> str | None:
+    """The content type of a member: a modality that its kind names (`depth`, `depth.npy`, `depth2.npy`), or what its
+    suffix is registered as; None if that is no medium.
+    """
+    named = [word for part in kind.split(".") if (word := part.rstrip("0123456789")) in modalities]
+    if named:
+        return named[0]
+    registered = mimetypes.guess_type(f"member.{kind}")[0]
+    if registered is None:
+        raise BadRow(f"cannot tell what its member .{kind} is: call it .<modality>.{kind}, or describe it in a .json")
+    main = registered.partition("/")[0]
+    return None if main in ("text", "application") else main
+
+
+class DatasetRows:
+    """Whatever `datasets` made of the path: memory-mapped Arrow. Media stay as they are stored."""
+
+    def __init__(self, path: Path, folder: Folder, dataset: Any) -> None:
+        self.path, self.folder = path, folder
+        self.dataset, self.features = dataset.with_format("arrow"), undecoded(dataset.features)
         self.extents = blocks(len(self))
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, row: int) -> Row:
-        value: Row = self.dataset[row]
+        value: Row = self.features.decode_example(self.dataset[row].to_pylist()[0])
         return value
+
+    def find(self, row: int, name: str) -> Path:
+        return self.folder.find(name)
 
     def where(self, row: int) -> str:
         return f"{self.path} row {row}"
+
+
+def undecoded(feature: Any) -> Any:
+    """Features of `datasets` such that only JSON, which is stored as text, is decoded."""
+    from datasets import Json
+
+    if isinstance(feature, dict):
+        return type(feature)({name: undecoded(part) for name, part in feature.items()})
+    if isinstance(feature, list):
+        return [undecoded(part) for part in feature]
+    if hasattr(feature, "feature"):
+        return replace(feature, feature=undecoded(feature.feature))
+    return replace(feature, decode=False) if hasattr(feature, "decode") and not isinstance(feature, Json) else feature
 
 
 class Concatenation:
@@ -196,18 +331,38 @@ class Concatenation:
         part, row = self._locate(row)
         return part.read(row)
 
+    def find(self, row: int, name: str) -> Path | bytes:
+        part, row = self._locate(row)
+        return part.find(row, name)
+
     def where(self, row: int) -> str:
         part, row = self._locate(row)
         return part.where(row)
 
 
-def open_source(spec: schema.Source) -> RowSource:
+def open_source(
+    spec: schema.Source, media_outside: bool = False, modalities: Collection[str] = frozenset()
+) -> RowSource:
+    """`media_outside` lets rows name files anywhere; `modalities` are the content types that tar members may be of."""
     path = Path(spec.path).expanduser()
     if not path.exists():
-        raise UserError(f"data source {path} does not exist; give a JSONL or Parquet file, or a folder of them")
+        raise UserError(f"data source {path} does not exist; give a JSONL, Parquet or tar file, or a folder of them")
+    if spec.media_dir is not None and not Path(spec.media_dir).expanduser().is_dir():
+        raise UserError(f"media_dir {spec.media_dir} of data source {path} is not a folder")
+
+    def folder_of(file: Path) -> Folder:
+        if spec.media_dir is not None:
+            base = root = Path(spec.media_dir).expanduser()
+        else:
+            base, root = (place if place.is_dir() else place.parent for place in (file, path))
+        return Folder(base, None if media_outside else root.resolve())
+
     is_saved_dataset = (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists()
     files = [] if is_saved_dataset else data_files(path, spec.split)
-    source = concatenate(files) if files else open_with_datasets(path, spec.split, is_saved_dataset)
+    if files:
+        source = concatenate(files, folder_of, modalities)
+    else:
+        source = open_with_datasets(path, folder_of(path), spec.split, is_saved_dataset)
     if not len(source):
         raise UserError(f"data source {path} has no rows")
     return source
@@ -217,24 +372,41 @@ def open_unbuffered(path: Path) -> FileIO:
     return open(path, "rb", buffering=0)
 
 
-def concatenate(files: list[Path]) -> RowSource:
+def concatenate(files: list[Path], folder_of: Callable[[Path], Folder], modalities: Collection[str]) -> RowSource:
     cache = GroupCache()
     open_file = functools.lru_cache(maxsize=64)(open_unbuffered)  # a folder may have more files than may be open
-    parts = [ParquetRows(file, cache) if file.suffix in PARQUET else JsonLines(file, open_file) for file in files]
+
+    def open_part(file: Path) -> RowSource:
+        if file.suffix in PARQUET:
+            return ParquetRows(file, folder_of(file), cache)
+        if file.suffix in TAR:
+            return TarSamples(file, modalities, open_file)
+        return JsonLines(file, folder_of(file), open_file)
+
+    parts = [open_part(file) for file in files]
     return parts[0] if len(parts) == 1 else Concatenation(parts)
 
 
 def data_files(path: Path, split: str) -> list[Path]:
-    """JSONL and Parquet files at the path, sorted. Where names tell several splits apart, those of `split` only."""
+    """JSONL, Parquet and tar files at the path, sorted. Where names tell splits apart, those of `split` only."""
     if path.is_file():
-        return [path] if path.suffix in PARQUET or is_json_lines(path) else []
+        return [path] if path.suffix in PARQUET + TAR or is_json_lines(path) else []
     files = sorted(
         file
         for file in path.rglob("*")
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
         and file.is_file()
-        and (file.suffix in PARQUET or is_json_lines(file))
+        and (file.suffix in PARQUET + TAR or is_json_lines(file))
     )
+    shards = {file.with_suffix("") for file in files if file.suffix in TAR}
+    if shards:  # tools that write shards put tables about each of them beside it
+        beside = {file: file.with_name(file.stem.removesuffix("_stats")) for file in files if file.suffix not in TAR}
+        if strangers := [file for file, shard in beside.items() if shard not in shards]:
+            raise UserError(
+                f"data source {path} has tar files and others ({strangers[0].relative_to(path)}); "
+                "give the files or folders that hold the rows as sources of their own"
+            )
+        files = [file for file in files if file not in beside]
     splits: dict[str, list[Path]] = {}
     for file in files:
         for name, words in SPLIT_WORDS.items():
@@ -259,7 +431,7 @@ def is_json_lines(path: Path) -> bool:
         return path.suffix != ".json" or not file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def open_with_datasets(path: Path, split: str, is_saved_dataset: bool) -> RowSource:
+def open_with_datasets(path: Path, folder: Folder, split: str, is_saved_dataset: bool) -> RowSource:
     import datasets  # seconds to import, and most runs never need it
 
     try:
@@ -273,9 +445,10 @@ def open_with_datasets(path: Path, split: str, is_saved_dataset: bool) -> RowSou
     except (ValueError, KeyError, OSError, TypeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"data source {path} holds no JSONL or Parquet, and `datasets` cannot load it (split {split!r}): {reason}"
+            f"data source {path} holds no JSONL, Parquet or tar, and `datasets` cannot load it (split {split!r}): "
+            f"{reason}"
         ) from None
-    return DatasetRows(path, dataset)
+    return DatasetRows(path, folder, dataset)
 
 
 def builder_of(path: Path) -> str:
@@ -284,5 +457,5 @@ def builder_of(path: Path) -> str:
     if suffix in (".jsonl", ".ndjson"):
         return "json"  # compressed: no random access to its lines
     if suffix not in builders:
-        raise ValueError(f"unknown file type {path.suffix!r}; known: .jsonl, .parquet, {', '.join(builders)}")
+        raise ValueError(f"unknown file type {path.suffix!r}; known: .jsonl, .parquet, .tar, {', '.join(builders)}")
     return builders[suffix]

@@ -1,4 +1,4 @@
-"""Config -> module on meta: no weights, no memory, the untouched class that transformers ships."""
+"""Config -> module on meta: no weights, no memory, the untouched class that transformers ships, or several composed."""
 
 from importlib import import_module
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
-from omnizoo.models.hf_private import PACKED, carries_state, uses_attention_interface
+from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
+from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
+from omnizoo.models.omni import OmniConfig
 
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 
@@ -27,20 +27,19 @@ def build_model(model: Model, precision: str) -> nn.Module:
         with torch.device("meta"):
             return _own_module(model).to(MASTER_DTYPE[precision])
     config = read_model_config(model)
-    key = "model.path" if model.path else "model.config"
-    remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    key = "model.foundation" if model.foundation else "model.path" if model.path else "model.config"
+    builder = auto_class(config, model.trust_remote_code)
+    if builder is None:
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
     _refuse_state_across_tokens(config, key)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
-            config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code
-        )
+        built = builder.from_config(config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code)
     assert isinstance(built, PreTrainedModel)
+    nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
         built.generation_config = GenerationConfig.from_pretrained(folder)
-    _set_attention(built, model.attention)
+    _set_attention(language_model(built), model.attention)
     return built
 
 
@@ -60,26 +59,73 @@ def _own_module(model: Model) -> nn.Module:
 
 
 def read_model_config(model: Model) -> Any:
-    """The HF config of `model.path` or `model.config` (folder or inline mapping)."""
+    """The HF config of the model that `model` describes."""
+    if model.foundation is None:
+        config = _read_config(model, "model", model.trust_remote_code)
+        if model.part is None:
+            return config
+        if not isinstance(part := getattr(config, model.part, None), PretrainedConfig):
+            known = ", ".join(name for name in config.sub_configs) or "none"
+            raise UserError(f"model.part: `{config.model_type}` has no {model.part!r}; its parts: {known}")
+        return part
+    foundation = _read_config(model.foundation, "model.foundation", model.trust_remote_code)
+    modalities = {name: _describe(name, modality) for name, modality in model.modalities.items()}
+    return OmniConfig(foundation=foundation, modalities=modalities)
+
+
+def _describe(name: str, modality: Modality) -> dict[str, Any]:
+    """A modality as the config of a composed model keeps it."""
+    marks = {role: getattr(modality.marks, role) for role in ("begin", "placeholder", "end")}
+    defaults = {"begin": f"<|{name}_begin|>", "placeholder": f"<|{name}_pad|>", "end": f"<|{name}_end|>"}
+    described: dict[str, Any] = {"marks": {role: marks[role] or default for role, default in defaults.items()}}
+    for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder)):
+        if part is not None:
+            described[role] = _describe_part(part, modality.projector if role == "encoder" else None)
+    return described
+
+
+def _describe_part(part: EncoderPart, projector: Projector | None) -> dict[str, Any]:
+    folder = part.path or (part.config if isinstance(part.config, str) else None)
+    config = None
+    if isinstance(part.config, dict) or (folder and (Path(folder) / "config.json").is_file()):
+        try:
+            config = _read_config(part, "config of an encoder or decoder", trust_remote_code=False).to_dict()
+        except UserError:
+            if part.config is not None:
+                raise
+            # a folder that is not a transformers model (a diffusers tokeniser, a codebook): the class reads it itself
+    # absolute: a folder that is saved with a model is relative to it
+    spec = {
+        "kind": part.kind,
+        "options": part.options,
+        "config": config,
+        "folder": folder and str(Path(folder).resolve()),
+    }
+    return spec | {"projector": {"kind": projector.kind, **projector.options} if projector else None}
+
+
+def _read_config(model: Model | Part, section: str, trust_remote_code: bool) -> Any:
+    """The HF config of `path` or `config` (folder or inline mapping)."""
     if isinstance(model.config, dict):
         fields = dict(model.config)
         model_type = fields.pop("model_type")
         try:
             return AutoConfig.for_model(model_type, **fields)
         except (ValueError, TypeError) as error:
-            raise UserError(f"model.config: {str(error).splitlines()[0]}") from error
-    key, folder = ("model.path", model.path) if model.path else ("model.config", model.config)
+            raise UserError(f"{section}.config: {str(error).splitlines()[0]}") from error
+    key, folder = (f"{section}.path", model.path) if model.path else (f"{section}.config", model.config)
     assert isinstance(folder, str)
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"{key}: {folder} is not a Hugging Face model folder (no config.json in it)")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot read {folder}/config.json: {str(error).splitlines()[0]}") from error
 
 
 def tokenizer_folder(model: Model) -> str | None:
-    return model.tokenizer or model.path or (model.config if isinstance(model.config, str) else None)
+    origin = model.foundation or model
+    return model.tokenizer or origin.path or (origin.config if isinstance(origin.config, str) else None)
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -90,9 +136,15 @@ def load_tokenizer(model: Model) -> Any:
     if not Path(folder).is_dir():
         raise UserError(f"model.tokenizer: {folder} is not a folder")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"model.tokenizer: no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+    if model.foundation is not None:
+        marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]
+        tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
+    return tokenizer
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
@@ -103,11 +155,12 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     if len(tokenizer) > rows:
         raise UserError(
             f"model.tokenizer: {len(tokenizer)} tokens do not fit the model's vocabulary of {rows}; "
-            f"set vocab_size in model.config to at least {len(tokenizer)}, or use the model's own tokenizer"
+            f"set vocab_size in model.config to at least {len(tokenizer)}, use the model's own tokenizer, or name "
+            "unused tokens of it as the `marks` of your modalities"
         )
 
 
-def _refuse_state_across_tokens(config: Any, key: str) -> None:
+def _refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
     """Recurrent and linear-attention layers carry state from one packed sample into the next."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or [])
     carried = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)

@@ -4,6 +4,7 @@ Public ways were tried first: `from_pretrained` cannot fill a model that FSDP2 h
 buffers that packing must not have.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -31,9 +33,24 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 
 
+def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """transformers' builder of models that write text, for this config; None if there is none."""
+    remote = getattr(config, "auto_map", None) or {}
+    for builder in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) in builder._model_mapping or (trust_remote_code and builder.__name__ in remote):
+            return builder
+    return None
+
+
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that attends over the tokens of a pack: itself, unless it has others beside it."""
+    text = type(model.config.get_text_config())
+    return next(m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is text)
+
+
 def attention_name(model: nn.Module) -> str:
     """A user's own module is taken to attend as it was told to."""
-    return str(model.config._attn_implementation) if isinstance(model, PreTrainedModel) else PACKED
+    return str(language_model(model).config._attn_implementation) if isinstance(model, PreTrainedModel) else PACKED
 
 
 def carries_state(model: PreTrainedModel) -> bool:
@@ -76,6 +93,23 @@ class Loaded:
 def conversion_mapping(model: nn.Module) -> list[Any]:
     """How published keys become the model's own. Ask before `fully_shard`, which renames the classes it looks at."""
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
+
+
+def drop_prefix(files: list[Path], model: PreTrainedModel) -> list[Any]:
+    """For a model that is published as part of a larger one: its keys there begin with that part's name."""
+    own = set(model.state_dict())
+    keys = {key for file in files for key in _keys(file)}
+    name = min(own)
+    for key in sorted(keys):
+        prefix = key.removesuffix(name)
+        if key.endswith("." + name) and all(prefix + other in keys for other in own):
+            return [WeightRenaming("^" + re.escape(prefix), "")]
+    return []
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
 
 
 def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], device: torch.device) -> Loaded:

@@ -4,7 +4,6 @@ brings tokens to their experts and back."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops.experts import combine, gather, restore, sort_by_expert
+from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.layout import Layout, divisors
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import sum_gradients
@@ -45,35 +45,13 @@ class Dispatch:
         by_rank = torch.stack([pairs.counts, arriving]).view(2, ranks, here).sum(2)
         sent, received = by_rank.tolist()
 
-        rows = _exchange(gather(hidden, pairs), sent, received, self.group)
+        rows = exchange_rows(gather(hidden, pairs), sent, received, self.group)
         # They come ordered by (source rank, expert, token); experts want (expert, source rank, token), a fixed order.
         expert = torch.arange(here, device=rows.device).repeat(ranks)
         local = sort_by_expert(expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1), here)
         rows = restore(compute(gather(rows, local), local.counts), local)
-        rows = _exchange(rows, received, sent, self.group)
+        rows = exchange_rows(rows, received, sent, self.group)
         return combine(rows, weights, pairs)
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    out: torch.Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Exchange(torch.autograd.Function):
-    """One all-to-all of rows; gradients take the same way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.back = received, sent, group
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Exchange.forward(ctx, grad, *ctx.back), None, None, None
 
 
 def check_experts(layout: Layout, experts: int) -> None:

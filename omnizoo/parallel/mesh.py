@@ -78,6 +78,13 @@ class Mesh:
         view = {"ep": self.experts, "sp": self.packs}.get(axis, self.data)
         return view.get_group(axis)
 
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum over all ranks, in float64 on the host: counts stay exact and no accelerator is waited for."""
         tensor = torch.tensor(values, dtype=torch.float64)

@@ -23,13 +23,21 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 def shard(
-    model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: Mesh,
+    reshard: bool,
+    policy: MixedPrecisionPolicy,
+    whole: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Make every block, and what is left at the root, a unit of FSDP2 over `mesh`, in place."""
+    """Make every block, and what is left at the root, a unit of FSDP2 over `mesh`, in place; but `whole` parameters
+    stay as they are on every rank."""
+    kept = set(whole)
     for block in blocks:
         sum_gradients(fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard), mesh.fsdp)
     # The root is needed again at once when backward starts: resharding it would only add an all-gather.
-    sum_gradients(fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False), mesh.fsdp)
+    root = fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=kept)
+    sum_gradients(root, mesh.fsdp)
 
 
 def sum_gradients(unit: FSDPModule, mesh: DeviceMesh) -> None:

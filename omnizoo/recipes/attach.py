@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.experts import set_dispatch, use_dispatched
-from omnizoo.models.hf_private import PACKED, attention_name, conversion_mapping
+from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.models.initial import initial_weights
-from omnizoo.models.weights import load_weights
+from omnizoo.models.weights import load_weights, weight_origins
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
@@ -27,6 +28,8 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import allocate, fill, precision_policy, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
+from omnizoo.recipes.parts import Treatments
+from omnizoo.recipes.reading import attach_media, keep_logits
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:
@@ -39,30 +42,40 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     facts = read_facts(model)
     check(facts, mesh.layout, model)
     parallel = config.parallel
+    treatments = Treatments(model, config.model)
+    treatments.apply(model)
+    treatments.keep_precision(model)
     skeleton = deepcopy(model)
-    mapping = conversion_mapping(model)
+    origins = weight_origins(model, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
     blocks = [model.get_submodule(name) for name in facts.blocks]
     if experts:
         assert isinstance(model, PreTrainedModel)
-        use_dispatched(model)
+        use_dispatched(language_model(model))
     for module in experts if mesh.layout.ep > 1 else ():
         set_dispatch(module, Dispatch(mesh.group("ep"), facts.num_experts))
-    for block in blocks:
-        recompute(block, parallel.recompute, parallel.precision)
+    for name, block in zip(facts.blocks, blocks, strict=True):
+        recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision)
     policy = precision_policy(parallel.precision)
     shard_experts(experts, mesh, parallel.reshard_after_forward, policy)
-    shard(model, blocks, mesh, parallel.reshard_after_forward, policy)
+    # Frozen tokenisers compute codes, which must not depend on the run's precision; they are small, too.
+    whole = [p for module in model.modules() if isinstance(module, Frozen) for p in module.parameters()]
+    shard(model, blocks, mesh, parallel.reshard_after_forward, policy, whole)
 
     buffers = {name for name, _ in model.named_buffers()}
     wanted = buffers - set(model.state_dict())
-    if load and config.model.path:
-        assert isinstance(model, PreTrainedModel)
-        wanted |= load_weights(model, mapping, config.model, mesh.device)
-    elif load:
+    if load:
         wanted = buffers | {name for name, _ in model.named_parameters()}
+        for origin in origins:
+            part = model.get_submodule(origin.module) if origin.module else model
+            missing = load_weights(part, origin, config.model, mesh.device)
+            prefix = origin.module and origin.module + "."
+            own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
+            wanted = (wanted - own) | {prefix + name for name in missing}
     allocate(model, mesh.device)
     fill(model, initial_weights(skeleton, facts.blocks, config.train.seed, wanted))
+    attach_media(model, config.model)
+    keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
 
 

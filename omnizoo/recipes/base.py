@@ -4,17 +4,25 @@ A family's file (`recipes/<model_type>.py`) holds one `RECIPE` with the few fact
 a family without a file gets the default one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
+from omnizoo.modalities.base import Modality
+from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.hf_private import block_class_names, is_experts
+from omnizoo.models.media import Rows
+
+Options = Mapping[str, Mapping[str, Any]]  # by modality: `options` of its encoder in the config
+Ids = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,12 @@ class Recipe:
     blocks: tuple[str, ...] = ()  # classes to shard and recompute one by one; empty: those the model calls indivisible
     shrink: Mapping[str, Any] = field(default_factory=dict)  # small values for config fields that are the family's own
     attention_width: tuple[str, str] | None = None  # config fields (query-key width, value width) of a head, if two
+    # Families that read more than text. The model is on meta where its modalities are asked for.
+    modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
+    positions: Callable[[PreTrainedModel, Ids, Sequence[Any]], npt.NDArray[Any]] | None = None  # [R, L] of a sample
+    enter: Callable[[PreTrainedModel, dict[str, Any], dict[str, Rows]], dict[str, Any]] | None = None
+    towers: Mapping[str, str] = field(default_factory=dict)  # modality -> module that encodes it
+    projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules between tower and foundation
 
 
 @dataclass(frozen=True)
@@ -48,16 +62,34 @@ def recipe_of(model_type: str) -> Recipe:
     return recipe
 
 
+def recipe_for(model: nn.Module) -> Recipe:
+    return recipe_of(model.config.model_type) if isinstance(model, PreTrainedModel) else Recipe()
+
+
+def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
+    """Modules of these classes, in order of execution. What stands alone (an embedding, a whole encoder) is no block,
+    whatever its authors say, if others are members of a list."""
+    found: list[tuple[str, bool]] = []
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if type(module).__name__ in classes:
+            found.append((name, isinstance(modules[name.rpartition(".")[0]], nn.ModuleList | nn.Sequential)))
+    frozen = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Frozen))  # not by `forward`
+    found = [(name, is_listed) for name, is_listed in found if not name.startswith(frozen)]
+    listed = [name for name, is_listed in found if is_listed] or [name for name, _ in found]
+    return [name for name in listed if not any(name.startswith(other + ".") for other in listed)]
+
+
 def read_facts(model: nn.Module) -> Facts:
-    """What the recipe of `model`'s family, and the model itself, say about it."""
+    """What the recipes of `model`'s families, and the model itself, say about it."""
     config = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
-    own = recipe_of(config.model_type).blocks if config else ()
-    classes = set(own) or block_class_names(model)
-    blocks: list[str] = []
-    for name, module in model.named_modules():
-        nested = blocks and name.startswith(blocks[-1] + ".")
-        if type(module).__name__ in classes and not nested:
-            blocks.append(name)
+    classes = set(recipe_for(model).blocks)
+    if not classes:
+        for part in model.modules():  # a composed model is made of several
+            if isinstance(part, PreTrainedModel):
+                classes |= set(recipe_of(part.config.model_type).blocks) or block_class_names(part)
+        classes |= block_class_names(model)
+    blocks = _blocks(model, classes)
     if not blocks:
         raise UserError(
             f"model: {type(model).__name__} does not say which of its modules are blocks (no `_no_split_modules`): it "

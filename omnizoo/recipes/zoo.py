@@ -8,9 +8,11 @@ from pkgutil import iter_modules
 
 from omnizoo.recipes.base import Recipe
 
-# Every family takes part in this test, parametrised by its name; a mark is printed because the test exists.
+# Every family takes part in one of these, parametrised by its name; a mark is printed because the test exists.
 PROOF = "tests/test_zoo.py::test_family_agrees_with_one_process_on_any_layout"
-CAPABILITIES = {"FSDP": "dp4", "HSDP": "rep2.dp2", "SP": "uly2.ring2", "EP": "dp2.uly2.ep4"}
+OMNI_PROOF = "tests/test_zoo.py::test_omni_family_agrees_with_one_process_on_any_layout"
+# HSDP shards as FSDP does, over half of the ranks: one layout shows both.
+CAPABILITIES = {"FSDP": "rep2.dp2", "HSDP": "rep2.dp2", "SP": "uly2.ring2", "EP": "dp2.uly2.ep4"}
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,12 @@ class Entry:
     recipe: Recipe
     lines: int
     is_moe: bool
+    is_omni: bool  # reads more than text
 
     def proof(self, capability: str) -> str | None:
         """The test behind a mark; None where the family does not have the capability."""
-        return None if capability == "EP" and not self.is_moe else f"{PROOF}[{self.family}]"
+        proof = OMNI_PROOF if self.is_omni else PROOF
+        return None if capability == "EP" and not self.is_moe else f"{proof}[{self.family}]"
 
 
 def families() -> list[Entry]:
@@ -33,7 +37,7 @@ def families() -> list[Entry]:
         recipe = getattr(module, "RECIPE", None)
         if isinstance(recipe, Recipe):
             lines = len(inspect.getsource(module).splitlines())
-            found.append(Entry(info.name, recipe, lines, _is_moe(info.name)))
+            found.append(Entry(info.name, recipe, lines, _is_moe(info.name), recipe.modalities is not None))
     return found
 
 

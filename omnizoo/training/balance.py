@@ -32,7 +32,7 @@ def balance_terms(
         # Sums as matmuls: deterministic on every device, and exact for counts (below 2^24 tokens).
         loads.append((member.to(logits.dtype) @ chosen).to(torch.int64))
         probabilities.append(member.to(logits.dtype) @ logits.softmax(1))
-        z_sum = z_sum + logits.logsumexp(1).square().sum()
+        z_sum = z_sum + (logits.logsumexp(1).square() * (pack_of_token >= 0)).sum()  # fillers count nowhere
         choices = record.index.shape[1]
     load = torch.stack(loads).sum(0)  # [P, E]
     if group is not None:

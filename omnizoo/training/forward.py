@@ -4,16 +4,23 @@ Sequence parallelism enters here and nowhere else: tokens, positions and labels 
 model's own attention is handed, through its keyword arguments, the function that attends across ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from omnizoo.data.loader import IGNORE, Batch
+from omnizoo.config.schema import Parallel
+from omnizoo.data.deal import Batch
+from omnizoo.data.loader import IGNORE
+from omnizoo.models.media import MediaBatch, Rows
 from omnizoo.ops.attention import Pattern
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.route import Route, deliver
 from omnizoo.parallel.sequence import SequenceParallel
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,8 @@ class Local:
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
 
 
-def localize(batch: Batch, mesh: Mesh, overlap: bool) -> Local:
-    """This rank's part of `batch`, on the mesh's device."""
+def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[str]) -> Local:
+    """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included."""
     # A cache, or any 2-D attention mask, would silently switch off the isolation of packed samples.
     inputs: dict[str, Any] = {"use_cache": False}
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
@@ -36,17 +43,25 @@ def localize(batch: Batch, mesh: Mesh, overlap: bool) -> Local:
         inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
         inputs |= {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
     else:
-        sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), overlap)
+        sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), parallel.overlap)
         index = sequence.index.cpu()
-        ids, positions, labels, packs = ids[:, index], positions[:, index], labels[:, index], packs[index]
+        ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
         is_filler = not len(index)
         inputs["attend"] = Filler(sequence) if is_filler else sequence.attend
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
-            ids, positions = batch.input_ids[:, :1], batch.position_ids[:, :1]
+            ids, positions = torch.zeros_like(batch.input_ids[:, :1]), batch.position_ids[..., :1]
     # Logits are made only where there is a target.
     kept = (labels[0] != IGNORE).nonzero().squeeze(1)
     inputs |= {"input_ids": ids, "position_ids": positions, "logits_to_keep": kept}
     inputs = {key: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    if ports:
+        inputs["media"] = MediaBatch(
+            items={port: batch.media.get(port, []) for port in ports},
+            deliver=lambda rows: _deliver(rows, batch.routes, mesh),
+            deliver_labels=lambda rows: _deliver(rows, batch.label_routes, mesh),
+            device=mesh.device,
+            dtype=COMPUTE_DTYPE[parallel.precision],
+        )
     return Local(inputs, labels[0, kept].to(mesh.device), packs.to(mesh.device), is_filler)
 
 
@@ -62,8 +77,14 @@ class Filler:
         return value.new_zeros(1, 1, query.shape[1], value.shape[3]) + none.sum()
 
 
-def forward(model: nn.Module, local: Local) -> torch.Tensor:
-    """Logits `[N, V]` at this rank's targets."""
-    logits = model(**local.inputs).logits
+def forward(model: nn.Module, local: Local) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits `[N, V]` at this rank's targets, and the losses of what else the model produces, summed."""
+    out = model(**local.inputs)
+    logits = out.logits
     assert isinstance(logits, torch.Tensor)
-    return logits.squeeze(0)  # not `[0]`, whose backward makes another tensor of this size
+    return logits.squeeze(0), getattr(out, "losses", None) or {}  # not `[0]`, whose backward copies all of it
+
+
+def _deliver(rows: dict[str, torch.Tensor], routes: dict[str, Route], mesh: Mesh) -> dict[str, Rows]:
+    delivered = deliver(rows, {port: routes[port] for port in rows if port in routes}, mesh.world_group)
+    return {port: Rows(*arrived) for port, arrived in delivered.items()}

@@ -4,21 +4,22 @@ Counts are known from the data before the forward pass and summed over all ranks
 term is a plain mean over the whole step, whatever the layout.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import Batch
+from omnizoo.data.deal import TEXT, Batch, Totals
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.ops.cross_entropy import cross_entropy_sum
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.recipes.flops import count_flops
+from omnizoo.recipes.reading import media_ports
 from omnizoo.training.balance import RouterStatistics, balance_terms, update_bias
 from omnizoo.training.forward import forward, localize
 
-TEXT, BALANCE, ROUTER_Z = "text", "balance", "router_z"
+BALANCE, ROUTER_Z = "balance", "router_z"
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,37 @@ class Objective:
         train = config.train
         losses = (train.balance_loss, train.router_z_loss, train.router_bias_rate)
         self.recorder = RouterRecorder(model, required=any(losses))
+        self.ports = media_ports(model)
+        self.flops = count_flops(model)
+        self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.statistics = RouterStatistics()
 
-    def counts(self, batches: Sequence[Batch]) -> dict[str, int]:
-        """What each term's sum runs over; ranks that share a pack agree, so one of them is to be counted."""
-        counts = {TEXT: sum(batch.targets for batch in batches)}
+    def cost(self, tokens: int, pairs: int) -> float:
+        """Work of a pack; ranks share packs by it."""
+        return self.flops.of(tokens, pairs)
+
+    def work(self, totals: Totals) -> float:
+        """FLOPs of a step, forward and backward. Encoders tell what their forward costs."""
+        return self.flops.of(totals.tokens, totals.pairs) + 3 * totals.media_cost
+
+    def counts(self, totals: Totals) -> dict[str, int]:
+        """What each term's sum runs over, all ranks together."""
+        produced = [port.partition("/")[0] for port in self.ports if port.endswith("/decoder")]
+        counts = {name: totals.targets.get(name, 0) for name in (TEXT, *produced)}
         if self.config.train.balance_loss:
-            counts[BALANCE] = sum(len(batch.packs) for batch in batches)
+            counts[BALANCE] = totals.packs
         if self.config.train.router_z_loss:
-            counts[ROUTER_Z] = sum(batch.tokens for batch in batches) * len(self.recorder.routers)
+            counts[ROUTER_Z] = totals.tokens * len(self.recorder.routers)
         return counts
 
     def terms(self, batch: Batch) -> list[LossTerm]:
         """Forward one packed micro-batch on this rank."""
         train = self.config.train
-        local = localize(batch, self.mesh, self.config.parallel.overlap)
+        local = localize(batch, self.mesh, self.config.parallel, self.ports)
         with self.recorder.recording() as records:
-            logits = forward(self.model, local)
+            logits, losses = forward(self.model, local)
         terms = [LossTerm(TEXT, 1.0, cross_entropy_sum(logits, local.targets))]
+        terms += [LossTerm(name, self.weights.get(name, 1.0), loss) for name, loss in losses.items()]
         if local.is_filler:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]
         self.statistics.add(records)

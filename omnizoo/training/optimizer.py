@@ -1,20 +1,34 @@
-"""AdamW over sharded parameters, in two groups: those that weight decay pulls on, and those it leaves alone."""
+"""AdamW over sharded parameters, in groups: those that weight decay pulls on or leaves alone, by learning rate."""
+
+from typing import Any
 
 import torch
 from torch import nn
 
-from omnizoo.config.schema import Train
+from omnizoo.config.schema import Config
+from omnizoo.recipes.parts import Treatments
 
 
-def build_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """Each group has its `rate`, relative to `train.lr`: parts of a model may learn faster or slower than the run."""
+    train, treatments = config.train, Treatments(model, config.model)
     spared = {parameter for kind in train.no_decay for parameter in _parameters_of(kind, model)}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p not in spared], "weight_decay": train.weight_decay},
-        {"params": [p for p in trainable if p in spared], "weight_decay": 0.0},
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rate = (treatments.of(name).lr or train.lr) / train.lr
+            decay = 0.0 if parameter in spared else train.weight_decay
+            groups.setdefault((decay, rate), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda group: (-group[0][0], group[0][1]))
+    settings: list[dict[str, Any]] = [
+        {"params": members, "weight_decay": decay, "rate": rate} for (decay, rate), members in ordered
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+    return torch.optim.AdamW(settings, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["rate"]
 
 
 def _parameters_of(kind: str, model: nn.Module) -> list[nn.Parameter]:

@@ -320,8 +320,10 @@ def _header(name: str, config: str, history: History) -> str:
     try:
         settings = yaml.safe_load(config)
         total, model = settings["train"]["steps"], settings["model"]
-        origin = model.get("path") or model["config"]
+        base = model.get("foundation") or model
+        origin = base.get("path") or base["config"]
         origin = origin["model_type"] if isinstance(origin, dict) else origin
+        origin = " + ".join([str(origin), *(model.get("modalities") or {})])
     except (yaml.YAMLError, KeyError, TypeError, AttributeError):
         total, origin = None, ""  # the page is about the metrics; a config we cannot read is only shown
     last = history.steps[-1] if history.steps else 0

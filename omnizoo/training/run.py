@@ -12,7 +12,8 @@ from transformers.utils import logging as transformers_logging
 from omnizoo.checkpoint.save import SaveError, find, load, save
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import build_eval_batches, build_loader, merge_states
+from omnizoo.data.deal import deal
+from omnizoo.data.loader import build_loader, merge_states, read_held_out
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, memory_gb, peak_flops
@@ -21,7 +22,7 @@ from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
 from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.flops import count_flops
+from omnizoo.recipes.reading import media_ports, read_modalities
 from omnizoo.training.evaluate import evaluate
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.losses import Objective
@@ -43,16 +44,18 @@ def train(config: Config) -> int:
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
 
         tokenizer = load_tokenizer(config.model)
-        loader = agreed(mesh, lambda: build_loader(config, tokenizer, mesh.dp_rank, mesh.dp_size))
-        held_out = agreed(mesh, lambda: build_eval_batches(config, tokenizer, mesh.dp_rank, mesh.dp_size))
         model = build_model(config.model, config.parallel.precision)
         name = type(model).__name__  # FSDP renames the class
         check_vocabulary(model, tokenizer)
-        flops, peak = count_flops(model), peak_flops(mesh.device, config.parallel.precision)
+        reading = (config, tokenizer, mesh.rank, mesh.layout.world)
+        media = read_modalities(model, config.model)
+        loader = agreed(mesh, lambda: build_loader(*reading, **media))
+        held_out = agreed(mesh, lambda: read_held_out(*reading, **media))
+        peak = peak_flops(mesh.device, config.parallel.precision)
         checkpoint = agreed(mesh, lambda: find(config, directory) if mesh.is_first else None)
         checkpoint = mesh.from_first(checkpoint)
         agreed(mesh, lambda: parallelize(model, mesh, config, load=checkpoint is None))
-        optimizer = build_optimizer(model, config.train)
+        optimizer = build_optimizer(model, config)
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
@@ -68,8 +71,8 @@ def train(config: Config) -> int:
 
         fetching = time.perf_counter()
         objective = Objective(model, mesh, config)
+        eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
         data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
-        skipped_rows = 0
         facts = describe(config, mesh, model, name, run, directory, checkpoint)
         with Recorder(config, run, start, facts, active=mesh.is_first) as recorder:
             for step in range(start + 1, config.train.steps + 1):
@@ -89,9 +92,8 @@ def train(config: Config) -> int:
                     )
                 else:
                     bad_in_a_row = 0
-                if data.counters["skipped_rows"] > skipped_rows:
-                    skipped_rows = data.counters["skipped_rows"]
-                    recorder.bad_rows(step, sorted({row for rows in mesh.gather(data.bad_rows) for row in rows}))
+                if data.bad_rows:
+                    recorder.bad_rows(step, sorted(set(data.bad_rows)))
 
                 metrics: dict[str, float | None] = {
                     "loss": result.loss,
@@ -101,17 +103,18 @@ def train(config: Config) -> int:
                     "tokens": data.tokens,
                     "tokens_seen": tokens_seen,
                     "tokens_per_sec": data.tokens / seconds,
-                    "mfu": flops.of(data.tokens, data.pairs) / seconds / (peak * mesh.layout.world) if peak else None,
+                    "mfu": objective.work(data.totals) / seconds / (peak * mesh.layout.world) if peak else None,
                     "memory_gb": memory_gb(mesh.device),
                     "data_wait": waited / seconds,
                     "fill": data.tokens / (config.train.global_batch * config.data.pack_tokens),
-                    "imbalance": data.imbalance,
+                    "imbalance": max(data.imbalance.values()),
+                    **{f"imbalance/{part}": figure for part, figure in data.imbalance.items() if objective.ports},
                     "bad_steps": bad_steps,
                     **data.counters,
                     **result.routers,
                 }
                 if config.train.eval_every and step % config.train.eval_every == 0:
-                    metrics |= evaluate(objective, held_out)
+                    metrics |= evaluate(objective, eval_data)
                 recorder.step(step, metrics)
                 if bad_in_a_row >= config.train.max_bad_steps:
                     raise TrainingError(
@@ -176,7 +179,8 @@ def describe(
     train, layout = config.train, mesh.layout
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
-        "weights": config.model.path or f"drawn from train.seed {train.seed}",
+        "weights": (config.model.foundation or config.model).path or f"drawn from train.seed {train.seed}",
+        **({"modalities": ", ".join(media_ports(model))} if media_ports(model) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.data.loader import Batch, Loader
-from omnizoo.ops.device import causal_pairs
+from omnizoo.data.deal import Batch, Totals, deal
+from omnizoo.data.loader import Loader
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.gradients import clip_gradients, gradient_norm
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
+from omnizoo.training.optimizer import set_learning_rate
 from omnizoo.training.schedule import learning_rate
 
 
@@ -27,12 +28,15 @@ class StepData:
     """This rank's micro-batches, and what all ranks' micro-batches hold together."""
 
     micro_batches: Sequence[Batch]
+    totals: Totals
     counts: dict[str, int]  # of each loss term
-    tokens: int
-    pairs: int  # (query, key) pairs of causal attention, for FLOP counting
-    imbalance: float  # most tokens on a rank / mean over ranks
+    imbalance: dict[str, float]  # busiest rank / mean over ranks: of tokens, and of each encoder and decoder
     counters: dict[str, int]  # rows skipped, samples dropped or split, since the start of the run
-    bad_rows: Sequence[str]  # of this step; each on one rank only
+    bad_rows: Sequence[str]  # of this step, on all ranks
+
+    @property
+    def tokens(self) -> int:
+        return self.totals.tokens
 
 
 @dataclass(frozen=True)
@@ -48,33 +52,25 @@ class StepResult:
 
 def next_step(loader: Loader, objective: Objective) -> StepData:
     """The next step's data. Unusable data on one rank is the same UserError on all, so that none waits for another."""
-    mesh = objective.mesh
     error, step = None, None
     try:
         step = loader.next_step()
     except UserError as caught:
-        error = caught
-    batches = step.micro_batches if step else []
-    tokens = sum(batch.tokens for batch in batches)
-    pairs = sum(causal_pairs(batch.cu_seqlens.diff().tolist()) for batch in batches)
-    counts, counters = objective.counts(batches), loader.counters()
-    loads = [0] * mesh.dp_size
-    loads[mesh.dp_rank] = tokens
-    once = mesh.sp_rank == 0  # ranks that share a pack all have it: one of them counts
-    own = [tokens, pairs, *counts.values(), *counters.values(), *loads]
-    failed, tokens, pairs, *rest = map(int, mesh.sum([error is not None, *(value * once for value in own)]))
-    if failed:
-        raise_everywhere(error, mesh)
-    assert step is not None
-    summed, loads = iter(rest), rest[-len(loads) :]
+        error = str(caught)
+    counters = loader.counters()
+    note = {"error": error, "counters": counters, "bad_rows": step.bad_rows if step else []}
+    micro_batch = objective.config.train.micro_batch
+    dealt = deal(step.packs if step else [], objective.mesh, micro_batch, objective.ports, objective.cost, note)
+    for told in dealt.notes:
+        if told["error"] is not None:
+            raise UserError(told["error"])
     return StepData(
-        micro_batches=batches,
-        counts={name: next(summed) for name in counts},
-        tokens=tokens,
-        pairs=pairs,
-        imbalance=max(loads) * len(loads) / tokens,
-        counters={name: next(summed) for name in counters},
-        bad_rows=step.bad_rows if once else [],
+        micro_batches=dealt.batches,
+        totals=dealt.totals,
+        counts=objective.counts(dealt.totals),
+        imbalance=dealt.imbalance,
+        counters={name: sum(told["counters"][name] for told in dealt.notes) for name in counters},
+        bad_rows=[message for told in dealt.notes for message in told["bad_rows"]],
     )
 
 
@@ -109,8 +105,7 @@ def train_step(
     if finite:
         if config.train.grad_clip:
             clip_gradients(model.parameters(), config.train.grad_clip, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(optimizer, lr)
         optimizer.step()
     return StepResult(total_loss, means, grad_norm, lr, finite, stopping > 0, routers)
 

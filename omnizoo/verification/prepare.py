@@ -14,7 +14,7 @@ from omnizoo.models.build import build_model, load_tokenizer, tokenizer_folder
 from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import check
-from omnizoo.recipes.base import read_facts
+from omnizoo.recipes.base import read_facts, recipe_of
 from omnizoo.verification.shrink import shrink
 from omnizoo.verification.trial import Trial, run_trial
 
@@ -71,6 +71,8 @@ def parse(name: str, world: int) -> Layout:
 
 def with_family(config: Config, family: str) -> Config:
     """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
+    if recipe_of(family).modalities is not None:
+        raise UserError(f"--families: {family} reads more than text, and needs a config and rows of its own")
     tokens = len(load_tokenizer(config.model))
     fields = AutoConfig.for_model(family).to_dict()
     few: dict[str, int] = {key: 16 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in fields}

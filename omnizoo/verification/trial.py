@@ -1,6 +1,6 @@
 """One layout on trial: three optimizer steps of a shrunken config, and all that can be compared about them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import Batch, build_loader
+from omnizoo.data.deal import Batch
+from omnizoo.data.loader import build_loader
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.collectives import CollectiveCounter
@@ -18,6 +19,7 @@ from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process
 from omnizoo.parallel.sequence import slice_tokens
 from omnizoo.recipes.attach import parallelize
+from omnizoo.recipes.reading import read_modalities
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import next_step, train_step
@@ -42,10 +44,11 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     mesh = build_mesh(config, process)
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, config.parallel.precision)
+    media = read_modalities(model, config.model)
     parallelize(model, mesh, config)
-    optimizer = build_optimizer(model, config.train)
+    optimizer = build_optimizer(model, config)
     objective = Objective(model, mesh, config)
-    loader = build_loader(config, tokenizer, mesh.dp_rank, mesh.dp_size)
+    loader = build_loader(config, tokenizer, mesh.rank, mesh.layout.world, **media)
     model.train()
 
     losses, norms, tokens = [], [], []
@@ -53,7 +56,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     for step in range(1, config.train.steps + 1):
         data = next_step(loader, objective)
         if step == 1:
-            activations, executed = first_pack_activations(objective, data.micro_batches[0])
+            activations, executed = first_pack_activations(objective, data.micro_batches)
             result = train_step(objective, optimizer, data, step)
             # Clipping is undone: a norm that is off would show in every gradient, and hide where it comes from.
             clipped = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6)) if config.train.grad_clip else 1.0
@@ -79,22 +82,26 @@ def whole_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def first_pack_activations(objective: Objective, batch: Batch) -> tuple[dict[str, torch.Tensor], list[str]]:
+def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tensor], list[str]]:
     """What every module gives for the run's first pack, put together from the ranks that share it; and their order."""
     mesh = objective.mesh
+    held = [0 in batch.packs for batch in batches]
+    number = int(max(range(len(held)), key=mesh.sum([float(here) for here in held]).__getitem__))
+    batch = batches[number]
     own: dict[str, torch.Tensor] = {}
     with _recording(objective.model, own), exact(objective.config.parallel.precision):
         objective.terms(batch)
     objective.end_step(update=False)
     layout = mesh.layout
     index = slice_tokens(batch.cu_seqlens.diff().tolist(), layout.ring, layout.ulysses)[mesh.sp_rank]
-    parts = mesh.gather((index, own) if mesh.dp_rank == 0 else None)
+    parts = mesh.gather((index, own, batch.tokens) if held[number] else None)
     parts = [part for part in parts if part is not None]
     whole: dict[str, torch.Tensor] = {}
     for name in own if parts else ():
-        rows = [(index, tensors[name]) for index, tensors in parts if len(index) and len(tensors[name]) == len(index)]
-        if sum(len(index) for index, _ in rows) == batch.tokens:
-            whole[name] = torch.empty(batch.tokens, rows[0][1].shape[1], dtype=rows[0][1].dtype)
+        tokens = parts[0][2]
+        rows = [(index, kept[name]) for index, kept, _ in parts if len(index) and len(kept[name]) == len(index)]
+        if sum(len(index) for index, _ in rows) == tokens:
+            whole[name] = torch.empty(tokens, rows[0][1].shape[1], dtype=rows[0][1].dtype)
             for index, tensor in rows:
                 whole[name][torch.as_tensor(index)] = tensor
     return whole, list(own)

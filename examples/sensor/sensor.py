@@ -1,0 +1,74 @@
+"""A modality of one's own, in and out: time series. Everything a user writes to train on it is in this file."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from omnizoo.modalities.base import Decoder, Encoder, Inputs, Sampling, Size
+from omnizoo.modalities.media import BadMedia, Media
+
+
+class Series:
+    """What reading and writing a series have in common: `patch` values are one place in the sequence."""
+
+    patch: int
+
+    def measure(self, media: Media) -> Size:
+        values = media.value
+        if not isinstance(values, list | np.ndarray) or len(values) == 0 or len(values) % self.patch:
+            raise BadMedia(f"a series is a list of numbers, as many as a multiple of {self.patch}")
+        rows = len(values) // self.patch
+        return Size(rows, cost=float(rows))
+
+    def prepare(self, media: Media) -> Inputs:
+        values = torch.as_tensor(np.asarray(media.value, np.float32))
+        if not values.isfinite().all():
+            raise BadMedia("a series with values that are not finite")
+        return {"values": values.view(-1, self.patch)}
+
+    def blank(self) -> Inputs:
+        return {"values": torch.zeros(1, self.patch)}
+
+
+class SeriesEncoder(Series, Encoder):
+    def __init__(self, width: int, patch: int = 8, hidden: int = 64) -> None:
+        super().__init__()
+        self.patch = patch
+        self.net = nn.Sequential(nn.Linear(patch, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        rows: torch.Tensor = self.net(torch.cat([item["values"] for item in items]))
+        return rows
+
+
+class SeriesDecoder(Series, Decoder):
+    """Predicts the next `patch` values at a time, `horizon` in all, as their mean (squared error)."""
+
+    def __init__(self, width: int, patch: int = 8, horizon: int = 16) -> None:
+        super().__init__()
+        self.patch, self.horizon = patch, horizon
+        self.enter, self.head = nn.Linear(patch, width), nn.Linear(width, patch)
+
+    def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
+        return torch.cat([item["values"] for item in items])
+
+    def embed(self, targets: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.enter(targets)
+        return rows
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.head(hidden), targets, reduction="none").mean(-1).sum()
+
+    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        return None if len(rows) * self.patch >= self.horizon else self.head(hidden)
+
+    def render(self, rows: torch.Tensor) -> Any:
+        return rows.flatten().float().cpu().numpy()
+
+    def save(self, item: Any, stem: str) -> str:
+        np.savetxt(f"{stem}.csv", item, fmt="%.6g")
+        return f"{stem}.csv"

@@ -1,0 +1,228 @@
+"""What the data of a run is to its model: samples token by token, lengths, the mix, the fill of packs, rows left out.
+
+Facts only; the command shows them. Rows are read, rendered and packed by the code that training reads them with.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.data.lanes import Counters
+from omnizoo.data.loader import Reader, flatten
+from omnizoo.data.media import Item
+from omnizoo.data.packing import Pack, Sample
+
+LOOK = 512  # samples to look at; fewer if there are fewer rows
+BINS = 12  # of the histogram of lengths
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that are shown together: as many as it takes for a character of text, or a run of an item's places."""
+
+    text: str
+    tokens: int
+    has_loss: bool  # learnt: text by cross entropy, places by their decoder
+    item: Item | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sample, and where its row is."""
+
+    sample: Sample
+    where: str
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sample.ids)
+
+    @property
+    def loss_tokens(self) -> int:
+        text = int(self.sample.targets[1:].sum())  # nothing stands before the first one to predict it from
+        return text + sum(item.size.rows for item in self.sample.items if item.is_target)
+
+
+@dataclass(frozen=True)
+class PortMix:
+    """What one encoder or decoder gets."""
+
+    port: str
+    samples: int
+    items: int
+    tokens: int
+    cost: float
+    costliest: Item
+    where: str  # the costliest one is
+
+
+@dataclass(frozen=True)
+class SourceMix:
+    path: str
+    rows: int  # that it has
+    samples: int  # of it, among those looked at
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    samples: list[Found]
+    fill: float  # of packs, as training reports it
+    packs: int
+    sources: list[SourceMix]
+    ports: list[PortMix]
+    shown: list[Found]  # decoded as well, so they are known to be good
+    longest: Found
+    rows: int  # read: those of the samples, those still waiting to be packed, those left out
+    bad_rows: list[str]  # with their reasons, each once
+    counters: Counters
+
+    @property
+    def lengths(self) -> list[int]:
+        return [found.tokens for found in self.samples]
+
+    @property
+    def text_only(self) -> int:
+        return sum(not found.sample.items for found in self.samples)
+
+
+def one_lane(config: Config) -> Config:
+    """For `inspect_data`: all rows come in one stream, so that a few hundred of them are of the whole data."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"lanes": 1})})
+
+
+def inspect_data(reader: Reader, show: int) -> Inspection:
+    """Of the first few hundred samples that a lane packs. A bad row is a UserError, or skipped, as in training."""
+    data, lane = reader.config.data, reader.lane(0)
+    wanted = min(LOOK, sum(map(len, reader.sources)))
+    packs: list[Pack] = []
+    while sum(len(pack.samples) for pack in packs) < wanted:
+        pack = lane.next_pack()
+        assert pack is not None, "a lane that is not read just once never ends"
+        packs.append(pack)
+    samples = [
+        Found(sample, reader.sources[sample.id.source].where(sample.id.row))
+        for pack in packs
+        for sample in pack.samples
+    ]
+    bad_rows = lane.take_bad_rows()
+    shown = decodable(varied(samples), reader, show, bad_rows)
+    return Inspection(
+        samples=samples,
+        fill=sum(pack.tokens for pack in packs) / (len(packs) * data.pack_tokens),
+        packs=len(packs),
+        sources=source_mix(samples, reader),
+        ports=port_mix(samples),
+        shown=shown,
+        longest=max(samples, key=lambda found: found.tokens),
+        rows=sum(cursor.drawn for cursor in lane.cursors),
+        bad_rows=list(dict.fromkeys(bad_rows)),
+        counters=lane.counters,
+    )
+
+
+def varied(samples: Sequence[Found]) -> list[Found]:
+    """Few that together have every source, encoder and decoder; then those with a new mix; then all others."""
+    mixes = [
+        frozenset([(found.sample.id.source, ""), *((-1, item.port) for item in found.sample.items)])
+        for found in samples
+    ]
+    order: list[int] = []
+    missing = set().union(*mixes)
+    while missing:
+        order.append(max(range(len(mixes)), key=lambda i: len(mixes[i] & missing)))
+        missing -= mixes[order[-1]]
+    order += (mixes.index(mix) for mix in dict.fromkeys(mixes))
+    return [samples[i] for i in dict.fromkeys([*order, *range(len(samples))])]
+
+
+def decodable(samples: Iterable[Found], reader: Reader, count: int, bad_rows: list[str]) -> list[Found]:
+    """The first `count` whose media can be decoded; what is wrong with others before them goes to `bad_rows`."""
+    good: list[Found] = []
+    for found in samples:
+        if len(good) == count:
+            break
+        _, bad = flatten(0, Pack((found.sample,)), reader)
+        if bad and reader.config.data.on_bad_row == "error":
+            raise UserError(f"{bad[0]} (data.on_bad_row: skip goes on without such rows)")
+        if not bad:
+            good.append(found)
+        bad_rows += bad
+    return good
+
+
+def source_mix(samples: Sequence[Found], reader: Reader) -> list[SourceMix]:
+    count = Counter(found.sample.id.source for found in samples)
+    tokens: Counter[int] = Counter()
+    for found in samples:
+        tokens[found.sample.id.source] += found.tokens
+    return [
+        SourceMix(spec.path, len(source), count[i], tokens[i])
+        for i, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True))
+    ]
+
+
+def port_mix(samples: Sequence[Found]) -> list[PortMix]:
+    by_port: dict[str, list[tuple[Item, Found]]] = {}
+    for found in samples:
+        for item in found.sample.items:
+            by_port.setdefault(item.port, []).append((item, found))
+    mix = []
+    for port, entries in sorted(by_port.items()):
+        items = [item for item, _ in entries]
+        costliest, found = max(entries, key=lambda entry: entry[0].size.cost)
+        users = len({id(found) for _, found in entries})
+        tokens, cost = sum(item.size.rows for item in items), sum(item.size.cost for item in items)
+        mix.append(PortMix(port, users, len(items), tokens, cost, costliest, found.where))
+    return mix
+
+
+def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first length, last length, samples) of each bin; bins widen with the length where lengths differ much."""
+    low, high = min(lengths), max(lengths)
+    spread = np.geomspace if high > 8 * low else np.linspace
+    edges = np.unique(np.rint(spread(low, high + 1, BINS + 1)).astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    return [(int(first), int(after) - 1, int(n)) for first, after, n in zip(edges[:-1], edges[1:], counts, strict=True)]
+
+
+def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[Piece]:
+    """The tokens of a sample as they are written, and what becomes of each."""
+    ids, has_loss = sample.ids.tolist(), sample.targets.copy()
+    has_loss[0] = False
+    runs = sorted(((*span, item) for item in sample.items for span in item.spans), key=lambda run: run[0])
+    at = 0
+    for first, rows, item in runs:
+        yield from text_pieces(ids[at:first], has_loss[at:first].tolist(), decode)
+        target = " target" if item.is_target else ""
+        yield Piece(f"[{item.media.modality} x {rows}{target}]", rows, item.is_target, item)
+        at = first + rows
+    yield from text_pieces(ids[at:], has_loss[at:].tolist(), decode)
+
+
+def text_pieces(ids: list[int], has_loss: list[bool], decode: Callable[[list[int]], str]) -> Iterator[Piece]:
+    """A token's text is what it adds to the text of the one before it: alone, some would lose their leading space."""
+    context = start = 0
+    for end in range(1, len(ids) + 1):
+        before, text = decode(ids[context:start]), decode(ids[context:end])
+        if text.endswith("\ufffd") and end - start < 4 and end < len(ids):
+            continue  # the bytes of a character may be several tokens
+        yield Piece(visible(text[len(before) :]), end - start, any(has_loss[start:end]))
+        context, start = start, end
+
+
+def shorten(shown: list[Piece], most: int) -> list[Piece]:
+    """The beginning and the end of what is longer than `most`."""
+    if len(shown) <= most:
+        return shown
+    left_out = sum(piece.tokens for piece in shown[most // 2 : -(most // 2)])
+    return [*shown[: most // 2], Piece(f" ... {left_out:,} tokens ... ", left_out, False), *shown[-(most // 2) :]]
+
+
+def visible(text: str) -> str:
+    """Control characters are written as escapes: they would command the terminal, or hide."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,199 @@
+"""The media of a row: from what its author wrote (parts, tags and columns, paths, bytes, numbers) to measured items.
+
+Which modalities there are is the model's to say. A modality's name is its content type, `<NAME>` its tag in a text and
+`NAMEs` the column that tags take items from.
+"""
+
+import base64
+import binascii
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
+
+from omnizoo.data.sources import BadRow, Row
+from omnizoo.modalities.base import Modality, Size
+from omnizoo.modalities.media import BadMedia, Media
+
+Find = Callable[[str], Path | bytes]  # the file, or the bytes, that a row calls by a name
+
+ENCODED, NAMED = ("bytes", "data", "base64"), ("url", "path")  # keys of an object that says where an item is
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+PATH_MAX = 4096  # characters; a longer string is no path
+
+
+@dataclass(frozen=True)
+class Item:
+    """A media item and its places in a sample."""
+
+    port: str  # which module makes its rows: `<modality>/encoder` or `<modality>/decoder`
+    media: Media
+    size: Size
+    spans: tuple[tuple[int, int], ...]  # (first token, rows) of each run of its places
+    is_target: bool  # the model learns to produce it
+
+
+class Notation:
+    """How media are written: content types and tags in rows, marks among the text that is tokenised."""
+
+    def __init__(self, modalities: Mapping[str, Modality]) -> None:
+        self.modalities = modalities
+        self.types = {type: name for name in modalities for type in (name, f"{name}_url", f"input_{name}")}
+        marks = {mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end) if mark}
+        self.mark = re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")  # (?!) never matches
+        self.tag = re.compile(f"<({'|'.join(map(re.escape, modalities)) or '(?!)'})>")
+
+
+class RowMedia:
+    """Writes the contents of one row as text to be tokenised, and collects the media in them, in order."""
+
+    def __init__(self, notation: Notation, row: Row, find: Find, key: tuple[int, ...]) -> None:
+        self.notation, self.find, self.key = notation, find, key
+        self.columns = {name: column for name in notation.modalities if (column := read_column(row, name)) is not None}
+        self.taken: Counter[str] = Counter()  # from each column; more than it has, if tags ask for more
+        self.items: list[Item] = []  # their spans are not known yet
+        self.texts: list[str] = []  # what was written for each: begin, text and placeholders, end
+
+    def write(self, content: Any, is_learnt: bool, what: str) -> str:
+        """A string, in which tags stand for items, or a list of parts. `what` names it in errors."""
+        if isinstance(content, str):
+            pieces = self.notation.tag.split(content)  # every other one is the name in a tag
+            return "".join(self._item(p, None, {}, is_learnt) if i % 2 else self.text(p) for i, p in enumerate(pieces))
+        if not isinstance(content, list):
+            raise BadRow(f"{what} is {type(content).__name__}, not a string or a list of parts")
+        return "".join(self._part(part, is_learnt, f"part {i} of {what}") for i, part in enumerate(content))
+
+    def text(self, text: str) -> str:
+        if mark := self.notation.mark.search(text):
+            raise BadRow(f"its text contains {mark[0]!r}, which would be taken for media")
+        return text
+
+    def _part(self, part: Any, is_learnt: bool, what: str) -> str:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise BadRow(f"{what} is not an object with a `type`")
+        kind = part["type"]
+        # columnar files give every part every key; what is None was not there
+        given = {key: value for key, value in part.items() if key != "type" and value is not None}
+        if kind == "text":
+            if not isinstance(given.get("text"), str):
+                raise BadRow(f"`text` of {what} is {type(given.get('text')).__name__}, not a string")
+            return self.text(given["text"])
+        name = self.notation.types.get(kind)
+        if name is None:
+            known = ["text", *self.notation.modalities]
+            close = get_close_matches(kind, ["text", *self.notation.types], 1)
+            raise BadRow(
+                f"{what} is of unknown type {kind!r}; known: {', '.join(known)}"
+                + (f" (did you mean {close[0]!r}?)" if close else "")
+            )
+        key = next((key for key in (kind, name, f"{name}_url") if key in given), None)
+        # without such a key, the part itself may say where the item is
+        value = given.pop(key) if key else {key: given.pop(key) for key in ENCODED + NAMED if key in given} or None
+        return self._item(name, value, given, is_learnt)
+
+    def _item(self, name: str, value: Any, options: dict[str, Any], is_learnt: bool) -> str:
+        """An item as text; without a value, it is the next one of its column."""
+        if value is None:
+            column, at = self.columns.get(name, []), self.taken[name]
+            self.taken[name] += 1
+            if at >= len(column):
+                return ""  # `check_counts` tells how many there are
+            value = column[at]
+        modality = self.notation.modalities[name]
+        is_target = is_learnt and modality.decoder is not None
+        module = modality.decoder if is_target or modality.encoder is None else modality.encoder
+        assert module is not None, f"modality {name} has neither encoder nor decoder"
+        label = f"{name} (item {len(self.items)})"
+        try:
+            value, found = read_value(value, self.find)
+            media = Media(name, value, found | options, seed_of(*self.key, len(self.items)))
+            label = media.name
+            size = module.measure(media)
+        except BadMedia as bad:
+            raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
+        runs = size.layout or (size.rows,)
+        assert sum(run for run in runs if isinstance(run, int)) == size.rows, f"{name}: {size}"
+        if not size.rows:
+            raise BadRow(f"{label} has no rows")
+        inner = "".join(run if isinstance(run, str) else modality.placeholder for run in runs)
+        role = "decoder" if module is modality.decoder else "encoder"
+        self.items.append(Item(f"{name}/{role}", media, size, (), is_target))
+        self.texts.append(modality.begin + inner + modality.end)
+        return self.texts[-1]
+
+    def check_counts(self) -> None:
+        """To be called when all is written."""
+        for name in self.notation.modalities:
+            places, given = self.taken[name], len(self.columns.get(name, ()))
+            if places != given:
+                hint = "" if given else f"; a <{name}> that is only text belongs into a part of type text"
+                raise BadRow(f"{places} places for media (<{name}>), but {given} items in `{name}s`{hint}")
+
+
+def read_column(row: Row, name: str) -> list[Any] | None:
+    """The items of a row by the name of their modality: a list under its plural, or one under its name itself."""
+    many, one = row.get(f"{name}s"), row.get(name)
+    if many is not None:
+        return many if isinstance(many, list) else [many]
+    if isinstance(one, list) and all(isinstance(value, str | bytes | Mapping) for value in one):
+        return one
+    return None if one is None else [one]
+
+
+def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, Any]]:
+    """A path, encoded bytes or plain values; and what else an object that says where they are has to say."""
+    options: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        value = {key: part for key, part in value.items() if part is not None}
+        # {"url": ...}, {"data": ..., "format": ...}, {"bytes": ..., "path": ...}; one with lists is the values itself
+        pointer = next((key for key in ENCODED + NAMED if isinstance(value.get(key), str | bytes)), None)
+        if pointer and all(isinstance(part, str | bytes | float | int) for part in value.values()):
+            options = {key: part for key, part in value.items() if key not in ENCODED + NAMED}
+            value = value[pointer]
+            if pointer in ENCODED and isinstance(value, str):
+                value = decode_base64(value)
+    if value is None or (isinstance(value, str | bytes | list | dict) and not value):
+        raise BadMedia("it is empty")
+    if isinstance(value, str):
+        value = read_string(value, find)
+    elif isinstance(value, list) and all(isinstance(part, str | bytes | Mapping) for part in value):
+        value = [read_value(part, find)[0] for part in value]
+    return value, options
+
+
+def read_string(value: str, find: Find) -> Path | bytes:
+    """A data URL, a file URL, a path, or bare base64."""
+    if value.startswith("data:"):
+        head, _, body = value.partition(",")
+        return decode_base64(body) if head.endswith(";base64") else unquote_to_bytes(body)
+    if value.startswith("file://"):
+        return find(unquote(value.removeprefix("file://").removeprefix("localhost")))
+    if ADDRESS.match(value):
+        raise BadMedia(f"{value[:256]} is on the network, which training does not read from; download it beforehand")
+    if len(value) > PATH_MAX:
+        return decode_base64(value)
+    try:
+        return find(value)
+    except BadMedia:
+        # base64 of a medium may well begin with a slash, and is never this short
+        if len(value) >= 64 and len(value) % 4 == 0 and BASE64.fullmatch(value):
+            return decode_base64(value)
+        raise
+
+
+def decode_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadMedia(f"{text[:32]}... is not valid base64: {error}") from None
+
+
+def seed_of(*key: int) -> int:
+    """A number that is the same everywhere, always, and unrelated to that of any other key."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,81 @@
+"""A conversation in, the model's answer out: rows are read as in training, and the answer has the shape of a row's
+content again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Model
+from omnizoo.data.render import HERE, Renderer
+from omnizoo.data.sources import BadRow, Folder
+from omnizoo.modalities.base import Modality, Sampling
+from omnizoo.modalities.media import BadMedia
+from omnizoo.models.build import load_tokenizer, read_model_config
+from omnizoo.models.generate import Piece, PromptItem, generate
+from omnizoo.models.hf_private import auto_class
+from omnizoo.models.omni import OmniModel, modalities_of
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A trained model, whole, on one device, with what it takes to talk to it."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    renderer: Renderer
+    modalities: Mapping[str, Modality]
+
+    def write(
+        self,
+        messages: list[dict[str, Any]] | str,
+        sampling: Sampling | None = None,
+        max_tokens: int = 256,
+        folder: Folder = HERE,
+    ) -> list[Piece]:
+        """The answer to `messages`; a string is one message of the user, or, without a chat template, a beginning.
+
+        Paths of media in them are relative to `folder`.
+        """
+        try:
+            prompt = self.renderer.prompt(messages, folder.find)
+            items = [
+                PromptItem(item.port, self._module(item.port).prepare(item.media), item.spans) for item in prompt.items
+            ]
+        except (BadRow, BadMedia) as reason:
+            raise UserError(f"the prompt cannot be used: {reason}") from None
+        ids, stop = prompt.ids.tolist(), self._end_of_turn()
+        return generate(self.model, self.tokenizer, self.modalities, ids, items, max_tokens, sampling, stop)
+
+    def text(self, pieces: Sequence[Piece]) -> str:
+        """What was written, items as their names in brackets."""
+        return "".join(
+            self.tokenizer.decode(piece.ids) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces
+        )
+
+    def _module(self, port: str) -> Any:
+        name, _, role = port.partition("/")
+        return getattr(self.modalities[name], role)
+
+    def _end_of_turn(self) -> list[int]:
+        """Tokens that end an answer: the model's own, and the one the chat template puts there."""
+        declared = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ends = declared if isinstance(declared, list) else [declared] if declared is not None else []
+        return [*ends, *self.renderer.end_of_turn()]
+
+
+def load_writer(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Writer:
+    """The model of a Hugging Face folder (as `omnizoo export` writes it), ready to write."""
+    spec = Model(path=str(folder))
+    config = read_model_config(spec)
+    builder = auto_class(config, trust_remote_code=False)
+    if builder is None:
+        raise UserError(f"{folder}: transformers has no model of type `{config.model_type}` that writes text")
+    model = builder.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device or torch.device("cpu"))
+    tokenizer = load_tokenizer(spec)
+    modalities = modalities_of(model) if isinstance(model, OmniModel) else {}
+    return Writer(model.eval(), tokenizer, Renderer(tokenizer, False, modalities), modalities)

@@ -1,0 +1,133 @@
+"""Sound in, through any whisper-type Hugging Face encoder: log-mel windows of the length it was made for.
+
+Such a tower takes nothing but whole windows. Sound of any length becomes as many as it fills, the last one padded with
+silence as in training, and only rows of real sound are kept: padding costs work in the tower, never places in the pack.
+"""
+
+import base64
+import html
+import io
+import math
+import wave
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.audio_utils import mel_filter_bank
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.base import Encoder, Inputs, Size
+from omnizoo.modalities.media import Media
+from omnizoo.modalities.projector import build_projector
+from omnizoo.modalities.reading import read_sound, sound_length
+from omnizoo.modalities.tower import Work, preprocessor_settings, tower_skeleton
+
+FRAMES_PER_POSITION = 2  # the stride of the convolutions ahead of a whisper-type encoder's layers
+TOP_FREQUENCY = 8000.0  # of the mel filters
+PREVIEW_SECONDS = 3
+
+
+class AudioEncoder(Encoder):
+    """Options: `max_seconds`, above which sound is refused (give `start` and `end` in the row to take a part); and
+    `sample_rate`, `hop_length` and `n_fft` of the spectrogram, which the folder's preprocessor config knows.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        config: PretrainedConfig | None = None,
+        folder: str | None = None,
+        projector: dict[str, Any] | None = None,
+        max_seconds: float = 300.0,
+        sample_rate: int | None = None,
+        hop_length: int | None = None,
+        n_fft: int | None = None,
+    ) -> None:
+        super().__init__()
+        skeleton = tower_skeleton(config, "audio")
+        settings = preprocessor_settings(folder, "feature_extractor")
+        self.sample_rate: int = sample_rate or settings.get("sampling_rate", 16000)
+        self.hop: int = hop_length or settings.get("hop_length", 160)
+        self.n_fft: int = n_fft or settings.get("n_fft", 400)
+        self.max_seconds = max_seconds
+        try:
+            self.bins: int = skeleton.config.num_mel_bins
+            self.frames: int = skeleton.config.max_source_positions * FRAMES_PER_POSITION
+            with torch.no_grad():
+                probe = torch.zeros(1, self.bins, self.frames, device="meta")
+                self.positions, features = skeleton(input_features=probe).last_hidden_state.shape[1:]
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"encoder.config: {type(skeleton).__name__} is no whisper-type encoder: it takes no log-mel windows of "
+                f"twice max_source_positions ({str(error).splitlines()[0]})"
+            ) from error
+        if self.frames * self.hop <= self.n_fft // 2 or self.n_fft < 2:
+            raise UserError(f"encoder.n_fft: {self.n_fft} samples do not fit a window of {self.frames * self.hop}")
+        self.filters = mel_filter_bank(
+            1 + self.n_fft // 2,
+            self.bins,
+            min_frequency=0.0,
+            max_frequency=min(TOP_FREQUENCY, self.sample_rate / 2),
+            sampling_rate=self.sample_rate,
+            norm="slaney",
+            mel_scale="slaney",
+        )
+        self.work = Work.of(skeleton)
+        self.tower: PreTrainedModel = type(skeleton)(skeleton.config)
+        self.projector = build_projector(projector, features, width, 1)
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        return self.tower
+
+    def measure(self, media: Media) -> Size:
+        kept = self._kept(sound_length(media, self.sample_rate, self.max_seconds))
+        return Size(sum(self.projector.rows((n,)) for n in kept), len(kept) * self.work.flops(self.positions))
+
+    def prepare(self, media: Media) -> Inputs:
+        sound = read_sound(media, self.sample_rate, self.max_seconds)
+        kept = self._kept(len(sound))
+        padded = np.pad(sound, (0, len(kept) * self.frames * self.hop - len(sound)))
+        return {
+            "input_features": self._log_mel(torch.from_numpy(padded).view(len(kept), -1)),
+            "kept": torch.tensor(kept),
+        }
+
+    def blank(self) -> Inputs:
+        return {"input_features": torch.zeros(1, self.bins, self.frames), "kept": torch.ones(1, dtype=torch.int64)}
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        heard = self.tower(input_features=torch.cat([item["input_features"] for item in items])).last_hidden_state
+        kept = torch.cat([item["kept"] for item in items]).tolist()
+        features = torch.cat([window[:n] for window, n in zip(heard, kept, strict=True)])
+        rows: torch.Tensor = self.projector(features, [(n,) for n in kept])
+        return rows
+
+    def preview(self, media: Media) -> str:
+        sound = read_sound(media, self.sample_rate, self.max_seconds)
+        data = io.BytesIO()
+        with wave.open(data, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(self.sample_rate)
+            start = sound[: PREVIEW_SECONDS * self.sample_rate]
+            file.writeframes((start.clip(-1, 1) * 32767).astype("<i2").tobytes())
+        source = base64.b64encode(data.getvalue()).decode()
+        title = html.escape(f"{media.name}, {len(sound) / self.sample_rate:.1f} s")
+        return f'<audio controls title="{title}" src="data:audio/wav;base64,{source}"></audio>'
+
+    def _kept(self, samples: int) -> list[int]:
+        """Positions of each window that hold sound."""
+        window = self.frames * self.hop
+        full, rest = divmod(samples, window)
+        last = [max(1, math.ceil(rest * self.positions / window))] if rest else []
+        return [self.positions] * full + last
+
+    def _log_mel(self, windows: torch.Tensor) -> torch.Tensor:
+        """`[n, samples]` -> `[n, bins, frames]`, eight decades down from a window's peak, as Whisper knows it."""
+        spectrum = torch.stft(windows, self.n_fft, self.hop, window=torch.hann_window(self.n_fft), return_complex=True)
+        mel = torch.from_numpy(self.filters).float().T @ spectrum[..., :-1].abs().square().contiguous()
+        log = mel.clamp(min=1e-10).log10()
+        return (log.maximum(log.amax((1, 2), keepdim=True) - 8) + 4) / 4

@@ -1,0 +1,156 @@
+"""What a modality is: an `Encoder` brings items in, a `Decoder` lets the model produce them. Both are plain modules.
+
+Every item becomes rows, one for each of its places in the sequence. Neither class ever sees a rank, a pack or the
+foundation: which items a call gets, and where their rows go, is decided elsewhere. `measure` and `prepare` run in
+loader workers, on a copy of the module that has no weights; the rest runs on the device, inside the model's forward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.modalities.media import Media
+
+Inputs = dict[str, torch.Tensor]  # a prepared item: what `encode` or `targets` needs of it
+
+
+@dataclass(frozen=True)
+class Size:
+    """What an item will take, known before it is decoded."""
+
+    rows: int  # places in the sequence
+    cost: float  # of `encode` or `targets`, in FLOPs or what is proportional to them: ranks share the work by it
+    targets: int | None = None  # decoders: what the loss is a mean over; None: its rows
+    layout: tuple[str | int, ...] = ()  # text between its places, e.g. ("<0.5 s>", 64, "<1.5 s>", 64); (): one run
+    shape: tuple[float, ...] = ()  # for models that place items on several axes: what they need to know for it
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token or row is drawn. Temperature 0 takes the most likely one."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[..., V]` -> `[...]`."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k:
+            smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
+            logits = logits.masked_fill(logits < smallest, -torch.inf)
+        if self.top_p < 1.0:
+            sorted_, order = logits.sort(descending=True)
+            probability = sorted_.softmax(-1)
+            beyond = probability.cumsum(-1) - probability > self.top_p  # the first one always stays
+            logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+        drawn = torch.multinomial(logits.softmax(-1).flatten(0, -2), 1, generator=self.generator)
+        return drawn.view(logits.shape[:-1])
+
+
+class Encoder(nn.Module):
+    """One modality in. Built as `Class(width, **options)`: the width is the foundation's, options are the config's."""
+
+    @property
+    def pretrained(self) -> PreTrainedModel | None:
+        """The part of it that published weights (`path` in the config) are for."""
+        return None
+
+    def measure(self, media: Media) -> Size:
+        """From the header only. Raises `BadMedia` for what cannot be used."""
+        raise NotImplementedError
+
+    def prepare(self, media: Media) -> Inputs:
+        """Decode and preprocess. Must not touch weights."""
+        raise NotImplementedError
+
+    def blank(self) -> Inputs:
+        """The smallest prepared item there is: encoded, and thrown away, where a rank has no item of its own."""
+        raise NotImplementedError
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        """`[rows of all items, width]`, in order. Float inputs come in the precision of the computation."""
+        raise NotImplementedError
+
+    def preview(self, media: Media) -> str:
+        """A bit of HTML that shows the item to a person (`omnizoo data inspect`)."""
+        return escape(media.name)
+
+
+class Decoder(nn.Module):
+    """One modality out, and in again: what it produced is fed back through `embed`."""
+
+    @property
+    def pretrained(self) -> PreTrainedModel | None:
+        """The part of it that published weights (`path` in the config) are for."""
+        return None
+
+    def measure(self, media: Media) -> Size:
+        raise NotImplementedError
+
+    def prepare(self, media: Media) -> Inputs:
+        raise NotImplementedError
+
+    def blank(self) -> Inputs:
+        raise NotImplementedError
+
+    def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
+        """`[rows of all items, K]`: what shall be predicted at each place, integers or floats. Carries no gradient."""
+        raise NotImplementedError
+
+    def embed(self, targets: torch.Tensor) -> torch.Tensor:
+        """`[N, K]` -> `[N, width]`: rows as the foundation sees them. N may be 0."""
+        raise NotImplementedError
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum of the losses of N rows: `hidden [N, width]` is the foundation's at the place before each. N may be 0."""
+        raise NotImplementedError
+
+    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        """The next row `[K]` after `rows [n, K]`, given the `hidden [width]` before it; None: the item ends."""
+        raise NotImplementedError
+
+    def render(self, rows: torch.Tensor) -> Any:
+        """The item that `rows [n, K]` stand for, as a person would want it: a PIL image, an array, a waveform."""
+        raise NotImplementedError
+
+    def generate(
+        self, hidden: torch.Tensor, advance: Callable[[torch.Tensor], torch.Tensor], sampling: Sampling
+    ) -> torch.Tensor:
+        """All rows of a new item. `advance` shows the foundation an embedding `[width]` and gives the next hidden."""
+        rows = self.targets([self.blank()])[:0]
+        while (row := self.sample(hidden, rows, sampling)) is not None:
+            rows = torch.cat([rows, row[None].to(rows.dtype)])
+            hidden = advance(self.embed(row[None].to(rows.dtype))[0])
+        return rows
+
+    def save(self, item: Any, stem: str) -> str:
+        """Write what `render` gave to `stem` plus a fitting suffix; returns the file's name."""
+        raise NotImplementedError
+
+    def preview(self, media: Media) -> str:
+        return escape(media.name)
+
+
+@dataclass(frozen=True)
+class Modality:
+    """A content type of rows: how an item is written among tokens, and which modules turn it into rows.
+
+    `begin`, `placeholder` and `end` are special tokens of the tokenizer; begin and end may be empty. The modules are
+    copies without weights: for `measure` and `prepare`.
+    """
+
+    name: str
+    encoder: Encoder | None
+    decoder: Decoder | None
+    begin: str
+    placeholder: str
+    end: str

@@ -1,0 +1,210 @@
+"""Sound as codes: a frozen neural codec makes several codebook indices per frame, predicted with the delay pattern.
+
+Codebook k is k rows late, so that within a row no code depends on another one of the same row:
+
+    row         0    1    2    3    4        K = 3 codebooks, T = 3 frames: T + K - 1 rows
+    codebook 0  a0   a1   a2  stop   .       stop: no more frames, learnt as a code of its own
+    codebook 1   .   b0   b1   b2    .       . : nothing to predict there
+    codebook 2   .    .   c0   c1   c2
+"""
+
+import base64
+import inspect
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
+from omnizoo.modalities.codes import code_loss
+from omnizoo.modalities.frozen import Frozen
+from omnizoo.modalities.media import Media
+from omnizoo.modalities.reading import optional, read_sound, sound_length
+
+
+class AudioCodec(Decoder):
+    """Any codec that transformers' `AutoModel` builds, mono. `codebooks`: how many of its codebooks, coarsest first.
+
+    `max_seconds` is the longest sound that is taken or made.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        config: PreTrainedConfig | None = None,
+        folder: str | None = None,
+        codebooks: int | None = None,
+        max_seconds: float = 30.0,
+    ) -> None:
+        super().__init__()
+        if config is None:
+            raise UserError("decoder: a codec needs `path` (a Hugging Face folder) or `config`")
+        self.codec = Codec(config)
+        self.codebooks = codebooks or self.codec.codebooks
+        if not 0 < self.codebooks <= self.codec.codebooks:
+            raise UserError(f"decoder.codebooks: {codebooks}: the codec has 1 to {self.codec.codebooks}")
+        self.sample_rate = self.codec.sample_rate
+        self.max_frames = math.ceil(max_seconds * self.sample_rate / self.codec.hop)
+        self.max_seconds = max_seconds
+        self.stop = self.codec.codes  # in codebook 0 only
+        self.none = self.codec.codes + 1
+        self.table = nn.Embedding(self.codebooks * (self.none + 1), width)
+        self.head = nn.Linear(width, self.codebooks * self.codec.codes + 1)  # first of all the stop code
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.table.weight, std=0.02)  # the scale of a language model's own embeddings
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        config: PreTrainedConfig = self.codec.model.config
+        return config
+
+    @property
+    def pretrained(self) -> PreTrainedModel | None:
+        model: PreTrainedModel = self.codec.model
+        return model
+
+    def measure(self, media: Media) -> Size:
+        frames = math.ceil(sound_length(media, self.sample_rate, self.max_seconds) / self.codec.hop)
+        rows = frames + max(self.codebooks - 1, 1)
+        return Size(rows, cost=2.0 * frames * self.codec.weights, targets=frames * self.codebooks + 1)
+
+    def prepare(self, media: Media) -> Inputs:
+        """Whole frames of integers: floats would be rounded to the precision of the run."""
+        wave = read_sound(media, self.sample_rate, self.max_seconds)
+        wave = np.pad(wave.clip(-1, 1), (0, -len(wave) % self.codec.hop))
+        return {"wave": torch.from_numpy((wave * 32767).round().astype(np.int16))}
+
+    def blank(self) -> Inputs:
+        return {"wave": torch.zeros(self.codec.hop, dtype=torch.int16)}
+
+    @torch.no_grad()
+    def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
+        codes = [self.codec.encode(item["wave"] / 32767)[: self.codebooks] for item in items]
+        return torch.cat([delay(c, self.stop, self.none) for c in codes])
+
+    def embed(self, targets: torch.Tensor) -> torch.Tensor:
+        first = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)
+        rows: torch.Tensor = self.table(targets + first).sum(1)
+        return rows
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        coarse, fine = self._logits(hidden)
+        loss = code_loss(coarse, targets[:, 0], ignore=self.none)
+        return loss + code_loss(fine.flatten(0, 1), targets[:, 1:].flatten(), ignore=self.none)
+
+    def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of codebook 0, whose last code is the stop, `[N, V + 1]`, and of the others `[N, K - 1, V]`."""
+        coarse, fine = self.head(hidden).split([self.stop + 1, (self.codebooks - 1) * self.stop], -1)
+        return coarse, fine.unflatten(-1, (self.codebooks - 1, self.stop))
+
+    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        row, frames = len(rows), _frames_before_stop(rows, self.stop)
+        if frames is not None and row == frames + max(self.codebooks - 1, 1):
+            return None
+        coarse, fine = self._logits(hidden[None])
+        if row == 0:  # a sound has a frame
+            coarse = coarse[:, : self.stop]
+        codes = torch.cat([sampling.draw(coarse), sampling.draw(fine[0])])
+        if frames is not None:
+            codes[0] = self.none
+        elif row == self.max_frames:
+            codes[0] = self.stop
+        frame = row - torch.arange(self.codebooks, device=codes.device)
+        late = (frame < 0) | (frame >= (row + 1 if frames is None else frames))
+        late[0] = False
+        return codes.masked_fill(late, self.none)
+
+    @torch.no_grad()
+    def render(self, rows: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The waveform, at `sample_rate`."""
+        return self.codec.decode(undelay(rows, self.stop)).float().cpu().numpy()
+
+    def save(self, item: np.ndarray[Any, np.dtype[np.float32]], stem: str) -> str:
+        optional("soundfile").write(f"{stem}.wav", item, self.sample_rate)
+        return f"{stem}.wav"
+
+    def preview(self, media: Media) -> str:
+        file = io.BytesIO()
+        wave = read_sound(media, self.sample_rate, self.max_seconds)
+        optional("soundfile").write(file, wave, self.sample_rate, format="FLAC")
+        encoded = base64.b64encode(file.getvalue()).decode()
+        return f'<audio controls src="data:audio/flac;base64,{encoded}"></audio>'
+
+
+def delay(codes: torch.Tensor, stop: int, none: int) -> torch.Tensor:
+    """Codes `[K, T]` -> rows `[T + max(K - 1, 1), K]`; one codebook alone still needs a row for its stop."""
+    books, frames = codes.shape
+    rows = codes.new_full((frames + max(books - 1, 1), books), none)
+    for k in range(books):
+        rows[k : k + frames, k] = codes[k]
+    rows[frames, 0] = stop
+    return rows
+
+
+def undelay(rows: torch.Tensor, stop: int) -> torch.Tensor:
+    """The inverse: rows `[n, K]` -> codes `[K, T]`."""
+    frames = _frames_before_stop(rows, stop)
+    assert frames is not None
+    return torch.stack([rows[k : k + frames, k] for k in range(rows.shape[1])])
+
+
+def _frames_before_stop(rows: torch.Tensor, stop: int) -> int | None:
+    stops = (rows[:, 0] == stop).nonzero()
+    return int(stops[0]) if len(stops) else None
+
+
+class Codec(Frozen):
+    """Waveforms of whole frames `[T * hop]` <-> codes `[codebooks, T]`, by a codec of transformers."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        count = next((name for name in ("num_quantizers", "n_codebooks") if hasattr(config, name)), None)
+        hop = next((name for name in ("hop_length", "frame_size") if hasattr(config, name)), None)
+        if not (count and hop and hasattr(config, "codebook_size")):
+            raise UserError(f"decoder.config: `{config.model_type}` is not a codec that makes codes of sound")
+        if getattr(config, "chunk_length_s", None) or getattr(config, "normalize", False):
+            raise UserError("decoder.config: a codec that normalises or chunks sound needs more than codes to decode")
+        if getattr(config, "audio_channels", 1) != 1:
+            raise UserError(f"decoder.config: audio_channels {config.audio_channels}: a mono codec was expected")
+        super().__init__(AutoModel.from_config(config))
+        self.codebooks, self.hop = int(getattr(config, count)), int(getattr(config, hop))
+        self.codes, self.sample_rate = config.codebook_size, config.sampling_rate
+        self.weights = sum(weight.numel() for weight in self.parameters())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Without pretrained weights, codebooks of zeros would give one code only, and transformers' rules (5.22.2)
+        leave weights under weight norm undrawn on meta."""
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in ("embed", "embed_sum"):
+                    nn.init.normal_(buffer)
+            if isinstance(module, ParametrizationList):
+                length, direction = module.get_parameter("original0"), module.get_parameter("original1")
+                nn.init.kaiming_normal_(direction)
+                with torch.no_grad():
+                    length.copy_(torch.norm_except_dim(direction, 2, 0))
+
+    def encode(self, wave: torch.Tensor) -> torch.Tensor:
+        rate = {}  # by default the codec with a choice of bit rates gives the fewest codebooks
+        if "bandwidth" in inspect.signature(self.model.encode).parameters:
+            rate["bandwidth"] = max(self.model.config.target_bandwidths)
+        codes: torch.Tensor = self.model.encode(wave.to(self.like)[None, None], **rate).audio_codes
+        codes = codes.view(-1, codes.shape[-1])
+        assert codes.shape[1] * self.hop == len(wave)
+        return codes
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """Fewer codebooks than the codec has give a coarser sound."""
+        scaled = "audio_scales" in inspect.signature(self.model.decode).parameters
+        out = self.model.decode(codes[None, None], [None]) if scaled else self.model.decode(audio_codes=codes[None])
+        wave: torch.Tensor = out.audio_values
+        return wave.flatten()

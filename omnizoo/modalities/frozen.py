@@ -1,0 +1,83 @@
+"""The frozen part of a decoder: a published tokeniser or autoencoder, built without weights and never trained.
+
+The framework fills Hugging Face models through `Decoder.pretrained`; diffusers' models read their own folder when
+weights are drawn. Each is given one item at a time: a batch could round a code to its neighbour, and then what an item
+is trained on would depend on which other items share its rank.
+"""
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from omnizoo.config.errors import UserError
+
+
+class Frozen(nn.Module):
+    """Holds `model` with no gradients and always in eval mode, whatever mode the decoder around it is in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """An empty tensor with the dtype and device of its weights."""
+        weight = next(self.model.parameters())
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
+
+
+class Diffusers(Frozen):
+    """A model of diffusers, from its `config` (as in config.json) or its folder; random weights without a folder."""
+
+    def __init__(self, config: Mapping[str, Any], folder: str | None) -> None:
+        model_class = getattr(diffusers_package(config["_class_name"]), config["_class_name"], None)
+        if model_class is None:
+            raise UserError(f"decoder: this diffusers has no `{config['_class_name']}`; see _class_name in config.json")
+        super().__init__(model_class.from_config(dict(config)))
+        self.folder = folder
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.folder is None or self.like.is_meta:
+            return
+        try:  # by diffusers' own loader, which knows older names of weights
+            stored, info = type(self.model).from_pretrained(
+                self.folder,
+                use_safetensors=True,
+                local_files_only=True,
+                low_cpu_mem_usage=False,
+                output_loading_info=True,
+            )
+        except OSError as error:
+            raise UserError(f"decoder.path: cannot load {self.folder}: {str(error).splitlines()[0]}") from error
+        if info["missing_keys"]:
+            raise UserError(f"decoder.path: {self.folder} lacks weights of its model: {info['missing_keys'][:3]}")
+        with torch.no_grad():
+            for mine, theirs in zip(self.model.state_dict().values(), stored.state_dict().values(), strict=True):
+                mine.copy_(theirs)
+
+
+def diffusers_package(wanted: str) -> Any:
+    try:
+        return import_module("diffusers")
+    except ImportError as error:
+        raise UserError(f"decoder: {wanted} needs diffusers: pip install diffusers ({error})") from error
+
+
+def read_settings(folder: str | None) -> dict[str, Any]:
+    """The config.json of a folder; empty if there is none."""
+    if folder is None or not (file := Path(folder) / "config.json").is_file():
+        return {}
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON: {error}") from error
+    return settings

@@ -1,0 +1,170 @@
+"""Between a tower's features and the foundation's rows: linear, MLP, pixel shuffle or a resampler.
+
+Features come as one run `[N, width_in]` of grids, one after another; a grid is `(height, width)` of a picture or
+`(length,)` of sound. A projector is called once for all of them, since it may be sharded, and mixes no two grids.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omnizoo.config.errors import UserError
+
+Grid = tuple[int, ...]
+
+
+class Projector(nn.Module):
+    """`linear`, and what the others have in common."""
+
+    def __init__(self, width_in: int, width_out: int, times: bool) -> None:
+        super().__init__()
+        self.time = TimeEmbedding(width_out) if times else None
+        self.map = self.build_map(width_in, width_out)
+
+    def build_map(self, width_in: int, width_out: int) -> nn.Module:
+        return nn.Linear(width_in, width_out)
+
+    def rows(self, grid: Grid) -> int:
+        """How many rows it makes of a grid."""
+        return math.prod(grid)
+
+    def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        projected: torch.Tensor = self.map(features)
+        return projected
+
+    def forward(
+        self, features: torch.Tensor, grids: Sequence[Grid], milliseconds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`milliseconds [len(grids)]`: when each grid was seen, for a projector built with `times`."""
+        projected = self.project(features, grids)
+        if self.time is None:
+            return projected
+        assert milliseconds is not None
+        counts = torch.tensor([self.rows(grid) for grid in grids], device=features.device)
+        timed: torch.Tensor = projected + self.time(milliseconds, projected.dtype).repeat_interleave(counts, 0)
+        return timed
+
+
+class MLP(Projector):
+    def build_map(self, width_in: int, width_out: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(width_in, width_out), nn.GELU(), nn.Linear(width_out, width_out))
+
+
+class PixelShuffle(Projector):
+    """`factor` x `factor` neighbours become the channels of one row (of sound, `factor` frames); then an MLP.
+
+    A grid that `factor` does not divide is filled up with zeros.
+    """
+
+    def __init__(self, width_in: int, width_out: int, times: bool, factor: int = 2, dimensions: int = 2) -> None:
+        self.factor, self.dimensions = factor, dimensions
+        super().__init__(width_in, width_out, times)
+
+    def build_map(self, width_in: int, width_out: int) -> nn.Module:
+        together = width_in * self.factor**self.dimensions
+        return nn.Sequential(
+            nn.LayerNorm(together), nn.Linear(together, width_out), nn.GELU(), nn.Linear(width_out, width_out)
+        )
+
+    def rows(self, grid: Grid) -> int:
+        return math.prod(-(-side // self.factor) for side in grid)
+
+    def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        parts = features.split([math.prod(grid) for grid in grids])
+        together = [self.gather(part, grid) for part, grid in zip(parts, grids, strict=True)]
+        projected: torch.Tensor = self.map(torch.cat(together))
+        return projected
+
+    def gather(self, features: torch.Tensor, grid: Grid) -> torch.Tensor:
+        assert len(grid) == self.dimensions
+        missing = [-side % self.factor for side in grid]
+        padded = F.pad(features.view(*grid, -1), [0, 0, *(n for side in reversed(missing) for n in (0, side))])
+        split = [n for side in padded.shape[:-1] for n in (side // self.factor, self.factor)]
+        blocks = padded.view(*split, -1)
+        outer, inner = range(0, 2 * len(grid), 2), range(1, 2 * len(grid), 2)
+        return blocks.permute(*outer, *inner, 2 * len(grid)).reshape(self.rows(grid), -1)
+
+
+class Resampler(Projector):
+    """A fixed number of learned queries look at each grid, whatever its size."""
+
+    def __init__(self, width_in: int, width_out: int, times: bool, rows: int = 64, heads: int = 8) -> None:
+        if width_out % heads:
+            raise UserError(f"projector.heads: {heads} heads do not divide the foundation's width {width_out}")
+        super().__init__(width_in, width_out, times)
+        self.count, self.heads = rows, heads
+        self.queries = nn.Parameter(torch.empty(rows, width_out))
+        self.ask = nn.Sequential(nn.LayerNorm(width_out), nn.Linear(width_out, width_out))
+        self.answer = nn.Linear(width_out, width_out)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width_out), nn.Linear(width_out, 4 * width_out), nn.GELU(), nn.Linear(4 * width_out, width_out)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.queries, std=0.02)
+
+    def build_map(self, width_in: int, width_out: int) -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(width_in), nn.Linear(width_in, 2 * width_out))
+
+    def rows(self, grid: Grid) -> int:
+        return self.count
+
+    def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        def by_head(x: torch.Tensor) -> torch.Tensor:
+            return x.view(len(x), self.heads, -1).transpose(0, 1)
+
+        ask, seen = by_head(self.ask(self.queries)), []
+        for part in self.map(features).split([math.prod(grid) for grid in grids]):  # lengths differ: a call for each
+            key, value = part.chunk(2, -1)
+            seen.append(F.scaled_dot_product_attention(ask, by_head(key), by_head(value)).transpose(0, 1).flatten(1))
+        rows = self.queries.repeat(len(grids), 1) + self.answer(torch.cat(seen))
+        out: torch.Tensor = rows + self.mlp(rows)
+        return out
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoids of the time, with periods from 0.2 s to about 5 hours, mapped to the width."""
+
+    FREQUENCIES = 32
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(2 * self.FREQUENCIES, width)
+
+    def forward(self, milliseconds: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        exponents = torch.linspace(0, 5, self.FREQUENCIES, device=milliseconds.device, dtype=torch.float64)
+        angles = 2 * math.pi * (milliseconds[:, None].double() / 200) * 10**-exponents
+        embedded: torch.Tensor = self.map(torch.cat([angles.sin(), angles.cos()], -1).to(dtype))
+        return embedded
+
+
+KINDS: dict[str, type[Projector]] = {
+    "linear": Projector,
+    "mlp": MLP,
+    "pixel_shuffle": PixelShuffle,
+    "resampler": Resampler,
+}
+
+
+def build_projector(
+    spec: dict[str, Any] | None, width_in: int, width_out: int, dimensions: int, times: bool = False
+) -> Projector:
+    """`spec`: `kind` (default: mlp) and its options. Grids will have `dimensions`; `times` adds a time embedding."""
+    options = dict(spec or {})
+    kind = options.pop("kind", "mlp")
+    if kind not in KINDS:
+        raise UserError(f"projector.kind: {kind!r} is none of {', '.join(KINDS)}")
+    takes = {"pixel_shuffle": {"factor"}, "resampler": {"rows", "heads"}}.get(kind, set())
+    for name, value in options.items():
+        if name not in takes:
+            raise UserError(f"projector.{name}: {kind} takes {', '.join(sorted(takes)) or 'no options'}")
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"projector.{name}: {value!r} is not a positive integer")
+    if kind == "pixel_shuffle":
+        options["dimensions"] = dimensions
+    return KINDS[kind](width_in, width_out, times, **options)

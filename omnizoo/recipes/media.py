@@ -1,0 +1,273 @@
+"""How media enter the published Qwen3 omni models: their own towers as encoders, their own merge of rows into the text.
+
+An encoder here has no weights: it calls the model it was made for. Rows of deepstack models carry all their levels side
+by side, so that they travel once; `enter_visual` takes them apart again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.base import Encoder, Inputs, Modality, Size
+from omnizoo.modalities.image import thumbnail
+from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.reading import (
+    picture_size,
+    read_frames,
+    read_picture,
+    read_sound,
+    sample_times,
+    sound_length,
+    video_size,
+)
+from omnizoo.models.media import Rows
+
+BEGIN, END = "<|vision_start|>", "<|vision_end|>"
+IMAGES = {
+    "size": {"shortest_edge": 64 * 32**2, "longest_edge": 16384 * 32**2},  # pixels
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
+# For `omnizoo verify`: two levels of deepstack and a layer more (what is added after the last one, nobody attends to);
+# M-RoPE shares 8 frequencies as the published share 64.
+SHRINK = {
+    "text_config": {"num_hidden_layers": 3, "rope_parameters": {"mrope_section": [4, 2, 2]}},
+    "vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+}
+
+
+class Tower(Encoder):
+    """A part of a published model, as an encoder."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        super().__init__()
+        self._model = (model,)  # in a tuple, where torch does not look: the model must not become its own part's child
+        self.weights = sum(weight.numel() for weight in model.get_submodule(name).parameters())
+
+    @property
+    def model(self) -> Any:
+        return self._model[0]
+
+
+class ImageTower(Tower):
+    """Images of `min_pixels` to `max_pixels`; by default what the folder's preprocessor says."""
+
+    def __init__(
+        self, model: PreTrainedModel, folder: str | None, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> None:
+        super().__init__(model, "model.visual")
+        self.vision = vision = model.config.vision_config
+        self.factor: int = vision.patch_size * vision.spatial_merge_size  # pixels along the edge of one row's square
+        self.processor = preprocessor(
+            Qwen2VLImageProcessorPil,
+            folder,
+            IMAGES,
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
+            temporal_patch_size=vision.temporal_patch_size,
+        )
+        most = max_pixels or self.processor.size.longest_edge
+        least = min_pixels or min(self.processor.size.shortest_edge, most)
+        if least > most:
+            raise UserError(f"model.modalities: min_pixels {least} is above max_pixels {most} of {type(self).__name__}")
+        self.pixels = (least, most)
+
+    def measure(self, media: Media) -> Size:
+        return self.size_of(1, *self.resized(1, *picture_size(media), media))
+
+    def resized(self, frames: int, height: int, width: int, media: Media) -> tuple[int, int]:
+        """Height and width as the tower sees them."""
+        if max(height, width) > 200 * min(height, width):
+            raise BadMedia(f"{media.name} is {width} x {height} pixels: one edge is more than 200 times the other")
+        return self.fit(frames, height, width)
+
+    def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        fitted: tuple[int, int] = smart_resize(height, width, self.factor, *self.pixels)
+        return fitted
+
+    def size_of(self, steps: int, height: int, width: int) -> Size:
+        grid = (steps, height // self.vision.patch_size, width // self.vision.patch_size)
+        patches = grid[0] * grid[1] * grid[2]
+        pairs = patches * grid[1] * grid[2]  # the patches of a frame see each other
+        cost = 2 * patches * self.weights + 4 * pairs * self.vision.hidden_size * self.vision.depth
+        return Size(patches // self.vision.spatial_merge_size**2, cost, shape=grid)
+
+    def prepare(self, media: Media) -> Inputs:
+        limits = dict(zip(("shortest_edge", "longest_edge"), self.pixels, strict=True))
+        out = self.processor(images=read_picture(media), size=limits, return_tensors="pt")
+        return {"pixels": out["pixel_values"], "grid": out["image_grid_thw"][0]}
+
+    def blank(self) -> Inputs:
+        merge = self.vision.spatial_merge_size
+        values = self.vision.in_channels * self.vision.temporal_patch_size * self.vision.patch_size**2
+        return {"pixels": torch.zeros(merge**2, values), "grid": torch.tensor([1, merge, merge])}
+
+    def preview(self, media: Media) -> str:
+        return thumbnail(read_picture(media), media.name)
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        pixels, grids = torch.cat([item["pixels"] for item in items]), torch.stack([item["grid"] for item in items])
+        out = self.model.get_image_features(pixels, grids, return_dict=True)
+        return torch.cat([torch.cat(level) for level in (out.pooler_output, *out.deepstack_features)], 1)
+
+
+class VideoTower(ImageTower):
+    """Clips as `fps` frames a second, `min_frames` to `max_frames` of them; a few frames together become a step."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: str | None,
+        min_pixels: int | None = None,
+        max_pixels: int = 768 * 32**2,
+        fps: float = 2.0,
+        min_frames: int = 4,
+        max_frames: int = 768,
+        max_seconds: float = 3600.0,
+    ) -> None:
+        super().__init__(model, folder, min_pixels or min(128 * 32**2, max_pixels), max_pixels)
+        self.fps, self.min_frames, self.max_frames, self.max_seconds = fps, min_frames, max_frames, max_seconds
+        self.together: int = self.vision.temporal_patch_size
+
+    def sample(self, media: Media) -> tuple[list[float], tuple[int, int]]:
+        """When frames are taken, and their height and width as the tower sees them."""
+        seconds, height, width = video_size(media, self.fps, self.max_seconds)
+        times = sample_times(seconds, max(self.fps, self.min_frames / seconds), self.max_frames)
+        return times, self.resized(len(times), height, width, media)
+
+    def steps(self, times: list[float]) -> npt.NDArray[np.float64]:
+        """`[steps, together]`: the last frame again and again, until steps are whole."""
+        return np.pad(times, (0, -len(times) % self.together), mode="edge").reshape(-1, self.together)
+
+    def measure(self, media: Media) -> Size:
+        times, size = self.sample(media)
+        steps = self.steps(times)
+        measured = self.size_of(len(steps), *size)
+        layout = self.layout(steps[:, [0, -1]].mean(1), measured.rows // len(steps))
+        return replace(measured, layout=layout, shape=(*measured.shape, self.together / self.fps))
+
+    def layout(self, seconds: npt.NDArray[np.float64], rows: int) -> tuple[str | int, ...]:
+        """Of a clip with a step of `rows` at each of `seconds`: one run."""
+        return ()
+
+    def prepare(self, media: Media) -> Inputs:
+        times, (height, width) = self.sample(media)
+        steps = self.steps(times)
+        frames = read_frames(media, steps.flatten().tolist(), self.fps)
+        resized = [frame.resize((width, height), self.processor.resample) for frame in frames]
+        out = self.processor(images=resized, do_resize=False, return_tensors="pt")
+        # The processor makes a step of every frame by itself: what is wanted of a step's t-th frame is its t-th part.
+        values = (self.vision.in_channels, self.together, self.vision.patch_size**2)
+        parts = out["pixel_values"].view(*steps.shape, -1, *values).diagonal(dim1=1, dim2=4)
+        grid = torch.tensor([len(steps), *out["image_grid_thw"][0, 1:].tolist()])
+        return {"pixels": parts.movedim(-1, 3).flatten(2).flatten(0, 1), "grid": grid}
+
+    def preview(self, media: Media) -> str:
+        times = self.sample(media)[0]
+        few = times[:: -(-len(times) // 8)]
+        frames = read_frames(media, few, self.fps)
+        return "".join(thumbnail(frame, f"{time:.1f} s", 96) for frame, time in zip(frames, few, strict=True))
+
+
+class AudioTower(Tower):
+    """Sound as mel frames, in chunks of a second that become 13 rows each."""
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 300.0) -> None:
+        super().__init__(model, "model.audio_tower")
+        audio = model.config.audio_config
+        self.chunk: int = 2 * audio.n_window
+        self.extractor = preprocessor(WhisperFeatureExtractor, folder, {}, feature_size=audio.num_mel_bins)
+        self.rate: int = self.extractor.sampling_rate
+        self.max_seconds = max_seconds
+
+    def rows_of(self, frames: torch.Tensor) -> torch.Tensor:
+        """Three convolutions of stride 2 see each chunk by itself."""
+        return frames // self.chunk * -(-self.chunk // 8) - (-(frames % self.chunk) // 8)
+
+    def measure(self, media: Media) -> Size:
+        samples = sound_length(media, self.rate, self.max_seconds)
+        if samples < self.extractor.n_fft:
+            raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
+        frames = samples // self.extractor.hop_length
+        rows = int(self.rows_of(torch.tensor(frames)))
+        return Size(rows, cost=2 * rows * self.weights, shape=(frames,))
+
+    def prepare(self, media: Media) -> Inputs:
+        sound = read_sound(media, self.rate, self.max_seconds)
+        out = self.extractor(sound, sampling_rate=self.rate, padding=True, truncation=False, return_tensors="pt")
+        return {"mels": out["input_features"][0].T}  # [frames, bins]
+
+    def blank(self) -> Inputs:
+        return {"mels": torch.zeros(1, self.extractor.feature_size)}
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        """The tower pads chunks to the longest of a call, and what it makes of a short one depends on that: so all are
+        padded to whole ones here, and an item gives the same rows in any company."""
+        sounds = [item["mels"] for item in items]
+        chunks = [chunk for sound in sounds for chunk in sound.split(self.chunk)]
+        padded = torch.stack([pad(chunk, (0, 0, 0, self.chunk - len(chunk))) for chunk in chunks])
+        lengths = torch.tensor([len(chunk) for chunk in chunks])
+        is_kept = torch.arange(-(-self.chunk // 8)) < self.rows_of(lengths)[:, None]
+        out = self.model.model.audio_tower(
+            feature_lens=torch.tensor([len(sound) for sound in sounds], device=padded.device),
+            padded_feature=padded.transpose(1, 2),
+            chunk_lengths=lengths.to(padded.device),
+            valid_indices=is_kept.flatten().nonzero()[:, 0].to(padded.device),
+            return_dict=True,
+        )
+        rows: torch.Tensor = out.last_hidden_state
+        return rows
+
+
+def build_modalities(
+    kinds: Mapping[str, tuple[Callable[..., Tower], str, str, str]],
+    model: PreTrainedModel,
+    folder: str | None,
+    options: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Modality]:
+    """`kinds`: by modality its tower and its marks (begin, placeholder, end)."""
+    built = {}
+    for name, (tower, begin, placeholder, end) in kinds.items():
+        given = options.get(name, {})
+        try:
+            signature(tower).bind(model, folder, **given)
+        except TypeError as error:
+            raise UserError(f"model.modalities.{name}.encoder.options: {error}") from error
+        built[name] = Modality(name, tower(model, folder, **given), None, begin, placeholder, end)
+    return built
+
+
+def shapes_of(items: Sequence[Any], modality: str) -> torch.Tensor | None:
+    """`[n, ...]`, of a sample's items of one modality; None: it has none."""
+    shapes = [item.size.shape for item in items if item.port == f"{modality}/encoder"]
+    return torch.tensor(shapes) if shapes else None
+
+
+def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[str, Rows]) -> dict[str, Any]:
+    """Hand rows to the model as what its own towers gave: always both kinds, so that every rank builds one graph."""
+    width = model.config.get_text_config().hidden_size
+
+    def output(arrived: Rows) -> SimpleNamespace:
+        first, *deeper = arrived.rows[arrived.index.argsort()].split(width, 1)
+        return SimpleNamespace(pooler_output=[first], deepstack_features=[[level] for level in deeper])
+
+    return inputs | {"mm_encoder_outputs": {name: output(rows[f"{name}/encoder"]) for name in ("image", "video")}}
+
+
+def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **own: int) -> Any:
+    """As the folder says, else as published; `own` are sizes that the model itself decides."""
+    files = ("preprocessor_config.json", "processor_config.json")
+    if folder is not None and any((Path(folder) / file).is_file() for file in files):
+        return kind.from_pretrained(folder, **own)
+    return kind(**published, **own)

@@ -1,0 +1,83 @@
+"""How the parts of a model are treated: frozen or trained, how fast, in which precision, recomputed or not."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Model, Part, Projector
+from omnizoo.modalities.base import Encoder
+from omnizoo.models.omni import OmniModel
+from omnizoo.ops.precision import compute_in
+from omnizoo.recipes.base import recipe_for
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    freeze: bool = False
+    lr: float | None = None  # peak; None: the run's
+    dtype: torch.dtype | None = None
+    recompute: str | None = None  # None: as the run does
+
+
+class Treatments:
+    """By parameter or module name; the most deeply nested part that has one decides."""
+
+    def __init__(self, model: nn.Module, spec: Model) -> None:
+        self.by_prefix: dict[str, Treatment] = {"": Treatment()}
+        recipe, composed = recipe_for(model), isinstance(model, OmniModel)
+        if spec.foundation is not None:
+            self._add("foundation", spec.foundation, "model.foundation")
+        for name, modality in spec.modalities.items():
+            tower = f"encoders.{name}" if composed else recipe.towers.get(name)
+            projectors = (f"encoders.{name}.projector",) if composed else recipe.projectors.get(name, ())
+            if tower and modality.encoder:
+                self._add(tower, modality.encoder, f"model.modalities.{name}.encoder")
+            for projector in projectors if modality.projector or modality.encoder else ():
+                self._add(projector, modality.projector or Projector(), f"model.modalities.{name}.projector")
+            if modality.decoder:
+                self._add(f"decoders.{name}", modality.decoder, f"model.modalities.{name}.decoder")
+
+    def _add(self, prefix: str, part: Part | Projector, key: str) -> None:
+        if isinstance(part, Part) and part.dtype == "bf16" and not part.freeze:
+            raise UserError(f"{key}.dtype: bf16 weights cannot be trained; set {key}.freeze: true, or leave dtype out")
+        wanted = Treatment(part.freeze, part.lr)
+        if isinstance(part, Part):
+            wanted = replace(wanted, dtype=DTYPES[part.dtype] if part.dtype else None, recompute=part.recompute)
+        known = self.by_prefix.setdefault(prefix, wanted)
+        if known != wanted:
+            raise UserError(
+                f"{key} is treated otherwise than another modality that goes through the same module ({prefix}): give "
+                "both the same freeze, lr, dtype and recompute"
+            )
+
+    def keep_precision(self, model: nn.Module) -> None:
+        """Let parts whose weights have a precision of their own compute in it, and nobody around them notice."""
+        for prefix, treatment in self.by_prefix.items():
+            if treatment.dtype is None:
+                continue
+            part: Any = model.get_submodule(prefix)
+            tower = part.pretrained if isinstance(part, Encoder) else part
+            is_encoder = prefix.startswith("encoders.") or prefix in recipe_for(model).towers.values()
+            if tower is None or not is_encoder:
+                raise UserError(f"{prefix}: dtype is for encoders around a Hugging Face model; leave it out here")
+            compute_in(tower, treatment.dtype)
+
+    def of(self, name: str) -> Treatment:
+        while name not in self.by_prefix:
+            name = name.rpartition(".")[0]
+        return self.by_prefix[name]
+
+    def apply(self, model: nn.Module) -> None:
+        """Freeze, and set the precision of weights: before the model is sharded."""
+        for name, parameter in model.named_parameters():
+            treatment = self.of(name)
+            parameter.requires_grad_(not treatment.freeze and parameter.requires_grad)
+            if treatment.dtype is not None:
+                parameter.data = parameter.data.to(treatment.dtype)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError("model: every part is frozen, so there is nothing to train; set one `freeze` to false")

@@ -1,0 +1,72 @@
+"""The thinker of Qwen3-Omni: images, sound and clips; positions are in real time (fractions, too); deepstack."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from omnizoo.models.media import Rows
+from omnizoo.recipes.base import Ids, Recipe
+from omnizoo.recipes.media import (
+    BEGIN,
+    END,
+    SHRINK,
+    AudioTower,
+    ImageTower,
+    VideoTower,
+    build_modalities,
+    enter_visual,
+    shapes_of,
+)
+
+
+def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Any]) -> npt.NDArray[np.float32]:
+    """`[4, L]`: in the text, by which samples are told apart; then time, height and width."""
+    tokens = torch.from_numpy(ids).long()[None]
+    sounds, clips = shapes_of(items, "audio"), shapes_of(items, "video")
+    family: Any = model
+    axes, _ = family.get_rope_index(
+        tokens,
+        image_grid_thw=shapes_of(items, "image"),
+        video_grid_thw=None if clips is None else clips[:, :3].long(),
+        attention_mask=torch.ones_like(tokens),
+        audio_seqlens=None if sounds is None else sounds[:, 0],
+        second_per_grids=None if clips is None else clips[:, 3],
+    )
+    rows: npt.NDArray[np.float32] = torch.cat([torch.arange(len(ids))[None], axes[:, 0]]).float().numpy()
+    return rows
+
+
+def enter(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[str, Rows]) -> dict[str, Any]:
+    """There is no way in for sound that is encoded already, other than among the embeddings."""
+    sound = rows["audio/encoder"]
+    embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    first = torch.zeros_like(sound.index)
+    embeddings = embeddings.index_put((first, sound.index), sound.rows.to(embeddings.dtype))
+    return enter_visual(model, inputs, rows) | {"inputs_embeds": embeddings}
+
+
+MODALITIES = {
+    "image": (ImageTower, BEGIN, "<|image_pad|>", END),
+    "audio": (AudioTower, "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+    "video": (VideoTower, BEGIN, "<|video_pad|>", END),
+}
+MERGERS = ("model.visual.merger", "model.visual.merger_list")
+RECIPE = Recipe(
+    about="Qwen3-Omni 30B-A3B (thinker)",
+    blocks=(
+        "Qwen3OmniMoeThinkerTextDecoderLayer",
+        "Qwen3OmniMoeVisionBlock",
+        "Qwen3OmniMoeAudioEncoderLayer",
+    ),  # the model itself calls whole towers indivisible
+    shrink=SHRINK | {"audio_config": {"downsample_hidden_size": 8}},
+    modalities=partial(build_modalities, MODALITIES),
+    positions=positions,
+    enter=enter,
+    towers={"image": "model.visual", "audio": "model.audio_tower", "video": "model.visual"},
+    projectors={"image": MERGERS, "audio": ("model.audio_tower.proj1", "model.audio_tower.proj2"), "video": MERGERS},
+)

@@ -1,0 +1,90 @@
+"""What a model reads besides text: the modalities of a composed model, or those of a published one by its recipe."""
+
+from copy import deepcopy
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Model
+from omnizoo.models.build import tokenizer_folder
+from omnizoo.models.media import MediaBatch
+from omnizoo.models.omni import OmniModel, modalities_of
+from omnizoo.recipes.base import recipe_for
+
+
+def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
+    """`modalities` and `positions`, as the loader takes them: copies without weights of what `model` has (on meta)."""
+    if isinstance(model, OmniModel):
+        return {"modalities": modalities_of(deepcopy(model))}
+    recipe = recipe_for(model)
+    given = set(spec.modalities)
+    if recipe.modalities is None:
+        if given:
+            raise UserError(
+                f"model.modalities: {type(model).__name__} reads text only; compose it: move its path or config to "
+                "model.foundation"
+            )
+        return {}
+    assert isinstance(model, PreTrainedModel)
+    options = {name: m.encoder.options for name, m in spec.modalities.items() if m.encoder}
+    skeleton = deepcopy(model)
+    modalities = recipe.modalities(skeleton, tokenizer_folder(spec), options)
+    if unknown := given - set(modalities):
+        raise UserError(
+            f"model.modalities: {type(model).__name__} has no {min(unknown)!r}, but {', '.join(modalities)}"
+        )
+    positions = partial(recipe.positions, skeleton) if recipe.positions else None
+    return {"modalities": modalities, "positions": positions}
+
+
+def media_ports(model: nn.Module) -> list[str]:
+    """The modules of a model that make rows of media, in the order in which it runs them."""
+    if isinstance(model, OmniModel):
+        return [f"{name}/encoder" for name in model.encoders] + [f"{name}/decoder" for name in model.decoders]
+    return [f"{name}/encoder" for name in recipe_for(model).towers]
+
+
+def keep_logits(model: nn.Module) -> None:
+    """Let a model whose forward makes logits of all tokens make those of `logits_to_keep` only."""
+    if not isinstance(model, PreTrainedModel) or "logits_to_keep" in signature(type(model).forward).parameters:
+        return
+    kept: list[Any] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kept[:] = [kwargs.pop("logits_to_keep")] if "logits_to_keep" in kwargs else []
+        return args, kwargs
+
+    def select(module: nn.Module, args: Any) -> Any:
+        return (args[0][:, kept.pop()], *args[1:]) if kept else None
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.get_output_embeddings().register_forward_pre_hook(select)
+
+
+def attach_media(model: nn.Module, spec: Model) -> None:
+    """Let a published model take `media`: a hook encodes them, and hands their rows over as the family wants them."""
+    recipe = recipe_for(model)
+    if recipe.modalities is None:
+        return
+    assert isinstance(model, PreTrainedModel)
+    assert recipe.enter is not None
+    enter = recipe.enter
+    options = {name: m.encoder.options for name, m in spec.modalities.items() if m.encoder}
+    encoders = {
+        f"{name}/encoder": modality.encoder
+        for name, modality in recipe.modalities(model, tokenizer_folder(spec), options).items()
+        if modality.encoder is not None
+    }
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        media: MediaBatch | None = kwargs.pop("media", None)
+        if media is not None:
+            rows = media.deliver({port: media.encode(port, encoder) for port, encoder in encoders.items()})
+            kwargs = enter(model, kwargs, rows)
+        return args, kwargs
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)

@@ -1,0 +1,236 @@
+"""Rows made on some ranks, needed on others: every row arrives once, at its token, and its gradient comes back; planned
+purely for any layout, then sent between real processes and compared with a plain scatter in one."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import run_on_ranks
+
+from omnizoo.parallel.collectives import CollectiveCounter
+from omnizoo.parallel.exchange import exchange_payloads, gather_json
+from omnizoo.parallel.layout import Layout, layouts_of
+from omnizoo.parallel.process import Process, process_group
+from omnizoo.parallel.route import RoutedItem, Share, deliver, plan_routes
+from omnizoo.parallel.sequence import slice_tokens
+
+WIDTHS = {"a": 5, "b": 3, "c": 1}
+
+
+def random_shares(layout: Layout, random: np.random.Generator, density: float) -> list[Share]:
+    """Samples with items anywhere but at their first token; an item may have several spans."""
+    shares = []
+    for _ in range(layout.dp):
+        lengths = [int(n) for n in random.integers(1, 30, random.integers(1, 5))]
+        items = []
+        for start, length in zip(accumulate([0, *lengths]), lengths, strict=False):
+            position, spans = 1, []
+            while position < length and random.random() < density:
+                rows = int(random.integers(1, length - position + 1))
+                spans.append((start + position, rows))
+                position += rows + int(random.integers(0, 3))
+                if random.random() < 0.6:
+                    items.append(
+                        RoutedItem(str(random.choice(list(WIDTHS))), spans, int(random.integers(layout.world)))
+                    )
+                    spans = []
+        shares.append(Share(lengths, items))
+    return shares
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One port's rows over all ranks, in the order of shares and items: what a single process would have."""
+
+    dp: np.ndarray
+    token: np.ndarray
+    owner: np.ndarray
+
+
+def rows_of(shares: list[Share], port: str) -> Rows:
+    found = [
+        (dp, first + i, item.owner)
+        for dp, share in enumerate(shares)
+        for item in share.items
+        if item.port == port
+        for first, rows in item.spans
+        for i in range(rows)
+    ]
+    return Rows(*np.array(found, np.int64).reshape(-1, 3).T)
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+    st.floats(0, 1),
+    st.sampled_from([0, -1]),
+)
+def test_every_row_arrives_once_at_the_holder_of_its_token(
+    dp: int, ring: int, ulysses: int, seed: int, density: float, shift: int
+) -> None:
+    layout = Layout(dp_shard=dp, ring=ring, ulysses=ulysses)
+    shares = random_shares(layout, np.random.default_rng(seed), density)
+    routes = [plan_routes(layout, rank, shares, shift) for rank in range(layout.world)]
+    assert all(list(planned) == sorted({i.port for s in shares for i in s.items}) for planned in routes)
+    for port in routes[0]:
+        rows, ways = rows_of(shares, port), [planned[port] for planned in routes]
+        sent = np.array([way.sent for way in ways])
+        assert sent.tolist() == np.array([way.received for way in ways]).T.tolist()
+        # What an all-to-all does, on the numbers of the rows.
+        leaving = [
+            np.split(np.flatnonzero(rows.owner == rank)[way.order.numpy()], np.cumsum(way.sent)[:-1])
+            for rank, way in enumerate(ways)
+        ]
+        seen = []
+        for rank, way in enumerate(ways):
+            arrived = np.concatenate([leaving[source][rank] for source in range(layout.world)])
+            dp_rank, sp_rank = divmod(rank, layout.sp)
+            held = slice_tokens(shares[dp_rank].lengths, ring, ulysses)[sp_rank]
+            assert (rows.dp[arrived] == dp_rank).all()
+            assert (rows.token[arrived] + shift).tolist() == held[way.place.numpy()].tolist()
+            seen += arrived.tolist()
+        assert sorted(seen) == list(range(len(rows.token)))
+
+
+def test_a_row_to_predict_needs_a_token_before_it_in_its_own_sample() -> None:
+    shares = [Share([3, 4], [RoutedItem("a", [(3, 2)], 0)])]
+    assert plan_routes(Layout(), 0, shares)["a"].place.tolist() == [3, 4]
+    with pytest.raises(AssertionError, match="no token before it"):
+        plan_routes(Layout(), 0, shares, shift=-1)
+
+
+def test_one_process_needs_no_group() -> None:
+    shares = [Share([6], [RoutedItem("a", [(1, 1), (4, 2)], 0), RoutedItem("b", [(2, 1)], 0)])]
+    features = {"a": torch.randn(3, 5, requires_grad=True), "b": torch.randn(1, 2), "c": torch.randn(4, 1)}
+    got = deliver(features, plan_routes(Layout(), 0, shares))
+    assert {port: place.tolist() for port, (_, place) in got.items()} == {"a": [1, 4, 5], "b": [2], "c": []}
+    assert all(torch.equal(got[port][0], features[port]) for port in "ab")
+    assert got["c"][0].shape == (0, 1)
+
+
+def check_deliver(layout: Layout, rank: int, seed: int, density: float, dtype: torch.dtype) -> None:
+    """This rank's part of a random micro-batch against the scatter of all rows, and all gradients, in one process."""
+    shares = random_shares(layout, np.random.default_rng(seed), density)
+    random = torch.Generator().manual_seed(seed)
+    dp_rank, sp_rank = divmod(rank, layout.sp)
+    lengths = shares[dp_rank].lengths
+    held = torch.from_numpy(slice_tokens(lengths, layout.ring, layout.ulysses)[sp_rank])
+
+    features, whole, rows = {}, {}, {port: rows_of(shares, port) for port in WIDTHS}
+    for port, width in WIDTHS.items():  # the same numbers on every rank
+        whole[port] = torch.randn(len(rows[port].token), width, generator=random, dtype=torch.float64).to(dtype)
+        own = whole[port][torch.from_numpy(rows[port].owner == rank)]
+        # A rank without items encodes a blank one, whose rows nobody asks for.
+        features[port] = (own if len(own) else torch.ones(2, width, dtype=dtype)).clone().requires_grad_()
+    # Predicted rows travel along: integers, and by the same way to another place.
+    features |= {"codes": (features["a"].detach() * 1000).long(), "labels": features["b"]}
+    routes = plan_routes(layout, rank, shares)
+    before = plan_routes(layout, rank, shares, shift=-1)
+    nobody = not routes
+    routes |= {
+        name: way for name, port, ways in (("codes", "a", routes), ("labels", "b", before)) if (way := ways.get(port))
+    }
+
+    with CollectiveCounter() as counter:
+        got = deliver(features, routes)
+        assert dict(counter.calls) == ({} if nobody or layout.world == 1 else {"all-to-all": 1})
+        loss = torch.zeros((), dtype=dtype)
+        expected_grad = {port: torch.zeros_like(features[port]) for port in WIDTHS}
+        for name, port, shift in (("a", "a", 0), ("b", "b", 0), ("c", "c", 0), ("codes", "a", 0), ("labels", "b", -1)):
+            arrived, place = got[name]
+            to = torch.from_numpy(rows[port].token + shift)
+            here = torch.from_numpy(rows[port].dp == dp_rank)
+            all_rows = (whole[port] * 1000).long() if name == "codes" else whole[port]
+            reference = all_rows.new_zeros(sum(lengths), WIDTHS[port]).index_copy(0, to[here], all_rows[here])[held]
+            found = all_rows.new_zeros(len(held), WIDTHS[port]).index_copy(0, place, arrived)
+            assert torch.equal(found, reference), (str(layout), rank, name)
+            if name == "codes":
+                continue
+            weights = [
+                torch.randn(sum(share.lengths), WIDTHS[port], generator=random, dtype=torch.float64).to(dtype)
+                for share in shares
+            ]
+            loss = loss + (found * weights[dp_rank][held]).sum()
+            mine = np.flatnonzero(rows[port].owner == rank)
+            if len(mine):
+                expected_grad[port] += torch.stack(
+                    [weights[rows[port].dp[i]][rows[port].token[i] + shift] for i in mine]
+                )
+        loss.backward()
+        assert dict(counter.calls) == ({} if nobody or layout.world == 1 else {"all-to-all": 2})
+    for port in WIDTHS:
+        assert torch.equal(features[port].grad, expected_grad[port]), (str(layout), rank, port)
+
+
+def check_frozen(rank: int, world: int) -> None:
+    """Where no row of a port wants a gradient, none is sent back."""
+    shares = [Share([9], [RoutedItem(port, [(1, 2), (5, 2)], 0) for port in "ab"]) for _ in range(world)]
+    layout = Layout(dp_shard=world)
+    count = 4 * world if rank == 0 else 1
+    features = {"a": torch.randn(count, 4), "b": torch.randn(count, 3, requires_grad=True)}
+    got = deliver(features, plan_routes(layout, rank, shares))
+    assert not got["a"][0].requires_grad
+    with CollectiveCounter() as counter:
+        got["b"][0].sum().backward()
+    assert counter.bytes["all-to-all"] == (got["b"][0].nbytes if world > 1 else 0)
+    assert torch.equal(features["b"].grad, torch.full_like(features["b"], float(rank == 0)))
+
+
+ARRAYS = {
+    "pixels": torch.arange(12, dtype=torch.uint8).view(3, 4).t(),  # not contiguous
+    "half": torch.linspace(0, 1, 3).bfloat16(),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "none": torch.empty(0, 7, dtype=torch.int32),
+    "flags": torch.tensor([True, False, True]),
+    "complex": torch.tensor([1 + 2j]),
+}
+
+
+def payload(source: int, to: int, i: int) -> tuple[dict, dict]:
+    numbers = np.arange(source * 100 + to * 10 + i, dtype=np.int32)
+    return {"from": source, "to": [to, {"ü": None}], "cost": 0.1 + i}, {"numbers": numbers, **(ARRAYS if i else {})}
+
+
+def check_payloads(rank: int, world: int) -> None:
+    got = exchange_payloads([[payload(rank, to, i) for i in range((rank * to) % 4)] for to in range(world)])
+    assert [len(payloads) for payloads in got] == [(source * rank) % 4 for source in range(world)]
+    for source, payloads in enumerate(got):
+        for i, (header, arrays) in enumerate(payloads):
+            wanted_header, wanted = payload(source, rank, i)
+            assert header == wanted_header
+            assert list(arrays) == list(wanted)
+            for name, array in arrays.items():
+                torch.testing.assert_close(array, torch.as_tensor(wanted[name]), rtol=0, atol=0)
+    assert exchange_payloads([[] for _ in range(world)]) == [[] for _ in range(world)]
+    summaries = gather_json({"rank": rank, "costs": [0.1] * rank * 50})
+    assert summaries == [{"rank": r, "costs": [0.1] * r * 50} for r in range(world)]
+
+
+def on_ranks(process: Process) -> None:
+    rank, world = process.rank, process.world_size
+    check_payloads(rank, world)
+    check_frozen(rank, world)
+    for layout in layouts_of(world):
+        if layout.ep > 1 or layout.dp_replicate > 1:  # neither changes who holds which token
+            continue
+        for seed, density in enumerate((0.0, 0.2, 0.5, 0.8, 1.0)):
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                check_deliver(layout, rank, seed, density, dtype)
+
+
+def test_rows_and_payloads_of_a_world_of_one_come_back() -> None:
+    with process_group() as process:
+        on_ranks(process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_and_payloads_between_real_ranks_are_those_of_one_process(world: int) -> None:
+    result = run_on_ranks(on_ranks, world, timeout=120)
+    assert result.code == 0, result.stderr
