@@ -29,17 +29,20 @@ format: install
 	$(BIN)/ruff format .
 
 demo: install
-	rm -rf runs/demo
-	$(BIN)/omnizoo train examples/text_tiny.yaml --nproc 2 --log.dir runs/demo
-	$(BIN)/omnizoo export runs/demo runs/demo/exported
-	@echo "run folder     runs/demo"
-	@echo "exported model runs/demo/exported"
-	@echo "report         runs/demo/report.html"
+	rm -rf runs/digits runs/digits_data
+	$(BIN)/python examples/digits/make_rows.py runs/digits_data
+	$(BIN)/omnizoo train examples/digits/digits.yaml --nproc 2 --parallel.ulysses 2 --parallel.ep 2 --log.every 25
+	$(BIN)/omnizoo export runs/digits runs/digits/model
+	$(BIN)/python examples/digits/examine.py runs/digits
 
 verify-all: install
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all --precision fp64
 	$(BIN)/omnizoo verify examples/text_tiny.yaml --families all --world 4 --layouts all
+	for family in qwen3_vl qwen3_vl_moe qwen3_omni; do \
+		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 4 --layouts all && \
+		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 8 --layouts uly8,dp2.uly2.ring2,rep2.dp2.uly2 || exit 1; \
+	done
 
 bench: install
 	$(BIN)/python benchmarks/against_plain.py
