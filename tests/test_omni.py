@@ -145,7 +145,7 @@ def test_no_mix_of_media_makes_a_rank_wait_or_changes_a_loss(tmp_path: Path) -> 
         train_on_mixes(process, config, {}, mixes)
     expected = torch.tensor(json.loads((tmp_path / "one.json").read_text()))
     for axes in ({"dp_replicate": 2}, {"ulysses": 2, "ep": 4}, {"ring": 4}):
-        in_world(4, train_on_mixes, config, axes, mixes)
+        in_world(4, train_on_mixes, config, axes, mixes, timeout=240)
         name = "-".join(f"{axis}{size}" for axis, size in axes.items())
         found = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text()))
         assert (found / expected - 1).abs().max() < 1e-5, name

@@ -1,18 +1,22 @@
 """`omnizoo verify` finds faults, names where they arise, and passes where there is none."""
 
 import json
+import re
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from faults import FAULTS, try_with_fault
 
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import Layout, layouts_of
+from omnizoo.parallel.process import Process
 from omnizoo.verification.compare import verdict_of
 from omnizoo.verification.prepare import parse, prepare
-from omnizoo.verification.world import in_world
+from omnizoo.verification.world import RankError, in_world
 
 ROOT = Path(__file__).parent.parent
 LAYOUT = "dp2.uly2.ep2"
@@ -46,6 +50,26 @@ def test_a_planted_fault_is_caught_and_named(fault: str, prepared: Path) -> None
 @pytest.mark.slow
 def test_without_a_fault_the_same_layout_passes(prepared: Path) -> None:
     assert verdict_of(prepared, parse(LAYOUT, 4)).passed
+
+
+class Stuck(torch.nn.Module):
+    def forward(self, rank: int) -> None:
+        if rank == 1:
+            threading.Event().wait()
+        torch.distributed.barrier()
+
+
+def wait_for_nobody(process: Process) -> None:
+    Stuck()(process.rank)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_say_where() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 did not come to an end within 12 s") as caught:
+        in_world(2, wait_for_nobody, timeout=12)
+    _, first, second = re.split(r"rank \d waits here:", str(caught.value))
+    assert re.search(r"in barrier(.|\n)*in forward", first)
+    assert re.search(r"in wait(.|\n)*in forward", second)
 
 
 @pytest.mark.slow
