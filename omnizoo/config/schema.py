@@ -8,6 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+LONGEST_TEXT = 4096  # no path is longer
+Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
+Rate = Annotated[float, Field(gt=0, le=1000)]  # of learning
+Weight = Annotated[float, Field(ge=0, le=1e6)]  # of a loss
+Count = Annotated[int, Field(ge=1, le=2**20)]  # of ranks, or of packs in a step
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Steps = Annotated[int, Field(ge=0, le=10**12)]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
@@ -16,12 +24,12 @@ class Section(BaseModel):
 class Part(Section):
     """A piece of a model with weights of its own."""
 
-    path: str | None = Field(None, description="HF folder with its pretrained weights")
-    config: str | dict[str, Any] | None = Field(
+    path: Text | None = Field(None, description="HF folder with its pretrained weights")
+    config: Text | dict[str, Any] | None = Field(
         None, description="HF folder or inline mapping (with `model_type`); weights are drawn from `train.seed`"
     )
     freeze: bool = Field(False, description="do not train it")
-    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate; default: `train.lr`")
+    lr: Rate | None = Field(None, description="peak learning rate; default: `train.lr`")
     dtype: Literal["fp32", "bf16"] | None = Field(
         None, description="precision its weights are kept in; other than the run's own: frozen parts only"
     )
@@ -39,14 +47,14 @@ class Part(Section):
 
 
 class EncoderPart(Part):
-    kind: str | None = Field(
+    kind: Text | None = Field(
         None, description="built-in name, or `package.module:Class` of your own; a published model has its own"
     )
     options: dict[str, Any] = Field({}, description="arguments of the class: sizes, budgets such as `max_pixels`, ...")
 
 
 class DecoderPart(EncoderPart):
-    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of its loss")
+    weight: Weight = Field(1.0, description="weight of its loss")
 
 
 class Projector(Section):
@@ -55,13 +63,13 @@ class Projector(Section):
     )
     options: dict[str, Any] = Field({}, description="its arguments: `factor` of pixel_shuffle, `rows` of resampler")
     freeze: bool = Field(False, description="do not train it")
-    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate; default: `train.lr`")
+    lr: Rate | None = Field(None, description="peak learning rate; default: `train.lr`")
 
 
 class Marks(Section):
-    begin: str | None = Field(None, description="token before an item; default: `<|NAME_begin|>`, added if it is new")
-    placeholder: str | None = Field(None, description="token at the item's places; default: `<|NAME_pad|>`")
-    end: str | None = Field(None, description="token after an item; default: `<|NAME_end|>`")
+    begin: Text | None = Field(None, description="token before an item; default: `<|NAME_begin|>`, added if it is new")
+    placeholder: Text | None = Field(None, description="token at the item's places; default: `<|NAME_pad|>`")
+    end: Text | None = Field(None, description="token after an item; default: `<|NAME_end|>`")
 
 
 class Modality(Section):
@@ -72,11 +80,11 @@ class Modality(Section):
 
 
 class Model(Section):
-    path: str | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
-    config: str | dict[str, Any] | None = Field(
+    path: Text | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
+    config: Text | dict[str, Any] | None = Field(
         None, description="HF folder or inline mapping (with `model_type`); weights are drawn from `train.seed`"
     )
-    module: str | None = Field(
+    module: Text | None = Field(
         None,
         description="`package.module:callable` that builds your own torch module; it gets `model.config` as arguments",
     )
@@ -86,19 +94,19 @@ class Model(Section):
     modalities: dict[str, Modality] = Field(
         {}, description="what a composed model reads and produces, by content type; or options of a published one's own"
     )
-    part: str | None = Field(
+    part: Text | None = Field(
         None, description="of a published model of several, the one to train: its key in config.json"
     )
-    tokenizer: str | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
-    attention: str = Field(
+    tokenizer: Text | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
+    attention: Text = Field(
         "auto",
         description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
     )
     trust_remote_code: bool = Field(False, description="run Python code that ships inside the model folder")
-    allow_missing: list[str] = Field(
+    allow_missing: list[Text] = Field(
         [], description="glob patterns of weights that `model.path` may lack; they are drawn from `train.seed`"
     )
-    allow_unexpected: list[str] = Field([], description="glob patterns of weights in `model.path` to ignore")
+    allow_unexpected: list[Text] = Field([], description="glob patterns of weights in `model.path` to ignore")
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
@@ -136,12 +144,14 @@ class Model(Section):
 
 
 class Source(Section):
-    path: str = Field(
+    path: Text = Field(
         description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
     )
-    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share of samples, relative to the other sources")
-    split: str = Field("train", description="split to read when the path is a `datasets` folder")
-    media_dir: str | None = Field(
+    weight: Annotated[float, Field(gt=0, le=1e12)] = Field(
+        1.0, description="share of samples, relative to the other sources"
+    )
+    split: Text = Field("train", description="split to read when the path is a `datasets` folder")
+    media_dir: Text | None = Field(
         None, description="folder that relative paths of media in its rows start from; default: that of the data file"
     )
 
@@ -149,17 +159,19 @@ class Source(Section):
 class Data(Section):
     sources: Annotated[list[Source], Field(min_length=1)] = Field(description="what to train on, mixed by weight")
     eval_sources: list[Source] = Field([], description="held-out data for `train.eval_every`")
-    pack_tokens: Annotated[int, Field(ge=2)] = Field(2048, description="upper bound of tokens in one pack")
-    lanes: Annotated[int, Field(ge=1)] = Field(
+    pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = Field(2048, description="upper bound of tokens in one pack")
+    lanes: Annotated[int, Field(ge=1, le=2**16)] = Field(
         8,
         description="independent streams of packs; fix the order of data for any world size; best a multiple of it",
     )
-    look_ahead: Annotated[int, Field(ge=1)] = Field(256, description="samples a lane looks at to fill a pack")
+    look_ahead: Annotated[int, Field(ge=1, le=2**16)] = Field(256, description="samples a lane looks at to fill a pack")
     overlong: Literal["split", "drop"] = Field(
         "split", description="samples longer than a pack: cut into pieces, or left out; counted either way"
     )
     shuffle: bool = Field(True, description="new order each epoch, drawn from `train.seed`")
-    shuffle_rows: Annotated[int, Field(ge=1)] = Field(4096, description="rows a lane shuffles among each other")
+    shuffle_rows: Annotated[int, Field(ge=1, le=10**12)] = Field(
+        4096, description="rows a lane shuffles among each other"
+    )
     append_eos: bool = Field(True, description="end every `text` row with the tokenizer's end-of-sequence token")
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used: stop, or count it, list it in `bad_rows.jsonl` and go on"
@@ -167,24 +179,24 @@ class Data(Section):
     media_outside: bool = Field(
         False, description="allow rows to name media files outside of their source's folder (`media_dir`)"
     )
-    workers: Annotated[int, Field(ge=0)] = Field(
+    workers: Annotated[int, Field(ge=0, le=256)] = Field(
         0, description="loader processes per rank; the data does not depend on it"
     )
-    prefetch: Annotated[int, Field(ge=1)] = Field(2, description="steps each loader worker works ahead")
+    prefetch: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="steps each loader worker works ahead")
 
 
 class Parallel(Section):
-    dp_replicate: Annotated[int, Field(ge=1)] = Field(1, description="copies of the sharded model (HSDP)")
-    dp_shard: int = Field(-1, description="ranks with packs of their own that share one copy (FSDP2); -1: what is left")
-    ulysses: Annotated[int, Field(ge=1)] = Field(
+    dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
+    dp_shard: Annotated[int, Field(le=2**20)] = Field(
+        -1, description="ranks with packs of their own that share one copy (FSDP2); -1: what is left"
+    )
+    ulysses: Count = Field(
         1, description="ranks that share a pack and split its attention by heads (sequence parallel, all-to-all)"
     )
-    ring: Annotated[int, Field(ge=1)] = Field(
+    ring: Count = Field(
         1, description="ranks that share a pack and pass keys and values around (sequence parallel, any head count)"
     )
-    ep: Annotated[int, Field(ge=1)] = Field(
-        1, description="ranks that split the experts; divides dp_shard x ulysses x ring"
-    )
+    ep: Count = Field(1, description="ranks that split the experts; divides dp_shard x ulysses x ring")
     overlap: bool = Field(
         True,
         description="start the all-to-alls of query, key and value together; false: one by one, same numbers",
@@ -212,49 +224,49 @@ class Parallel(Section):
 
 
 class Train(Section):
-    steps: Annotated[int, Field(ge=1)] = Field(1000, description="optimizer steps of the whole run")
-    global_batch: Annotated[int, Field(ge=1)] = Field(8, description="packs per optimizer step over all ranks")
-    micro_batch: Annotated[int, Field(ge=1)] = Field(1, description="packs per forward pass on one rank")
-    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="peak learning rate")
+    steps: Annotated[int, Field(ge=1, le=10**12)] = Field(1000, description="optimizer steps of the whole run")
+    global_batch: Count = Field(8, description="packs per optimizer step over all ranks")
+    micro_batch: Count = Field(1, description="packs per forward pass on one rank")
+    lr: Rate = Field(3e-4, description="peak learning rate")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="after warmup: flat, to `min_lr_ratio` by a line or a cosine, or warmup-stable-decay"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warmup from zero")
-    decay_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run"
-    )
+    warmup_steps: Steps = Field(0, description="steps of linear warmup from zero")
+    decay_steps: Steps = Field(0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decay rates", strict=False)
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="AdamW's decoupled weight decay")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's moment decay rates", strict=False)
+    eps: Annotated[float, Field(gt=0, le=1)] = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = Field(0.1, description="AdamW's decoupled weight decay")
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(
         ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
     )
     grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
-    balance_loss: Annotated[float, Field(ge=0)] = Field(
+    balance_loss: Weight = Field(
         0.0, description="mixture of experts: weight of the load-balancing loss, taken per pack"
     )
-    router_z_loss: Annotated[float, Field(ge=0)] = Field(
+    router_z_loss: Weight = Field(
         0.0, description="mixture of experts: weight of the mean squared log-sum-exp of router logits"
     )
-    router_bias_rate: Annotated[float, Field(ge=0)] = Field(
+    router_bias_rate: Weight = Field(
         0.0, description="routers with a correction bias: how far a step moves it towards even load (no loss needed)"
     )
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="initial weights, data order and dropout")
-    max_bad_steps: Annotated[int, Field(ge=1)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="initial weights, data order and dropout")
+    max_bad_steps: Annotated[int, Field(ge=1, le=10**12)] = Field(
         3, description="stop after this many skipped (non-finite) steps in a row"
     )
-    eval_every: Annotated[int, Field(ge=0)] = Field(0, description="steps between held-out evaluations; 0: never")
-    eval_packs: Annotated[int, Field(ge=1)] = Field(16, description="packs of one evaluation, always the same ones")
+    eval_every: Steps = Field(0, description="steps between held-out evaluations; 0: never")
+    eval_packs: Annotated[int, Field(ge=1, le=10**12)] = Field(
+        16, description="packs of one evaluation, always the same ones"
+    )
 
 
 class Checkpoint(Section):
-    every: Annotated[int, Field(ge=0)] = Field(
-        0, description="steps between checkpoints; 0: only at the end of the run"
+    every: Steps = Field(0, description="steps between checkpoints; 0: only at the end of the run")
+    keep: Annotated[int, Field(ge=1, le=10**12)] = Field(2, description="newest complete checkpoints to keep")
+    dir: Text | None = Field(None, description="where checkpoints go; default: `<log.dir>/checkpoints`")
+    resume: Text = Field(
+        "auto", description="`auto`: the newest complete one in `dir`; `never`; or a checkpoint folder"
     )
-    keep: Annotated[int, Field(ge=1)] = Field(2, description="newest complete checkpoints to keep")
-    dir: str | None = Field(None, description="where checkpoints go; default: `<log.dir>/checkpoints`")
-    resume: str = Field("auto", description="`auto`: the newest complete one in `dir`; `never`; or a checkpoint folder")
     on_save_error: Literal["stop", "continue"] = Field(
         "stop",
         description="a save fails (disk full ...): stop with an error, or warn and train on; older ones stay intact",
@@ -262,10 +274,12 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    dir: str = Field("runs/default", description="the run folder: config, metrics, TensorBoard, checkpoints, report")
-    every: Annotated[int, Field(ge=1)] = Field(1, description="steps between console lines where there is no terminal")
+    dir: Text = Field("runs/default", description="the run folder: config, metrics, TensorBoard, checkpoints, report")
+    every: Annotated[int, Field(ge=1, le=10**12)] = Field(
+        1, description="steps between console lines where there is no terminal"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events")
-    wandb: str | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
+    wandb: Text | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
 
 
 class Config(Section):

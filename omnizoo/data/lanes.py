@@ -163,7 +163,7 @@ class Lane:
             self.packer.add(sample)
         cursor.fruitless = 0 if samples else cursor.fruitless + 1
         # an epoch of all lanes and then some: a lane's own share of a small source may well have no usable row
-        if cursor.fruitless >= len(source) + 64 * self.data.lanes:
+        if cursor.fruitless >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
                 f"data source {self.data.sources[i].path}: none of the last {cursor.fruitless} rows read was usable; "
                 f"the last one ({source.where(row)}): {reason}"

@@ -161,10 +161,10 @@ class Share:
     global_batch: int
 
     @property
-    def own_lanes(self) -> list[int]:
+    def own_lanes(self) -> range:
         # a lane has a pack for a rank at some step exactly if both agree modulo the common divisor
         common = math.gcd(self.lanes, self.world)
-        return list(range(self.rank % common, self.lanes, common))
+        return range(self.rank % common, self.lanes, common)
 
     @property
     def counts(self) -> bool:
@@ -192,15 +192,19 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
     def run(self) -> Iterator[LaneStep]:
         reader, share, worker = self.reader, self.share, get_worker_info()
         numbers = share.own_lanes if worker is None else share.own_lanes[worker.id :: worker.num_workers]
-        lanes = {n: reader.lane(n) for n in numbers}
-        for number, state in self.states.items():
-            if number in lanes:
-                lanes[number].restore(state)
+        # Others are made when their first pack is due: there may be far more lanes than packs.
+        lanes = {n: reader.lane(n) for n in self.states if n in numbers}
+        for number, lane in lanes.items():
+            lane.restore(self.states[number])
         for step in itertools.count(self.first_step):
             packs, moved, undecodable = [], set(), []
             for index in range(step * share.global_batch, (step + 1) * share.global_batch):
-                if (lane := lanes.get(index % share.lanes)) is None:
+                number = index % share.lanes
+                if number not in numbers:
                     continue
+                if number not in lanes:
+                    lanes[number] = reader.lane(number)
+                lane = lanes[number]
                 pack = lane.next_pack()
                 assert pack is not None, "a lane that is not read just once never ends"
                 moved.add(lane.lane)
