@@ -583,7 +583,6 @@ PARTS: list[tuple[str, Any]] = [
     ("video.encoder.options", {"time_embedding": 3}),
     ("image.marks", {"begin": ""}),
     ("image.marks", {"begin": 3}),
-    ("image.marks", {"begin": "a", "end": "a"}),
     ("image.marks", {"nonsense": "x"}),
 ]
 

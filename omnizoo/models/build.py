@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
+from omnizoo.modalities.build import BUILDING_ERRORS, explain
+from omnizoo.models.fields import check_folder, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
 
@@ -32,8 +34,15 @@ def build_model(model: Model, precision: str) -> nn.Module:
     if builder is None:
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
     _refuse_state_across_tokens(config, key)
-    with torch.device("meta"):
-        built = builder.from_config(config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            built = builder.from_config(
+                config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code
+            )
+    except UserError:
+        raise
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     folder = model.path or model.config
@@ -48,11 +57,17 @@ def _own_module(model: Model) -> nn.Module:
     assert isinstance(model.config, dict)
     path, _, name = model.module.partition(":")
     try:
-        built = getattr(import_module(path), name)(**model.config)
-    except (ImportError, AttributeError) as error:
+        builder = getattr(import_module(path), name)
+    except BUILDING_ERRORS as error:
         raise UserError(f"model.module: cannot import {model.module}: {error}") from error
+    try:
+        built = builder(**model.config)
     except TypeError as error:
         raise UserError(f"model.module: {model.module} does not take the arguments in model.config: {error}") from error
+    except UserError:
+        raise
+    except BUILDING_ERRORS as error:
+        raise UserError(f"model.module: {model.module} fails: {explain(error)}") from error
     if not isinstance(built, nn.Module):
         raise UserError(f"model.module: {model.module} gave a {type(built).__name__}, not a torch.nn.Module")
     return built
@@ -80,16 +95,17 @@ def _describe(name: str, modality: Modality) -> dict[str, Any]:
     described: dict[str, Any] = {"marks": {role: marks[role] or default for role, default in defaults.items()}}
     for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder)):
         if part is not None:
-            described[role] = _describe_part(part, modality.projector if role == "encoder" else None)
+            projector = modality.projector if role == "encoder" else None
+            described[role] = _describe_part(part, projector, f"model.modalities.{name}.{role}")
     return described
 
 
-def _describe_part(part: EncoderPart, projector: Projector | None) -> dict[str, Any]:
+def _describe_part(part: EncoderPart, projector: Projector | None, key: str) -> dict[str, Any]:
     folder = part.path or (part.config if isinstance(part.config, str) else None)
     config = None
     if isinstance(part.config, dict) or (folder and (Path(folder) / "config.json").is_file()):
         try:
-            config = _read_config(part, "config of an encoder or decoder", trust_remote_code=False).to_dict()
+            config = _read_config(part, key, trust_remote_code=False).to_dict()
         except UserError:
             if part.config is not None:
                 raise
@@ -101,26 +117,24 @@ def _describe_part(part: EncoderPart, projector: Projector | None) -> dict[str, 
         "config": config,
         "folder": folder and str(Path(folder).resolve()),
     }
-    return spec | {"projector": {"kind": projector.kind, **projector.options} if projector else None}
+    return spec | {"projector": {**projector.options, "kind": projector.kind} if projector else None}
 
 
 def _read_config(model: Model | Part, section: str, trust_remote_code: bool) -> Any:
     """The HF config of `path` or `config` (folder or inline mapping)."""
     if isinstance(model.config, dict):
-        fields = dict(model.config)
-        model_type = fields.pop("model_type")
-        try:
-            return AutoConfig.for_model(model_type, **fields)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{section}.config: {str(error).splitlines()[0]}") from error
+        return config_of(model.config, f"{section}.config")
     key, folder = (f"{section}.path", model.path) if model.path else (f"{section}.config", model.config)
     assert isinstance(folder, str)
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"{key}: {folder} is not a Hugging Face model folder (no config.json in it)")
+    check_folder(folder, key)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: cannot read {folder}/config.json: {str(error).splitlines()[0]}") from error
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}: cannot read {folder}/config.json: {explain(error)}") from error
+    check_shape(config, key)
+    return config
 
 
 def tokenizer_folder(model: Model) -> str | None:
@@ -139,8 +153,8 @@ def load_tokenizer(model: Model) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.tokenizer: no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+    except BUILDING_ERRORS as error:
+        raise UserError(f"model.tokenizer: no tokenizer in {folder}: {explain(error)}") from error
     if model.foundation is not None:
         marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]
         tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
@@ -175,8 +189,8 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     if name != "auto":
         try:
             model.set_attn_implementation(name)
-        except (ValueError, ImportError) as error:
-            raise UserError(f"model.attention: `{name}` does not work here: {str(error).splitlines()[0]}") from error
+        except BUILDING_ERRORS as error:
+            raise UserError(f"model.attention: `{name}` does not work here: {explain(error)}") from error
         return
     if not uses_attention_interface(model) or carries_state(model):
         raise UserError(

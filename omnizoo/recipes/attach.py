@@ -21,6 +21,7 @@ from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import load_weights, weight_origins
+from omnizoo.ops.device import total_memory
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
@@ -45,6 +46,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     treatments = Treatments(model, config.model)
     treatments.apply(model)
     treatments.keep_precision(model)
+    check_memory(model, mesh)
     skeleton = deepcopy(model)
     origins = weight_origins(model, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
@@ -93,6 +95,21 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
         raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} has no experts; set parallel.ep: 1")
     if facts.experts:
         check_experts(layout, facts.num_experts)
+
+
+def check_memory(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model whose weights alone, with gradients and moments, are more than the machine has: it would be killed
+    somewhere in the middle of being allocated."""
+    copies = {True: 4, False: 1}  # AdamW: the weight, its gradient, two moments
+    needed = sum(p.numel() * p.element_size() * copies[p.requires_grad] for p in model.parameters())
+    each, there = needed // mesh.layout.fsdp, total_memory(mesh.device)
+    if each > there:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        raise UserError(
+            f"model: {count:,} parameters with gradients and AdamW's moments take {each / 2**30:,.0f} GiB on each of "
+            f"{mesh.layout.world} rank(s), and there are {there / 2**30:,.0f} GiB: see the sizes in model.config, or "
+            "shard it over more ranks (parallel.dp_shard)"
+        )
 
 
 def recompute(block: nn.Module, mode: str, precision: str) -> None:

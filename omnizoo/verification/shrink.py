@@ -7,10 +7,11 @@ sliding windows (shortened, so that they bite), tied weights, the tokenizer, the
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from omnizoo.config.schema import Config, Model
 from omnizoo.models.build import read_model_config, tokenizer_folder
+from omnizoo.models.fields import unknown_fields
 from omnizoo.recipes.base import recipe_of
 
 HEADS, HEAD_DIM, PACK_TOKENS = 8, 16, 96
@@ -119,7 +120,10 @@ def shrink_config(published: PretrainedConfig) -> dict[str, Any]:
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key not in DROPPED}
+    """What an inline config may hold: a published one has fields of its own that no code reads."""
+    family = CONFIG_MAPPING[fields["model_type"]] if "model_type" in fields else None
+    unread = {name for name, _, place in unknown_fields(family, fields) if not place} if family else set()
+    return {key: value for key, value in fields.items() if key not in DROPPED | unread}
 
 
 def _merged(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
