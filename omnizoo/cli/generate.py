@@ -1,6 +1,7 @@
 """`omnizoo generate`: what a model answers; text on the terminal, everything else as files."""
 
 import json
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -21,8 +22,13 @@ def generate(
 ) -> int:
     if (messages is None) == (prompt is None):
         raise UserError("give one of --messages FILE and --prompt TEXT")
-    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or max_tokens < 1:
-        raise UserError("--temperature is at least 0, --top-p in (0, 1], --top-k at least 0, --max-tokens at least 1")
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0 or max_tokens < 1 or not 0 <= seed < 2**63:
+        raise UserError(
+            "--temperature is at least 0, --top-p in (0, 1], --top-k at least 0, --max-tokens at least 1, "
+            "--seed 0 to 2^63 - 1"
+        )
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is not a folder; expected one for what the model produces")
     conversation = read_messages(messages) if messages is not None else prompt
     assert conversation is not None
 
@@ -53,7 +59,7 @@ def read_messages(path: Path) -> list[dict[str, object]]:
     """A JSON list of messages, or an object with `messages`."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--messages {path}: cannot be read as JSON: {error}") from None
     value = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(value, list):

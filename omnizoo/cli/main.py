@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from omnizoo.config.errors import TrainingError, UserError
 
+LONGEST_PATH = 4096
 TAKE_OVERRIDES = ("train", "verify", "data")  # commands with `--section.key value`
 
 
@@ -42,6 +43,13 @@ class TrainHelp(argparse.Action):
         parser.exit()
 
 
+def path_argument(text: str) -> Path:
+    """A path that a system call takes; argparse names the argument in its message."""
+    if not text or "\0" in text or len(text) > LONGEST_PATH:
+        raise argparse.ArgumentTypeError("expected the name of a file or folder")
+    return Path(text)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
     parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
@@ -54,17 +62,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     train.set_defaults(run=_train)
 
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", allow_abbrev=False)
-    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint folder of a run")
-    export.add_argument("out", metavar="OUT_DIR", type=Path, help="new folder, for `from_pretrained` to load")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint folder of a run")
+    export.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
     export.set_defaults(run=_export)
 
     generate = commands.add_parser(
         "generate", help="what a model answers: text, and whatever it produces", allow_abbrev=False
     )
-    generate.add_argument("model", metavar="MODEL_DIR", type=Path, help="Hugging Face folder, as `export` writes it")
-    generate.add_argument("--messages", metavar="FILE", type=Path, help="JSON: a list of messages, media included")
+    generate.add_argument(
+        "model", metavar="MODEL_DIR", type=path_argument, help="Hugging Face folder, as `export` writes it"
+    )
+    generate.add_argument(
+        "--messages", metavar="FILE", type=path_argument, help="JSON: a list of messages, media included"
+    )
     generate.add_argument("--prompt", metavar="TEXT", help="one message of the user")
-    generate.add_argument("--out", metavar="DIR", type=Path, default=Path("generated"), help="where produced items go")
+    generate.add_argument(
+        "--out", metavar="DIR", type=path_argument, default=Path("generated"), help="where produced items go"
+    )
     generate.add_argument("--max-tokens", metavar="N", type=int, default=256, help="most tokens of text (default: 256)")
     generate.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: always the likeliest")
     generate.add_argument("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest only; 0: all")
@@ -90,7 +104,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     data.add_argument("action", metavar="inspect", choices=("inspect",), help="what to do with the data of a config")
     data.add_argument("config", metavar="CONFIG")
     data.add_argument("--samples", metavar="N", type=int, default=5, help="samples to show (default: 5)")
-    data.add_argument("--out", metavar="FILE", type=Path, help="write all of it with thumbnails as one HTML page, too")
+    data.add_argument(
+        "--out", metavar="FILE", type=path_argument, help="write all of it with thumbnails as one HTML page, too"
+    )
     data.set_defaults(run=_data)
 
     recipes = commands.add_parser(

@@ -3,12 +3,16 @@
 Nothing here imports torch before the config is known to be good.
 """
 
+import tempfile
+from pathlib import Path
+
 from omnizoo.cli.launch import launch, watch_launcher
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import micro_batches, place_in_world, plan_layout
 
+MOST_RANKS = 1024  # on one machine
 USAGE = """\
 omnizoo train CONFIG [--section.key value ...] [--nproc N]
 
@@ -23,8 +27,8 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
     config = load_config(path, overrides)
     place = place_in_world()
     started = place[1] if place else None
-    if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc is {nproc}; expected the number of processes to start, at least 1")
+    if nproc is not None and not 1 <= nproc <= MOST_RANKS:
+        raise UserError(f"--nproc is {nproc}; expected the number of processes to start here, 1 to {MOST_RANKS}")
     if nproc is not None and started is not None:
         raise UserError(
             f"--nproc {nproc}: torchrun or Slurm has started this process as one of {started} already; "
@@ -32,12 +36,29 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
         )
     world = started or nproc or 1
     micro_batches(plan_layout(config.parallel, world), config.train.global_batch, config.train.micro_batch)
+    if place is None or place[0] == 0:
+        check_writable(config.log.dir, "log.dir")
+        check_writable(config.checkpoint.dir or config.log.dir, "checkpoint.dir")
     if started is None and world > 1:
         return launch(["train", path, *overrides], world)
     watch_launcher()
     from omnizoo.training.run import train as train_here
 
     return train_here(config)
+
+
+def check_writable(name: str, key: str) -> None:
+    """Refuse a folder that cannot be written to before a model is built. Folders made to find out are removed again."""
+    folder = Path(name)
+    try:
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        for place in reversed(missing):
+            place.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        for place in missing:
+            place.rmdir()
+    except OSError as error:
+        raise UserError(f"{key}: cannot write to the folder {name}: {error.strerror}") from None
 
 
 def print_help() -> None:

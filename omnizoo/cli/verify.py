@@ -9,10 +9,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 
 if TYPE_CHECKING:
     from omnizoo.verification.compare import Verdict
+
+MOST_RANKS = 128
 
 
 def verify(
@@ -24,6 +27,10 @@ def verify(
     families: str | None = None,
 ) -> int:
     """0 if all layouts agree with one process, 1 if one does not."""
+    if not 1 <= world <= MOST_RANKS:
+        raise UserError(f"--world is {world}; expected 1 to {MOST_RANKS} ranks, which run on this machine")
+    if families is not None and not all(name.strip() for name in families.split(",")):
+        raise UserError(f"--families is {families!r}; expected `all`, or names with commas between them")
     config = load_config(path, overrides)
     from omnizoo.recipes.zoo import families as zoo
     from omnizoo.verification.compare import verdict_of
@@ -31,7 +38,7 @@ def verify(
 
     # Families that read more than text need rows and settings of their own: examples/published has them.
     text = [entry.family for entry in zoo() if not entry.is_omni]
-    names = text if families == "all" else families.split(",") if families else []
+    names = text if families == "all" else [name.strip() for name in families.split(",")] if families else []
     console, agree, tried = Console(), 0, 0
     with tempfile.TemporaryDirectory() as temporary:
         for name in names or [Path(path).stem]:

@@ -211,8 +211,8 @@ def _index(
     if len(parents) > MOST_DEPTH:  # through aliases, which the text does not show
         raise yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=node.start_mark)
     if len(lines) > MOST_VALUES:
-        problem = f"more than {MOST_VALUES:,} values; do YAML aliases multiply them?"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        reason = f"more than {MOST_VALUES:,} values; do YAML aliases multiply them?"
+        raise yaml.MarkedYAMLError(problem=reason, problem_mark=node.start_mark)
     if node.tag not in TAGS:
         yield at, f"{key} has the YAML tag {node.tag}, which has no meaning in a config; leave it out"
     elif isinstance(node, yaml.ScalarNode):

@@ -65,6 +65,12 @@ class Projector(Section):
     freeze: bool = Field(False, description="do not train it")
     lr: Rate | None = Field(None, description="peak learning rate; default: `train.lr`")
 
+    @model_validator(mode="after")
+    def _kind_once(self) -> "Projector":
+        if "kind" in self.options:
+            raise ValueError("kind is no option; it is a key of its own, next to options")
+        return self
+
 
 class Marks(Section):
     begin: Text | None = Field(None, description="token before an item; default: `<|NAME_begin|>`, added if it is new")
@@ -133,7 +139,7 @@ class Model(Section):
             raise ValueError("model.module is a whole model: it has no model.foundation")
         for name, modality in self.modalities.items():
             if not name.isidentifier() or name in ("text", "tool", "message", "conversation"):  # fields of rows
-                raise ValueError(f"model.modalities: {name!r} cannot be a modality's name; use letters, digits and _")
+                raise ValueError(f"model.modalities.{name} cannot be a modality's name; use letters, digits and _")
             if modality.encoder is None and modality.decoder is None:
                 raise ValueError(f"model.modalities.{name} needs an encoder or a decoder")
             for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder)):

@@ -56,7 +56,7 @@ class FlowHead(Decoder):
             self.autoencoder = Autoencoder(config) if config else Autoencoder(read_settings(folder), folder)
             cell = patch * self.autoencoder.factor
         self.series = len(self.size) == 1
-        if len(self.size) > 2 or any(side <= 0 or side % cell for side in self.size):
+        if len(self.size) not in (1, 2) or any(side <= 0 or side % cell for side in self.size):
             raise UserError(f"decoder.size: {size}: a picture or a series that patches of {cell} fill was expected")
         if self.series and self.autoencoder:
             raise UserError(f"decoder.size: {size} is a series, but the autoencoder is for pictures")

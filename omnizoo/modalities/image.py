@@ -38,6 +38,10 @@ class Look:
     resample: int  # Pillow's number of the filter
     channels: int
 
+    def __post_init__(self) -> None:
+        if not all(value > 0 for value in self.std):
+            raise UserError(f"encoder.std: {list(self.std)}: numbers above 0 were expected")
+
     def resize(self, image: "Image", height: int, width: int) -> "Image":
         return image.resize((width, height), self.resample)
 

@@ -130,7 +130,7 @@ def unknown_fields(
     for name, part in cls.sub_configs.items():
         inner = fields.get(name)
         if isinstance(inner, Mapping):
-            part = CONFIG_MAPPING.get(inner.get("model_type")) if part is AutoConfig else part
+            part = CONFIG_MAPPING.get(str(inner.get("model_type"))) if part is AutoConfig else part
             if isinstance(part, type) and issubclass(part, PretrainedConfig):
                 yield from unknown_fields(part, inner, f"{place}{name}.")
 
@@ -143,13 +143,13 @@ def declared(cls: type[PretrainedConfig]) -> set[str]:
 def _mentioned(cls: type[PretrainedConfig], name: str) -> bool:
     """True for a field that is read without being declared: an older name, or a setting that only the model reads."""
     quoted = rf"[\"']{re.escape(name)}[\"']|\b(config|self)\.{re.escape(name)}\b"
-    return name.isidentifier() and any(re.search(quoted, text) for text in _sources(cls))
+    return name.isidentifier() and any(re.search(quoted, text) for text in _sources(inspect.getfile(cls)))
 
 
 @cache
-def _sources(cls: type[PretrainedConfig]) -> tuple[str, ...]:
-    """The code of the family, and of what all configs have in common."""
-    family = sorted(Path(inspect.getfile(cls)).parent.glob("*.py"))
+def _sources(file: str) -> tuple[str, ...]:
+    """The code of the family whose config is in `file`, and of what all configs have in common."""
+    family = sorted(Path(file).parent.glob("*.py"))
     common = [base for base in PretrainedConfig.__mro__ if base.__module__.startswith("transformers.")]
     return (*(file.read_text(encoding="utf-8") for file in family), *(inspect.getsource(base) for base in common))
 

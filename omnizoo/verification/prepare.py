@@ -1,11 +1,13 @@
 """Before the ranks start: what to try, and what one process gives for it."""
 
 import json
+import re
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
@@ -58,7 +60,9 @@ def parse(name: str, world: int) -> Layout:
         axis = part.rstrip("0123456789")
         if axis not in axes or axis == part:
             raise UserError(f"--layouts: {part!r} in {name!r} is not an axis with a size: rep2, dp2, uly4, ring2, ep2")
-        sizes[axes[axis]] = int(part[len(axis) :])
+        if not re.fullmatch("[1-9][0-9]{0,5}", size := part[len(axis) :]) or axes[axis] in sizes:
+            raise UserError(f"--layouts: {part[:40]!r}: each axis has one size, at least 1")
+        sizes[axes[axis]] = int(size)
     rest = Layout(**(sizes | {"dp_shard": 1}))
     sizes.setdefault("dp_shard", max(1, world // rest.world))
     layout = Layout(**sizes)
@@ -71,6 +75,11 @@ def parse(name: str, world: int) -> Layout:
 
 def with_family(config: Config, family: str) -> Config:
     """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
+    if family not in CONFIG_MAPPING:
+        close = get_close_matches(family, list(CONFIG_MAPPING), n=1)
+        raise UserError(
+            f"--families: {family!r} is not known; {f'did you mean {close[0]}?' * bool(close)}".rstrip("; ")
+        )
     if recipe_of(family).modalities is not None:
         raise UserError(f"--families: {family} reads more than text, and needs a config and rows of its own")
     tokens = len(load_tokenizer(config.model))
