@@ -2,6 +2,7 @@
 
 import io
 import mimetypes
+import stat
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +49,10 @@ class Media:
         if not isinstance(self.value, Path):
             raise BadMedia(f"{self.name}: a path or encoded bytes were expected")
         try:
-            if self.value.stat().st_size == 0:
+            about = self.value.stat()
+            if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer, and a device may never end
+                raise BadMedia(f"{self.name} is not a file")
+            if about.st_size == 0:
                 raise BadMedia(f"{self.name} is empty")
             return open(self.value, "rb")
         except OSError as error:
