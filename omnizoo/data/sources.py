@@ -28,7 +28,7 @@ import pyarrow.parquet
 
 from omnizoo.config import schema
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.media import BadMedia
+from omnizoo.modalities.media import BadMedia, kind_of_file
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +96,6 @@ class Folder:
         except (OSError, RuntimeError, ValueError) as error:  # names too long, links in a circle, zero bytes
             raise BadMedia(f"{shown} cannot be a file: {getattr(error, 'strerror', None) or error}") from None
         return path
-
-
-def kind_of_file(mode: int) -> str:
-    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return names.get(stat.S_IFMT(mode), "a device")
 
 
 class JsonLines:
@@ -291,11 +286,11 @@ TAR_ERRORS = (
     tarfile.TarError,
     OSError,
     ValueError,
+    TypeError,
     ArithmeticError,
     LookupError,
     RecursionError,
     MemoryError,
-    EOFError,
 )
 
 
@@ -366,10 +361,10 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
                     continue
                 key = f"{folder}{slash}{stem}"
                 kinds = samples.setdefault(key, {})
-                if not member.isfile() or member.issparse():
-                    unusable.setdefault(
-                        key, f".{kind} is {'sparse' if member.isfile() else 'no plain file but a link'}"
-                    )
+                if member.issym() or member.islnk():
+                    unusable.setdefault(key, f".{kind} is a link")
+                elif not member.isfile() or member.issparse():
+                    unusable.setdefault(key, f".{kind} is no plain file")
                 elif kind.lower() in kinds:
                     unusable.setdefault(key, f".{kind} is there twice")
                 kinds[kind.lower()] = (member.offset_data, member.size)

@@ -24,6 +24,12 @@ class BadMedia(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`
     """An item that cannot be used; the message is the reason. Whoever reads the row adds where it is."""
 
 
+def kind_of_file(mode: int) -> str:
+    """What is no regular file, in words."""
+    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return names.get(stat.S_IFMT(mode), "a device")
+
+
 @dataclass(frozen=True)
 class Media:
     """One item as its row gives it: a path, encoded bytes, or plain values (numbers, lists, mappings, arrays)."""
@@ -51,7 +57,7 @@ class Media:
         try:
             about = self.value.stat()
             if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer, and a device may never end
-                raise BadMedia(f"{self.name} is not a file")
+                raise BadMedia(f"{self.name} is {kind_of_file(about.st_mode)}, not a file")
             if about.st_size == 0:
                 raise BadMedia(f"{self.name} is empty")
             return open(self.value, "rb")

@@ -35,6 +35,7 @@ ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (
 
 # No format that runs another program (PostScript) or opens other files (playlists).
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
 VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,flv,mpeg,mpegts,gif,ogg,asf"
 
 
@@ -245,20 +246,29 @@ def _read_samples(media: Media, file: Any, first: int, last: int) -> npt.NDArray
 def _sound_file(media: Media) -> Iterator[Any]:
     library = optional("soundfile")
     with parsing(media), media.open() as raw:
-        # libsndfile takes a cut WAV for a shorter one; the size in its header tells (0 and all ones: streamed).
-        head = raw.read(8)
-        promised = int.from_bytes(head[4:], "little")
-        there = raw.seek(0, 2)
-        if head[:4] == b"RIFF" and 0 < promised < 0x7FFFFFFF and there < promised:
-            raise BadMedia(f"{media.name}: {there} of {promised + 8} bytes: truncated")
-        raw.seek(0)
+        _check_length(media, raw)
         with library.SoundFile(raw) as file:
             _check_rate(media, file.samplerate)
+            _check_promised_samples(media, file, raw)
             if file.channels > MOST_CHANNELS:
-                raise BadMedia(
-                    f"{media.name}: {file.channels} channels are more than the {MOST_CHANNELS} that are read"
-                )
+                raise BadMedia(f"{media.name}: {file.channels} channels, more than the {MOST_CHANNELS} that are read")
             yield file
+
+
+def _check_promised_samples(media: Media, file: Any, raw: BinaryIO) -> None:
+    """libsndfile takes what is cut for something shorter, and only its log tells (0 and all ones: streamed)."""
+    if file.format not in SOUND_FORMATS:
+        raise BadMedia(f"{media.name}: {file.format} is none of the formats that are read: {', '.join(SOUND_FORMATS)}")
+    for promised, there in re.findall(r": (\d+) \(should be (\d+)\)", file.extra_info):
+        if int(there) + 8 < int(promised) < 0x7FFFFFFF:  # some writers count their header, or do not
+            raise BadMedia(f"{media.name}: {there} of {promised} bytes: truncated")
+    if file.format == "NIST":
+        place = raw.tell()
+        raw.seek(0)
+        found = re.search(rb"sample_count -i (\d+)", raw.read(1024))
+        raw.seek(place)
+        if found and int(found[1]) > file.frames:
+            raise BadMedia(f"{media.name}: {file.frames} of {int(found[1])} samples: truncated")
 
 
 def _sound_array(media: Media, sample_rate: int) -> tuple[npt.NDArray[np.float32], int]:
@@ -320,6 +330,24 @@ def resample(wave: npt.NDArray[np.float32], rate: int, new_rate: int) -> npt.NDA
     return out.astype(np.float32)
 
 
+def _check_length(media: Media, raw: BinaryIO) -> None:
+    """Parsers take a cut WAV, AVI or Matroska file for a shorter one; the size in its header tells."""
+    head = raw.read(64)
+    there = raw.seek(0, 2)
+    raw.seek(0)
+    promised, least = 0, 0  # bytes; some writers of RIFF count 8 too many
+    if head[:4] == b"RIFF" and int.from_bytes(head[4:8], "little") < 0x7FFFFFFF:  # all ones, as 0: streamed
+        least = int.from_bytes(head[4:8], "little")
+        promised = least + 8
+    elif head[:4] == b"\x1a\x45\xdf\xa3" and (at := head.find(b"\x18\x53\x80\x67")) > 0:  # EBML, and its segment
+        size = head[at + 4 : at + 12]
+        length = 9 - size[0].bit_length() if size else 9  # of the number that is the size: its leading zeros say
+        if length <= len(size) and (value := int.from_bytes(size[:length]) - (1 << 7 * length)) + 1 < 1 << 7 * length:
+            promised = least = at + 4 + length + value
+    if there < least:
+        raise BadMedia(f"{media.name}: {there} of {promised} bytes: truncated")
+
+
 # Video
 
 
@@ -337,14 +365,10 @@ def video_size(media: Media, fps: float, max_seconds: float = math.inf) -> tuple
         return end - begin, *picture_size(frames[0])
     with _video_file(media) as (container, stream):
         begin, end = _clip(media, _seconds(media, container, stream), max_seconds)
-        height, width = stream.codec_context.height, stream.codec_context.width
         first = next(container.decode(stream), None)  # only frames tell how a phone was held
         if first is None:
             raise BadMedia(f"{media.name}: has no frames")
-        if (first.height, first.width) != (height, width):
-            raise BadMedia(
-                f"{media.name}: its header says {width} x {height}, its frames {first.width} x {first.height}"
-            )
+        height, width = first.height, first.width
         return end - begin, *((width, height) if first.rotation % 180 else (height, width))
 
 
@@ -376,11 +400,11 @@ def _frames_given(media: Media, fps: float) -> tuple[list[Media], float]:
 @contextmanager
 def _video_file(media: Media) -> Iterator[tuple[Any, Any]]:
     library = optional("av")
-    with (
-        parsing(media),
-        media.open() as raw,
-        library.open(raw, options={"format_whitelist": VIDEO_FORMATS}) as container,
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(parsing(media))
+        raw = stack.enter_context(media.open())
+        _check_length(media, raw)
+        container = stack.enter_context(library.open(raw, options={"format_whitelist": VIDEO_FORMATS}))
         if not container.streams.video:
             raise BadMedia(f"{media.name}: has no video in it")
         stream = container.streams.video[0]
