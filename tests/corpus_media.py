@@ -433,7 +433,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "a text that doubles": (DOUBLES, "memory"),
     "lists that double": (NESTS, "the chat template"),
     "numbers that square": (SQUARES, "of computing"),
-    "a power without end": ("{{ 9 ** 9 ** 9 ** 9 }}", "the chat template"),
+    "a power without end": ("{{ 9 ** (9 ** 9) }}", "the chat template"),
     "a text of 10 GB": ("{{ 'a' * 10000000000 }}", "memory"),
     "a text of 100 MB": ("{{ 'a' * 100000000 }}", "characters"),
     "a column of 10 GB": ("{{ '%10000000000d' % 1 }}", "the chat template"),
