@@ -56,7 +56,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _watched(seconds: float) -> Iterator[None]:
-    """By a look at the clock every so many lines, which makes Python several times slower."""
+    """By a look at the clock every so many lines of what is called inside; makes Python several times slower."""
     end, lines, before = time.thread_time() + seconds, 0, sys.gettrace()
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
