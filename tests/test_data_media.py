@@ -440,7 +440,7 @@ def test_items_stay_on_their_placeholders_when_packed(
         (chat("<image>", images=["media/none.toy"]), "media/none.toy does not exist"),
         (chat("<image>", images=["media/empty.toy"]), "media/empty.toy is empty"),
         (chat("<image>", images=["media/short.toy"]), "media/short.toy: this is no toy"),
-        (chat("<image>", images=["media"]), "media: Is a directory"),
+        (chat("<image>", images=["media"]), "media is a folder, not a file"),
         (chat("<image>", images=["media/\0"]), "cannot be a file: embedded null byte"),
         (chat("<image>", images=["n." * 150]), "n.n.... cannot be a file: File name too long"),
         (chat("<image>", images=["media/loop"]), "media/loop cannot be a file"),

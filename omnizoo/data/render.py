@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 import numpy as np
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template  # gives character spans; checked on 5.22.2
 
 from omnizoo.config.errors import UserError
+from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.media import Find, Item, Notation, RowMedia
 from omnizoo.data.sources import CONVERSATION, BadRow, Folder, Row
 from omnizoo.modalities.base import Modality
@@ -34,6 +35,8 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # in `conversations`; others a
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAGS_HINT = "put {% generation %} tags around what the model writes into the template"
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+# What a chat template may take to write one conversation; of the text, in characters. Far above what any needs.
+MOST_SECONDS, MOST_MEMORY, MOST_TEXT = 2.0, 1 << 30, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,11 @@ def check_messages(value: Any, field: str) -> list[Message]:
 
 
 class ChatTemplate:
-    """A chat template with the tools of one row: finds the characters of a rendered conversation the loss is on."""
+    """A chat template with the tools of one row: finds the characters of a rendered conversation the loss is on.
+
+    Templates are programs that come with a tokenizer, so what they do is bounded, and whatever they raise is about
+    their row, or about themselves if they cannot even write two short messages.
+    """
 
     def __init__(self, source: str, tools: list[Any] | None, special_tokens: dict[str, Any]) -> None:
         self.source, self.tools, self.special_tokens = source, tools, special_tokens
@@ -268,10 +275,40 @@ class ChatTemplate:
         return self._render(list(conversations), add_generation_prompt=prompt)[0]
 
     def _render(self, conversations: list[list[Message]], **options: Any) -> tuple[list[str], list[list[Span]]]:
-        written: Any = render_jinja_template(  # its annotation (str) is not what it returns
-            conversations, tools=self.tools, chat_template=self.source, **options, **self.special_tokens
-        )
+        try:
+            texts, spans = self._run(conversations, **options)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"the chat template of the tokenizer is not valid, line {error.lineno}: {error}") from None
+        except TEMPLATE_ERRORS:
+            raise
+        except OutOfTime:
+            self._blame(f"takes more than {MOST_SECONDS:g} s of computing")
+        except MemoryError:
+            self._blame(f"takes more than {MOST_MEMORY >> 30} GiB of memory")
+        except Exception as error:
+            # e.g. ZeroDivisionError, RecursionError
+            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+        if (longest := max(map(len, texts))) > MOST_TEXT:
+            raise BadRow(f"the chat template writes {longest:,} characters for it, more than {MOST_TEXT:,}")
+        return texts, spans
+
+    def _run(self, conversations: list[list[Message]], **options: Any) -> tuple[list[str], list[list[Span]]]:
+        with limits(MOST_SECONDS * len(conversations), MOST_MEMORY):
+            written: Any = render_jinja_template(  # its annotation (str) is not what it returns
+                conversations, tools=self.tools, chat_template=self.source, **options, **self.special_tokens
+            )
         return written  # type: ignore[no-any-return]
+
+    def _blame(self, what: str) -> NoReturn:
+        """The row; or the template, if it is as bad on a conversation that has next to nothing in it."""
+        turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        try:
+            self._run([turns])
+        except (OutOfTime, MemoryError):
+            raise UserError(f"the chat template of the tokenizer {what}, whatever it is given") from None
+        except TEMPLATE_ERRORS:
+            pass
+        raise BadRow(f"the chat template {what} for it")
 
     def target_spans(self, messages: list[Message], wanted: list[bool]) -> tuple[str, list[Span]]:
         """The rendered conversation, and the spans of the wanted messages in it."""
