@@ -14,6 +14,7 @@ from omnizoo.checkpoint import folder, tensors
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
+from omnizoo.models.omni import save_model_config
 from omnizoo.parallel.mesh import Mesh
 
 
@@ -51,7 +52,7 @@ def save(
             folder.write_json(partial / "state.json", {"step": step, **state})
             save_config(config, partial / "config.yaml")
             if isinstance(model, PreTrainedModel):
-                model.config.save_pretrained(partial / "model")
+                save_model_config(model, partial / "model")
                 if getattr(model, "generation_config", None) is not None:
                     model.generation_config.save_pretrained(partial / "model")
             tokenizer.save_pretrained(partial / "model")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,8 @@ def generate(
     top_k: int,
     top_p: float,
     seed: int,
+    allow_code: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> int:
     if (messages is None) == (prompt is None):
         raise UserError("give one of --messages FILE and --prompt TEXT")
@@ -39,14 +42,14 @@ def generate(
     from omnizoo.modalities.base import Sampling
     from omnizoo.ops.device import pick_device
 
-    writer = load_writer(folder, pick_device(0))
+    writer = load_writer(folder, pick_device(0), allow_code=allow_code, trust_remote_code=trust_remote_code)
     generator = torch.Generator(writer.model.device).manual_seed(seed)
     sampling = Sampling(temperature, top_k, top_p, generator)
     where = Folder(messages.parent if messages else Path(), None)
     console = Console(soft_wrap=True)
     for number, piece in enumerate(writer.write(conversation, sampling, max_tokens, where)):
         if piece.modality == "text":
-            console.print(writer.tokenizer.decode(piece.ids), markup=False, highlight=False)
+            console.print(writer.decode(piece), markup=False, highlight=False)
         else:
             out.mkdir(parents=True, exist_ok=True)
             decoder = writer.modalities[piece.modality].decoder

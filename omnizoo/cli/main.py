@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from omnizoo.config.errors import TrainingError, UserError
+from omnizoo.config.errors import TrainingError, UserError, is_out_of_memory
 
 LONGEST_PATH = 4096
 TAKE_OVERRIDES = ("train", "verify", "data")  # commands with `--section.key value`
@@ -26,6 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report_error(str(error))
         return 2 if isinstance(error, UserError) else 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        from omnizoo.cli.report import report_error
+
+        report_error(f"out of memory: {(str(error).splitlines() or ['no size is known'])[0]}")
+        return 1
     except KeyboardInterrupt:  # outside of the training loop, which ends gracefully by itself
         return 130
 
@@ -65,6 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint folder of a run")
     export.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
     export.set_defaults(run=_export)
+    allow_code(export)
 
     generate = commands.add_parser(
         "generate", help="what a model answers: text, and whatever it produces", allow_abbrev=False
@@ -85,6 +93,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest P of the mass")
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same output")
     generate.set_defaults(run=_generate)
+    allow_code(generate)
 
     doctor = commands.add_parser("doctor", help="what this machine can do, and what it lacks", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -127,6 +136,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not hasattr(args, "run"):
         parser.error(f"expected a command: {', '.join(commands.choices)}")
     return args
+
+
+def allow_code(parser: argparse.ArgumentParser) -> None:
+    """Only the user's own command line may say that code of an artefact is run."""
+    parser.add_argument(
+        "--allow-code",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="let the folder name encoders and decoders of this Python module and those below it; may be repeated",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that ships inside the model folder"
+    )
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -181,7 +204,7 @@ def _recipes(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from omnizoo.checkpoint.export import export
 
-    export(args.checkpoint, args.out)
+    export(args.checkpoint, args.out, None, args.allow_code, args.trust_remote_code)
     return 0
 
 
@@ -189,7 +212,8 @@ def _generate(args: argparse.Namespace) -> int:
     from omnizoo.cli.generate import generate
 
     sampling = (args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
-    return generate(args.model, args.messages, args.prompt, args.out, *sampling)
+    code = (args.allow_code, args.trust_remote_code)
+    return generate(args.model, args.messages, args.prompt, args.out, *sampling, *code)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import os
 
+CRASH = "\1"  # before a message: the rank that says so has crashed, perhaps since another one has
 ERROR_FD = "OMNIZOO_ERROR_FD"  # set by our launcher, which prints what its ranks write there, without repetition
 
 
@@ -10,6 +11,12 @@ def report_error(message: str) -> None:
         os.write(int(os.environ[ERROR_FD]), _plain(message).encode() + b"\0")
     else:
         print_error(message)
+
+
+def report_crash(message: str) -> None:
+    """To our launcher, which knows of all ranks and prints it as the last line if it was the first crash."""
+    if ERROR_FD in os.environ:
+        os.write(int(os.environ[ERROR_FD]), (CRASH + message).encode() + b"\0")
 
 
 def print_error(message: str) -> None:

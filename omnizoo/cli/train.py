@@ -6,9 +6,10 @@ Nothing here imports torch before the config is known to be good.
 import tempfile
 from pathlib import Path
 
+from omnizoo.cli.failure import foreseen, report_failure
 from omnizoo.cli.launch import launch, watch_launcher
 from omnizoo.config import reference
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import micro_batches, place_in_world, plan_layout
 
@@ -44,7 +45,12 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
     watch_launcher()
     from omnizoo.training.run import train as train_here
 
-    return train_here(config)
+    try:
+        return train_here(config, report_failure)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, TrainingError) and (line := foreseen(place[0] if place else 0, error)):
+            raise TrainingError(line) from error
+        raise
 
 
 def check_writable(name: str, key: str) -> None:

@@ -295,11 +295,14 @@ class _Origin:
 
 
 def _cut_to_schema(detail: ErrorDetails) -> Loc:
-    """The location of an error, cut where it leaves the schema: members of a union, items of a list of plain values."""
+    """The location of an error, cut where it leaves the schema: members of a union, items of a list of plain values.
+
+    Empty: of the config as a whole, where sections contradict each other.
+    """
     loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return loc
-    return next(loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in TYPES)
+    return next((loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in TYPES), ())
 
 
 def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:

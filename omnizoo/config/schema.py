@@ -109,6 +109,11 @@ class Model(Section):
         description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
     )
     trust_remote_code: bool = Field(False, description="run Python code that ships inside the model folder")
+    allow_code: list[Text] = Field(
+        [],
+        description="Python modules (and those below them) that a composed model's folder may name as its encoders and "
+        "decoders; what this config names itself needs no leave",
+    )
     allow_missing: list[Text] = Field(
         [], description="glob patterns of weights that `model.path` may lack; they are drawn from `train.seed`"
     )
@@ -297,3 +302,12 @@ class Config(Section):
     train: Train = Field(default_factory=Train, description="the loop: length, batch, optimizer, evaluation")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
     log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
+
+    @model_validator(mode="after")
+    def _evaluates_on_something(self) -> "Config":
+        if self.train.eval_every and not self.data.eval_sources:
+            raise ValueError(
+                f"train.eval_every is {self.train.eval_every}, but data.eval_sources is empty: there is nothing to "
+                "evaluate on; name held-out data there, or set train.eval_every: 0"
+            )
+        return self

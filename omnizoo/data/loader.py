@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from omnizoo.modalities.media import BadMedia
 
 log = logging.getLogger(__name__)
 
+WORKER_DEATH = re.compile(r"DataLoader worker \(pid\S* .*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 IGNORE = -100  # the label of a position without a target, as torch's cross entropy has it
 
 
@@ -235,6 +237,29 @@ def start_worker(worker: int) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def worker_death(error: BaseException) -> str | None:
+    """How a loader worker died, if that is what `error` is about: torch raises it wherever the main thread is then.
+
+    torch 2.13 says it in a RuntimeError: "DataLoader worker (pid 7) is killed by signal: Killed. "; where it notices
+    later, "DataLoader worker (pid(s) 7) exited unexpectedly", with the first one as its cause.
+    """
+    seen: BaseException | None = error
+    found = None
+    while seen is not None:
+        if isinstance(seen, RuntimeError) and (match := WORKER_DEATH.match(str(seen))):
+            found = match[1] or found or ""
+        seen = seen.__cause__ or seen.__context__
+    if found is None:
+        return None
+    lighter = "use fewer data.workers, or a smaller data.prefetch, data.look_ahead or data.pack_tokens"
+    if found == "Killed":
+        return f"a loader worker was killed (SIGKILL), as the kernel does when memory runs out; {lighter}"
+    if found == "Bus error":
+        return f"a loader worker was out of shared memory (SIGBUS); make /dev/shm larger, or {lighter}"
+    how = f"was killed by a signal ({found})" if found else "ended"
+    return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {lighter}"
 
 
 def identity(item: Any) -> Any:

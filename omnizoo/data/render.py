@@ -135,13 +135,31 @@ class Renderer:
         return Rendered(ids, targets, items, None if self.positions is None else self.positions(ids, items))
 
     def end_of_turn(self) -> list[int]:
-        """The special token that ends what the model writes, if the chat template has one."""
+        """The token that ends what the model writes, if the chat template has one: the first token after the answer
+        that is not written in letters (`<|im_end|>`, `<|eot_id|>`, `</s>`).
+
+        Tokenizers need not name it anywhere: often it is just one of the added tokens. Some templates end a turn by
+        the beginning of the next one.
+        """
         if not self.tokenizer.chat_template:
             return []
-        turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-        text, spans = self._template(None).target_spans(turns, [False, True])
-        last = self.backend.encode(text[slice(*spans[-1])], add_special_tokens=False).ids[-1]
-        return [last] if last in self.tokenizer.all_special_ids else []
+        answer, added = "answer0x", set(self.tokenizer.added_tokens_decoder)
+        turns: list[Message] = [
+            {"role": role, "content": answer if role == "assistant" else "question"}
+            for role in ("user", "assistant", "user")
+        ]
+        for conversation in (turns[:2], turns):
+            try:
+                text = self._template(None).render(conversation)[0]
+            except TEMPLATE_ERRORS:
+                continue
+            encoding = self.backend.encode(text, add_special_tokens=False)
+            after = text.rfind(answer) + len(answer)
+            tokens = zip(encoding.ids, encoding.offsets, strict=True)
+            ends = [token for token, (start, _) in tokens if start >= after and token in added]
+            if answer in text and ends:
+                return ends[:1]
+        return []
 
     def _template(self, tools: list[Any] | None) -> "ChatTemplate":
         if not self.tokenizer.chat_template:

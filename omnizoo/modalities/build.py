@@ -1,7 +1,7 @@
 """From a name in the config to a module: built-in encoders and decoders, or a class of the user's."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -49,10 +49,24 @@ def explain(error: BaseException) -> str:
     return f"{said} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else said
 
 
+def check_code(role: str, kind: str, key: str, allowed: Sequence[str]) -> None:
+    """Refuse to import what a folder names and the user does not allow; nothing is imported to find out."""
+    module, colon, _ = kind.partition(":")
+    if kind in BUILT_IN[role] or not colon:
+        return
+    if not any(module == name or module.startswith(f"{name}.") for name in allowed if name):
+        raise UserError(
+            f"{key}.kind: its config.json would have {kind} imported, which is code and not one of OmniZoo's own "
+            f"({', '.join(BUILT_IN[role])}); if you trust it, allow it: --allow-code {module} (in a config "
+            f"model.allow_code: [{module}], in Python allow_code=[{module!r}])"
+        )
+
+
 def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder | Decoder:
     """The encoder or decoder that `spec` (kind, options, config, folder, projector) describes; `key` is its name.
 
     What is built around a Hugging Face model also gets `config`, `folder` and `projector`, as far as they are given.
+    A class of the user's is imported: see `check_code` for a `spec` that is not the user's own.
     """
     kind = spec["kind"]
     target = BUILT_IN[role].get(kind, kind)

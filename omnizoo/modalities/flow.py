@@ -236,8 +236,9 @@ def _solve_by_diffusers(velocity: Velocity, noise: torch.Tensor, name: str, step
 
 
 def _scheduler(name: str) -> Any:
-    scheduler = getattr(diffusers_package(name), name, None)
-    if scheduler is None:
+    package = diffusers_package(name)
+    scheduler = getattr(package, name, None)
+    if not (isinstance(scheduler, type) and issubclass(scheduler, package.SchedulerMixin)):
         raise UserError(f"decoder.solver: `{name}` is neither {', '.join(SOLVERS)} nor a scheduler of diffusers")
     return scheduler()
 

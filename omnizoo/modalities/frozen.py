@@ -38,10 +38,14 @@ class Diffusers(Frozen):
     """A model of diffusers, from its `config` (as in config.json) or its folder; random weights without a folder."""
 
     def __init__(self, config: Mapping[str, Any], folder: str | None) -> None:
-        model_class = getattr(diffusers_package(config["_class_name"]), config["_class_name"], None)
-        if model_class is None:
-            raise UserError(f"decoder: this diffusers has no `{config['_class_name']}`; see _class_name in config.json")
-        super().__init__(model_class.from_config(dict(config)))
+        package = diffusers_package(config["_class_name"])
+        model_class = getattr(package, str(config["_class_name"]), None)
+        if not (isinstance(model_class, type) and issubclass(model_class, package.ModelMixin)):
+            raise UserError(
+                f"decoder: this diffusers has no model `{config['_class_name']}`; see _class_name in config.json"
+            )
+        build: Any = model_class
+        super().__init__(build.from_config(dict(config)))
         self.folder = folder
         self.reset_parameters()
 

@@ -12,7 +12,8 @@ import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
-from omnizoo.models.fields import check_folder, check_shape, config_of
+from omnizoo.models.artefact import check_settings, read_json
+from omnizoo.models.fields import check_numbers, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
 
@@ -47,7 +48,7 @@ def build_model(model: Model, precision: str) -> nn.Module:
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
-        built.generation_config = GenerationConfig.from_pretrained(folder)
+        built.generation_config = read_generation_config(Path(folder))
     _set_attention(language_model(built), model.attention)
     return built
 
@@ -77,6 +78,9 @@ def read_model_config(model: Model) -> Any:
     """The HF config of the model that `model` describes."""
     if model.foundation is None:
         config = _read_config(model, "model", model.trust_remote_code)
+        if isinstance(config, OmniConfig):
+            config.allow_code = tuple(model.allow_code)
+            list(config.parts())  # refused before anything else of the folder is looked at
         if model.part is None:
             return config
         if not isinstance(part := getattr(config, model.part, None), PretrainedConfig):
@@ -85,7 +89,9 @@ def read_model_config(model: Model) -> Any:
         return part
     foundation = _read_config(model.foundation, "model.foundation", model.trust_remote_code)
     modalities = {name: _describe(name, modality) for name, modality in model.modalities.items()}
-    return OmniConfig(foundation=foundation, modalities=modalities)
+    composed = OmniConfig(foundation=foundation, modalities=modalities)
+    composed.is_own = True
+    return composed
 
 
 def _describe(name: str, modality: Modality) -> dict[str, Any]:
@@ -128,13 +134,26 @@ def _read_config(model: Model | Part, section: str, trust_remote_code: bool) -> 
     assert isinstance(folder, str)
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"{key}: {folder} is not a Hugging Face model folder (no config.json in it)")
-    check_folder(folder, key)
+    settings = check_settings(Path(folder), trust_remote_code, key)
+    if not isinstance(settings.get("model_type"), str) and not trust_remote_code:
+        raise UserError(f"{key}: {folder}/config.json has no `model_type`")
+    check_numbers(settings, f"{key}: {folder}/config.json")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except UserError as error:
+        raise UserError(f"{key}: {folder}/config.json: {error}") from error
     except BUILDING_ERRORS as error:
         raise UserError(f"{key}: cannot read {folder}/config.json: {explain(error)}") from error
     check_shape(config, key)
     return config
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    read_json(folder / "generation_config.json")
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except BUILDING_ERRORS as error:
+        raise UserError(f"cannot read {folder}/generation_config.json: {explain(error)}") from error
 
 
 def tokenizer_folder(model: Model) -> str | None:
@@ -149,11 +168,12 @@ def load_tokenizer(model: Model) -> Any:
         raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
         raise UserError(f"model.tokenizer: {folder} is not a folder")
+    check_settings(Path(folder), model.trust_remote_code, "model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-    except BUILDING_ERRORS as error:
+    except Exception as error:  # the tokenizers library raises `Exception` itself for what it cannot read
         raise UserError(f"model.tokenizer: no tokenizer in {folder}: {explain(error)}") from error
     if model.foundation is not None:
         marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]

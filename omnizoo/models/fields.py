@@ -4,7 +4,6 @@ transformers takes any field and any value; what cannot work ends deep inside of
 """
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -52,18 +51,6 @@ def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
         raise UserError(f"{key}: no `{model_type}` can have this config: {explain(error)}") from error
     check_shape(config, key)
     return config
-
-
-def check_folder(folder: str, key: str) -> None:
-    """Numbers in a folder's config.json that nothing can be built from. Fields of other versions are fine there."""
-    file = Path(folder) / "config.json"
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{key}: cannot read {file}: {str(error).splitlines()[0]}") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{key}: {file} holds no mapping")
-    check_numbers(fields, f"{key}: {file}")
 
 
 def check_numbers(fields: Mapping[str, Any], key: str) -> None:

@@ -23,7 +23,7 @@ from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
 from omnizoo.recipes.attach import parallelize
 from omnizoo.recipes.reading import media_ports, read_modalities
-from omnizoo.training.evaluate import evaluate
+from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
@@ -34,10 +34,10 @@ from omnizoo.training.step import next_step, raise_everywhere, train_step
 T = TypeVar("T")
 
 
-def train(config: Config) -> int:
+def train(config: Config, on_failure: Callable[[int, BaseException], None] | None = None) -> int:
     """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code."""
     stop = StopRequest()
-    with process_group() as process:
+    with process_group(on_failure=on_failure) as process:
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
@@ -50,7 +50,7 @@ def train(config: Config) -> int:
         reading = (config, tokenizer, mesh.rank, mesh.layout.world)
         media = read_modalities(model, config.model)
         loader = agreed(mesh, lambda: build_loader(*reading, **media))
-        held_out = agreed(mesh, lambda: read_held_out(*reading, **media))
+        held_out = agreed(mesh, lambda: read_held_out(*reading, **media) if config.train.eval_every else [])
         peak = peak_flops(mesh.device, config.parallel.precision)
         checkpoint = agreed(mesh, lambda: find(config, directory) if mesh.is_first else None)
         checkpoint = mesh.from_first(checkpoint)
@@ -72,8 +72,11 @@ def train(config: Config) -> int:
         fetching = time.perf_counter()
         objective = Objective(model, mesh, config)
         eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
+        if config.train.eval_every:
+            check_held_out(objective, eval_data)
         data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
         facts = describe(config, mesh, model, name, run, directory, checkpoint)
+        facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
         with Recorder(config, run, start, facts, active=mesh.is_first) as recorder:
             for step in range(start + 1, config.train.steps + 1):
                 fetched = time.perf_counter()
@@ -92,11 +95,14 @@ def train(config: Config) -> int:
                     )
                 else:
                     bad_in_a_row = 0
+                is_learnt = any(data.totals.targets.values())
+                if not is_learnt:
+                    recorder.say(f"step {step}: nothing to learn in it, the loss is on none of its tokens")
                 if data.bad_rows:
                     recorder.bad_rows(step, sorted(set(data.bad_rows)))
 
                 metrics: dict[str, float | None] = {
-                    "loss": result.loss,
+                    "loss": result.loss if is_learnt else None,
                     **{f"loss/{name}": mean for name, mean in result.terms.items()},
                     "grad_norm": result.grad_norm,
                     "lr": result.lr,
