@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from omnizoo.checkpoint import folder, tensors
+from omnizoo.checkpoint.start import checkpoints_in, is_checkpoint
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.models.build import load_tokenizer, read_model_config
@@ -55,11 +56,12 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> Pat
 def _resolve(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a folder; give a checkpoint (step_...) or a run folder")
-    if checkpoint.name.startswith("step_"):
-        if (reason := folder.incompleteness(checkpoint)) is not None:
+    if is_checkpoint(checkpoint):
+        if (reason := folder.damage(checkpoint)) is not None:
             raise UserError(f"{checkpoint} is not a complete checkpoint: {reason}")
         return checkpoint
-    newest = folder.newest_complete(checkpoint / "checkpoints") or folder.newest_complete(checkpoint)
+    newest, passed = folder.newest_intact(checkpoints_in(checkpoint))
     if newest is None:
-        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...)")
+        reasons = "".join(f"; {path.name}: {reason}" for path, reason in passed.items())
+        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...){reasons}")
     return newest
