@@ -11,11 +11,13 @@ import signal
 import socket
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from corpus import run_main
+from corpus_checkpoints import DAMAGES
 from processes import run_on_ranks, start_server, train_in_this_world
 from safetensors.torch import load_file
 from tiny import read_steps, write_config
@@ -79,6 +81,18 @@ def test_any_single_byte_of_any_file_that_is_changed_is_found(copy: Path) -> Non
         assert file.name in reason
         file.write_bytes(content)
     assert folder.damage(step) is None
+
+
+def test_every_damage_of_the_corpus_is_found_by_file_and_reason(trained: Path, tmp_path: Path) -> None:
+    for number, (name, (damage, file, reason)) in enumerate(DAMAGES.items()):
+        step = Path(shutil.copytree(trained / "run", tmp_path / str(number))) / "checkpoints" / "step_00000002"
+        assert folder.damage(step) is None
+        damage(step)
+        found = folder.damage(step)
+        assert found is not None, name
+        assert file in found, name
+        assert reason in found, name
+        assert folder.newest_intact(step.parent)[0] == step.parent / "step_00000001", name
 
 
 def test_the_hash_of_a_shard_is_taken_while_it_is_written(tmp_path: Path) -> None:
@@ -206,9 +220,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_noticed_before_weights_are(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 300_000  # bytes; the model has 29 K weights, so a checkpoint takes 350 K
-    monkeypatch.setattr(
-        ownership.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free)
-    )
+    monkeypatch.setattr(ownership.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     monkeypatch.setattr(run, "parallelize", None)
     line = error_of(capsys, "train", trained / "tiny.yaml", "--log.dir", tmp_path / "new")
     assert f"checkpoint.dir: {tmp_path / 'new' / 'checkpoints'} has 0.00 GB free" in line

@@ -174,8 +174,8 @@ class _TensorBoard:
             from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
         self._event, self._summary = Event, Summary
         folder.mkdir(parents=True, exist_ok=True)
-        # the time orders the files of a run, the rest keeps those of one second apart
-        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{uuid.uuid4().hex[:8]}"
+        seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{rest:09d}"
         self._file = _Appending(folder / name)
         self._records = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
