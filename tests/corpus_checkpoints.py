@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from corpus import Case, Prepare, run_main
+from fixtures import make_tokenizer
 from processes import Result
 from tiny import read_steps, write_config
 
@@ -52,7 +53,7 @@ def rewrite(place: Path, **changes: Any) -> None:
     """A manifest that agrees with the files as they are now, but for `changes`: only what it says can give it away."""
     (place / MANIFEST).unlink(missing_ok=True)
     files = {name: manifest.hash_file(place / name) for name in manifest.below(place) if (place / name).is_file()}
-    fields = {"run": "0" * 12, "step": 2, "files": files} | changes
+    fields = {"run": manifest.read(place.parent / FIRST).run, "step": 2, "files": files} | changes
     (place / MANIFEST).write_text(Manifest(**fields).text())
 
 
@@ -288,17 +289,17 @@ def both_damaged(folder: Path, run: Path) -> list[object]:
 
 
 def foreign(folder: Path, run: Path) -> list[object]:
-    rewrite(run / "checkpoints" / LAST)
+    rewrite(run / "checkpoints" / LAST, run="0" * 12)
     return train(run, "--train.steps", 3)
 
 
 def foreign_export(folder: Path, run: Path) -> list[object]:
-    rewrite(run / "checkpoints" / LAST)
+    rewrite(run / "checkpoints" / LAST, run="0" * 12)
     return ["export", run, folder / "out"]
 
 
 def several_export(folder: Path, run: Path) -> list[object]:
-    rewrite(run / "checkpoints" / LAST)
+    rewrite(run / "checkpoints" / LAST, run="0" * 12)
     return ["export", run / "checkpoints", folder / "out"]
 
 
@@ -446,15 +447,13 @@ CASES = [
     Case("a moved source", other_rows(lambda text: text)),
     Case(
         "another chat template",
-        other_tokenizer(edit("chat_template.jinja", lambda data: data.replace(b"\\n", b" "))),
+        other_tokenizer(edit("chat_template.jinja", lambda data: data.replace(b"<|im_end|>", b"<|im_end|> "))),
         ("model.tokenizer", "chat template"),
     ),
     Case(
         "another vocabulary",
-        other_tokenizer(
-            lambda folder: edit("tokenizer.json", lambda d: d.replace(b"\xc4\xa0of", b"\xc4\xa0if"))(folder)
-        ),
-        ("model.tokenizer",),
+        other_tokenizer(lambda folder: make_tokenizer(folder, vocab_size=300)),
+        ("model.tokenizer", "its vocabulary"),
     ),
     *(
         Case(

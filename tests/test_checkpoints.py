@@ -2,6 +2,7 @@
 survived, and other data is never resumed on."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -9,11 +10,14 @@ import resource
 import shutil
 import signal
 import socket
+import tarfile
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
+import pyarrow.parquet
 import pytest
 import torch
 from corpus import run_main
@@ -317,6 +321,45 @@ def test_large_sources_are_known_by_the_lengths_of_all_rows_and_by_blocks_of_the
     texts.write_bytes(data[:-3] + b"?" + data[-2:])  # the last block
     assert content()["content"] != original["content"]
     assert content()["shape"] == original["shape"]
+
+
+def test_every_kind_of_source_is_known_by_its_content_wherever_it_is(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}"} for number in range(40)]
+    edited = [*rows[:20], {"text": "now 20"}, *rows[21:]]
+
+    def jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
+        (path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path / "a.jsonl"
+
+    def files(path: Path, rows: list[dict[str, str]]) -> Path:
+        for name, part in (("a", rows[:15]), ("b", rows[15:])):
+            (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        return path
+
+    def parquet(path: Path, rows: list[dict[str, str]]) -> Path:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / "a.parquet", row_group_size=16)
+        return path / "a.parquet"
+
+    def tar(path: Path, rows: list[dict[str, str]]) -> Path:
+        with tarfile.open(path / "a.tar", "w") as file:
+            for number, row in enumerate(rows):
+                text = json.dumps(row).encode()
+                member = tarfile.TarInfo(f"{number:03d}.json")
+                member.size = len(text)
+                file.addfile(member, io.BytesIO(text))
+        return path / "a.tar"
+
+    def saved(path: Path, rows: list[dict[str, str]]) -> Path:
+        datasets.Dataset.from_list(rows).save_to_disk(str(path / "saved"))
+        return path / "saved"
+
+    for make in (jsonl, files, parquet, tar, saved):
+        found = []
+        for name, content in (("here", rows), ("there", rows), ("edited", edited)):
+            (tmp_path / make.__name__ / name).mkdir(parents=True)
+            found.append(content_of(open_source(Source(path=str(make(tmp_path / make.__name__ / name, content))))))
+        assert found[0] == found[1], make.__name__
+        assert found[0] != found[2], make.__name__
 
 
 # ---- full disks

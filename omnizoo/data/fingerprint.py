@@ -20,7 +20,6 @@ from omnizoo.data.sources import Concatenation, DatasetRows, JsonLines, ParquetR
 WHOLE = 256 << 20  # bytes
 BLOCK = 256 << 10
 BLOCKS = 256  # of a source that is larger
-TAIL = 64 << 10  # of a Parquet file: its footer, or the end of it
 DATASET_ROWS = 512  # of what `datasets` has opened
 
 
@@ -37,7 +36,7 @@ def content_of(source: RowSource) -> dict[str, Any]:
             shape.update("\0".join(map(repr, zip(part.keys, part.kinds, strict=True))).encode("utf-8", "replace"))
             shape.update(np.ascontiguousarray(part.spans).data)
         elif isinstance(part, ParquetRows):
-            shape.update(_read(part.path, max(0, part.path.stat().st_size - TAIL), TAIL))
+            shape.update(_footer(part.path))
         elif isinstance(part, DatasetRows):
             for row in _spread(len(part), DATASET_ROWS):
                 digest.update(repr(part.dataset[row].to_pylist()).encode("utf-8", "replace"))
@@ -68,6 +67,13 @@ def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path,
 def _spread(count: int, most: int) -> list[int]:
     """At most `most` numbers below `count`, evenly spaced, the first and the last among them."""
     return sorted({int(place) for place in np.linspace(0, max(0, count - 1), min(count, most))})
+
+
+def _footer(path: Path) -> bytes:
+    """Where each column of each row group of a Parquet file is, how large, and often its extremes."""
+    size = path.stat().st_size
+    length = int.from_bytes(_read(path, size - 8, 4), "little")  # then four letters end the file
+    return _read(path, max(0, size - 8 - length), length)
 
 
 def _read(path: Path, start: int, count: int) -> bytes:
