@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from omnizoo.checkpoint import folder, tensors
+from omnizoo.checkpoint.start import checkpoints_in, is_checkpoint
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.models.build import load_tokenizer, read_generation_config, read_model_config
@@ -63,11 +64,12 @@ def export(
 def _resolve(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a folder; give a checkpoint (step_...) or a run folder")
-    if checkpoint.name.startswith("step_"):
-        if (reason := folder.incompleteness(checkpoint)) is not None:
+    if is_checkpoint(checkpoint):
+        if (reason := folder.damage(checkpoint)) is not None:
             raise UserError(f"{checkpoint} is not a complete checkpoint: {reason}")
         return checkpoint
-    newest = folder.newest_complete(checkpoint / "checkpoints") or folder.newest_complete(checkpoint)
+    newest, passed = folder.newest_intact(checkpoints_in(checkpoint))
     if newest is None:
-        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...)")
+        reasons = "".join(f"; {path.name}: {reason}" for path, reason in passed.items())
+        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...){reasons}")
     return newest

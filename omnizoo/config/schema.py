@@ -276,12 +276,23 @@ class Checkpoint(Section):
     keep: Annotated[int, Field(ge=1, le=10**12)] = Field(2, description="newest complete checkpoints to keep")
     dir: Text | None = Field(None, description="where checkpoints go; default: `<log.dir>/checkpoints`")
     resume: Text = Field(
-        "auto", description="`auto`: the newest complete one in `dir`; `never`; or a checkpoint folder"
+        "auto",
+        description="`auto`: the newest intact one in `dir`; `never`; a checkpoint folder; or `weights:PATH`: a new "
+        "run from the weights of a checkpoint or of a run",
     )
     on_save_error: Literal["stop", "continue"] = Field(
         "stop",
         description="a save fails (disk full ...): stop with an error, or warn and train on; older ones stay intact",
     )
+
+    @model_validator(mode="after")
+    def _weights_of_whom(self) -> "Checkpoint":
+        if self.resume in ("", "weights", "weights:"):
+            raise ValueError(
+                f"checkpoint.resume is {self.resume!r}; expected auto, never, a checkpoint folder, or weights:PATH "
+                "with the checkpoint or run folder that the weights are of"
+            )
+        return self
 
 
 class Log(Section):

@@ -7,6 +7,7 @@ other.
 """
 
 import faulthandler
+import functools
 import itertools
 import logging
 import math
@@ -26,12 +27,14 @@ from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.data.fingerprint import content_of, reading_of
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Pack
 from omnizoo.data.render import Positions, Renderer
 from omnizoo.data.sources import RowSource, open_source
 from omnizoo.modalities.base import Decoder, Encoder, Inputs, Modality
 from omnizoo.modalities.media import BadMedia
+from omnizoo.models.build import tokenizer_folder
 
 log = logging.getLogger(__name__)
 
@@ -298,6 +301,7 @@ class Loader:
         return Step(packs, bad_rows + undecodable)
 
     def _start(self) -> Iterable[LaneStep | Failure]:
+        _ = self.fingerprint  # of the data as it is now, before the run
         steps = LaneSteps(self.reader, self.share, self.step, self.states)
         if not self.workers:
             return steps
@@ -324,10 +328,16 @@ class Loader:
         """JSON-able. Of this rank's lanes: `merge_states` of all ranks is what `load_state_dict` takes."""
         lanes = {str(lane): state for lane, state in self.states.items()}
         own = {"undecodable": self.undecodable, "lanes": lanes}
-        return {"step": self.step, "fingerprint": fingerprint(self.reader)} | own
+        return {"step": self.step, "fingerprint": self.fingerprint} | own
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """All that the order of the data depends on. On the first rank, which alone reads data for it; else empty."""
+        return fingerprint(self.reader) if self.share.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_fingerprint(state["fingerprint"], fingerprint(self.reader))
+        if self.fingerprint:
+            check_fingerprint(state["fingerprint"], self.fingerprint)
         own = {lane: state["lanes"][str(lane)] for lane in self.share.own_lanes if str(lane) in state["lanes"]}
         for lane in self.share.own_lanes:
             packs, expected = (
@@ -423,11 +433,11 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def fingerprint(reader: Reader) -> dict[str, Any]:
-    """All that the order of the data depends on."""
     config, sources = reader.config, reader.sources
     keys = ("lanes", "pack_tokens", "look_ahead", "overlong", "shuffle", "shuffle_rows", "append_eos")
     specs = [
-        {**spec.model_dump(), "rows": len(source)} for spec, source in zip(config.data.sources, sources, strict=True)
+        {**spec.model_dump(), "rows": len(source), **content_of(source)}
+        for spec, source in zip(config.data.sources, sources, strict=True)
     ]
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     return {
@@ -435,40 +445,61 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "model.modalities": _reading(config),
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
+        "model.tokenizer": reading_of(reader.renderer.tokenizer, tokenizer_folder(config.model)),
         "sources": specs,
     }
 
 
 def _reading(config: Config) -> dict[str, Any]:
-    """What the length of an item depends on."""
-    keys = ("kind", "path", "config", "options")
+    """What the tokens of an item depend on: its length, and what is written around it."""
+    keys = ("kind", "path", "config", "options", "begin", "placeholder", "end")
     return {
         f"{name}/{role}": {key: part[key] for key in keys if key in part}
         for name, modality in config.model.model_dump(mode="json")["modalities"].items()
         for role, part in modality.items()
-        if role in ("encoder", "projector", "decoder") and part
+        if role in ("encoder", "projector", "decoder", "marks") and part
     }
 
 
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to continue on other data: samples would be lost or repeated without a word."""
+    """Refuse to continue on other data: samples would be lost, repeated or changed without a word."""
 
-    def refuse(key: str, before: Any, after: Any) -> None:
+    def refuse(what: str) -> None:
         raise UserError(
-            f"{key} is {after!r}, but {before!r} in the checkpoint: its place in the data means nothing then; "
-            "restore the old value, or start a new run"
+            f"{what}: the checkpoint's place in the data means nothing then; restore it as it was, or start a new run "
+            "from its weights (checkpoint.resume: weights:CHECKPOINT, with a log.dir of its own)"
         )
 
-    for key in now.keys() - {"sources"}:
-        if saved.get(key, {}) != now[key]:
-            refuse(key, saved.get(key), now[key])
+    def refuse_value(key: str, before: Any, after: Any) -> None:
+        refuse(f"{key} is {after!r}, but {before!r} in the checkpoint")
+
+    for key in sorted((saved.keys() | now.keys()) - {"sources", "model.tokenizer"}):
+        if (saved.get(key) or None) != (now.get(key) or None):
+            refuse_value(key, saved.get(key), now.get(key))
+    before, after = saved["model.tokenizer"], now["model.tokenizer"]
+    changed = [name for name in after if name != "library" and after[name] != before.get(name)]
+    if changed == ["its definition"] and before["library"] != after["library"]:
+        log.warning(
+            "the tokenizer is written in another way than in the checkpoint, by tokenizers %s and then %s; its "
+            "vocabulary is the same, and it is taken to cut texts as before",
+            *(before["library"], after["library"]),
+        )
+    elif changed:
+        refuse(f"model.tokenizer is another one than in the checkpoint ({', '.join(changed)} changed)")
     if len(saved["sources"]) != len(now["sources"]):
-        refuse("the number of data.sources", len(saved["sources"]), len(now["sources"]))
+        refuse_value("the number of data.sources", len(saved["sources"]), len(now["sources"]))
     for i, (before, after) in enumerate(zip(saved["sources"], now["sources"], strict=True)):
-        for key in ("weight", "split", "rows"):
+        source = f"data.sources[{i}]"
+        for key in ("weight", "split", "rows", "bytes"):
             if before[key] != after[key]:
-                refuse(f"data.sources[{i}].{key} ({after['path']})", before[key], after[key])
+                refuse_value(f"{source}.{key} ({after['path']})", before[key], after[key])
+        for key, what in (("shape", "the lengths of its rows"), ("content", "its rows")):
+            if before[key] != after[key]:
+                refuse(f"{source} ({after['path']}) has changed since the checkpoint: {what} are other ones")
         if before["path"] != after["path"]:
+            log.warning("%s moved from %s to %s; its content is the same", source, before["path"], after["path"])
+        if before["media_dir"] != after["media_dir"]:
             log.warning(
-                "data.sources[%d] moved from %s to %s; taken to be the same rows", i, before["path"], after["path"]
+                "%s.media_dir is %s, but %s in the checkpoint; taken to hold the same media",
+                *(source, after["media_dir"], before["media_dir"]),
             )
