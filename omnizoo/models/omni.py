@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Encoder, Modality
 from omnizoo.modalities.build import build_part
 from omnizoo.models.media import MediaBatch
@@ -85,11 +84,7 @@ class OmniModel(PreTrainedModel):
         return [self.foundation, *(module.pretrained for module in modules if module.pretrained is not None)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Modules outside of Hugging Face models say themselves how they begin."""
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-        elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
-            raise UserError(f"{type(module).__name__} has weights of its own: give it `reset_parameters()`")
+        """Modules outside of Hugging Face models begin as their constructors leave them."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """One folder for all of it: weights, config, and how encoders and decoders were told to preprocess."""
