@@ -35,10 +35,34 @@ SMALL = SHAPE | {
     "pad_token_id": 0,
 }
 # Rules of every kind: plain, scaled by depth, biases and tables that only constructors set, rotary of all sorts.
-FAMILIES = (
-    "afmoe apertus bitnet bloom cohere2 deepseek_v2 diffllama doge ernie4_5_moe gemma3_text gpt2 gpt_oss gptj granitemoe "
-    "hunyuan_v1_moe jetmoe lfm2 llama4_text longcat_flash modernbert-decoder mpt nemotron opt phimoe qwen3_moe xglm"
-).split()
+FAMILIES = [
+    "afmoe",
+    "apertus",
+    "bitnet",
+    "bloom",
+    "cohere2",
+    "deepseek_v2",
+    "diffllama",
+    "doge",
+    "ernie4_5_moe",
+    "gemma3_text",
+    "gpt2",
+    "gpt_oss",
+    "gptj",
+    "granitemoe",
+    "hunyuan_v1_moe",
+    "jetmoe",
+    "lfm2",
+    "llama4_text",
+    "longcat_flash",
+    "modernbert-decoder",
+    "mpt",
+    "nemotron",
+    "opt",
+    "phimoe",
+    "qwen3_moe",
+    "xglm",
+]
 
 
 def on_meta(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -123,7 +147,8 @@ def test_a_users_own_module_begins_as_its_constructor_leaves_it() -> None:
     assert found["patches"].abs().max() <= 0.04
     torch.testing.assert_close(found["turn"] @ found["turn"].T, torch.eye(32), atol=1e-5, rtol=0)
     direction = found["conv.parametrizations.weight.original1"]
-    torch.testing.assert_close(found["conv.parametrizations.weight.original0"], direction.norm(dim=(1, 2), keepdim=True))
+    length = found["conv.parametrizations.weight.original0"]
+    torch.testing.assert_close(length, direction.norm(dim=(1, 2), keepdim=True))
 
 
 class Forgotten(nn.Module):

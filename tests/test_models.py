@@ -66,9 +66,9 @@ def test_a_folder_without_a_model_and_an_unknown_attention_are_refused(tmp_path:
         build_model(Model(config=model_config("llama"), attention="nonsense"), "fp32")
 
 
-def draw(family: str, seed: int = 0, wanted: set[str] | None = None, precision: str = "fp32") -> dict[str, torch.Tensor]:
+def draw(family: str, seed: int = 0, wanted: set[str] | None = None) -> dict[str, torch.Tensor]:
     wanted = everything(build(family)) if wanted is None else wanted
-    return dict(initial_weights(lambda: build(family, precision), seed, wanted))
+    return dict(initial_weights(lambda: build(family), seed, wanted))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from torch import nn
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.hf_private import rules_on_meta
-from omnizoo.models.recording import NotSet, Recording, recording
+from omnizoo.models.recording import NotSetError, Recording, recording
 
 
 def initial_weights(
@@ -48,7 +48,7 @@ def _read_from_folders(model: nn.Module, wanted: set[str]) -> Iterator[tuple[str
 def _value(record: Recording, model: nn.Module, name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
     try:
         return record.value(tensor, seed)
-    except NotSet:
+    except NotSetError:
         owner, _, own = name.rpartition(".")
         kind = type(model.get_submodule(owner)).__name__
         raise UserError(

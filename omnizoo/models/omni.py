@@ -128,7 +128,10 @@ class OmniModel(PreTrainedModel):
         produced = media.deliver(targets) if targets else {}
         for port, rows in [*arrived.items(), *produced.items()]:
             name, _, role = port.partition("/")
-            values = rows.rows if role == "encoder" else self.decoder(name).embed(rows.rows)
+            values = rows.rows
+            if role == "decoder":  # targets are precise; what is fed back in is an activation
+                given = values.to(media.dtype) if values.is_floating_point() else values
+                values = self.decoder(name).embed(given)
             embeddings = embeddings.index_put((torch.zeros_like(rows.index), rows.index), values.to(embeddings.dtype))
         labels = media.deliver_labels(targets) if targets else {}
         return embeddings, {port.partition("/")[0]: rows for port, rows in labels.items()}

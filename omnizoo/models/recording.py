@@ -58,7 +58,7 @@ class Call:
         return {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Window)}
 
 
-class NotSet(ValueError):
+class NotSetError(ValueError):
     """A tensor, or a part of it, that the constructor left as uninitialised memory."""
 
 
@@ -69,7 +69,7 @@ class Recording(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.writers: dict[int, list[int]] = {}  # storage -> calls that made or changed it
         self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no id is used twice
@@ -82,7 +82,7 @@ class Recording(TorchDispatchMode):
         written = written_arguments(func, args, kwargs)
         for tensor in written:
             self._keep_outside_value(tensor)
-        frozen = tree_map_only(torch.Tensor, self.window, (args, kwargs))
+        seen_args, seen_kwargs = tree_map_only(torch.Tensor, self.window, (args, kwargs))
         known = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -92,7 +92,7 @@ class Recording(TorchDispatchMode):
             name = func.name().partition(".")[0]
             first = self.window(args[0]) if name in OVERWRITE else None
             is_random = torch.Tag.nondeterministic_seeded in func.tags
-            self._add(Call(name, func, *frozen, made, is_random, first), written)
+            self._add(Call(name, func, seen_args, seen_kwargs, made, is_random, first), written)
         return out
 
     def opaque(self, name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ class Recording(TorchDispatchMode):
 
     @torch.no_grad()
     def value(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
-        """What `tensor` (of this recording) would hold, had the constructor run in memory. Raises `NotSet`."""
+        """What `tensor` (of this recording) would hold, had the constructor run in memory. Raises `NotSetError`."""
         window = self.window(tensor)
         needed, fresh = self._needed(window.storage)
         real: dict[int, torch.UntypedStorage] = {
@@ -131,7 +131,7 @@ class Recording(TorchDispatchMode):
             if seen.storage not in real:  # from outside of the recording
                 outside = self.before.get(seen.storage, self.storages[seen.storage])
                 if outside.device.type == "meta":
-                    raise NotSet
+                    raise NotSetError
                 real[seen.storage] = outside.clone()
             return seen.on(real[seen.storage])
 
@@ -155,7 +155,7 @@ class Recording(TorchDispatchMode):
         found = materialise(window)
         changes = [number for number in needed if "empty" not in self.calls[number].name]
         if not is_set and (not changes or (found.is_floating_point() and bool(found.isnan().any()))):
-            raise NotSet
+            raise NotSetError
         return found
 
     def _needed(self, storage: int) -> tuple[list[int], set[int]]:
