@@ -104,7 +104,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify.add_argument("--world", metavar="N", type=int, default=4, help="ranks to try layouts of (default: 4)")
     verify.add_argument("--layouts", default="all", help="`all`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
     verify.add_argument(
-        "--precision", choices=("fp32", "fp64"), default="fp32", help="fp64 leaves no room for rounding"
+        "--precision",
+        choices=("fp32", "fp64", "bf16"),
+        default="fp32",
+        help="fp64 leaves no room for rounding; bf16 is compared with fp32, by the error of one process in bf16",
     )
     verify.add_argument("--families", help="`all` or a list: families of the zoo in place of the config's own model")
     verify.set_defaults(run=_verify)

@@ -107,11 +107,13 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        """`[N, K]` -> `[N, width]`: rows as the foundation sees them. N may be 0."""
+        """`[N, K]` -> `[N, width]`: rows as the foundation sees them. N may be 0. Float targets come in the precision
+        of the computation."""
         raise NotImplementedError
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of N rows: `hidden [N, width]` is the foundation's at the place before each. N may be 0."""
+        """Sum of the losses of N rows: `hidden [N, width]` is the foundation's at the place before each. N may be 0.
+        Float targets come in fp32 or better, whatever the precision of the computation."""
         raise NotImplementedError
 
     def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:

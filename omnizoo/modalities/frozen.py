@@ -27,6 +27,10 @@ class Frozen(nn.Module):
     def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Weights that it reads from a folder of its own, by name."""
+        return {}
+
     @property
     def like(self) -> torch.Tensor:
         """An empty tensor with the dtype and device of its weights."""
@@ -47,11 +51,12 @@ class Diffusers(Frozen):
         build: Any = model_class
         super().__init__(build.from_config(dict(config)))
         self.folder = folder
-        self.reset_parameters()
+        if not self.like.is_meta:  # where there is no memory yet, weights are asked for later
+            self.load_state_dict(self.stored(), strict=False)
 
-    def reset_parameters(self) -> None:
-        if self.folder is None or self.like.is_meta:
-            return
+    def stored(self) -> dict[str, torch.Tensor]:
+        if self.folder is None:
+            return {}
         try:  # by diffusers' own loader, which knows older names of weights
             stored, info = type(self.model).from_pretrained(
                 self.folder,
@@ -64,9 +69,7 @@ class Diffusers(Frozen):
             raise UserError(f"decoder.path: cannot load {self.folder}: {str(error).splitlines()[0]}") from error
         if info["missing_keys"]:
             raise UserError(f"decoder.path: {self.folder} lacks weights of its model: {info['missing_keys'][:3]}")
-        with torch.no_grad():
-            for mine, theirs in zip(self.model.state_dict().values(), stored.state_dict().values(), strict=True):
-                mine.copy_(theirs)
+        return {f"model.{name}": tensor for name, tensor in stored.state_dict().items()}
 
 
 def diffusers_package(wanted: str) -> Any:

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Encoder, Modality
 from omnizoo.modalities.build import build_part, check_code
 from omnizoo.models.media import MediaBatch
@@ -143,11 +142,7 @@ class OmniModel(PreTrainedModel):
         return [self.foundation, *(module.pretrained for module in modules if module.pretrained is not None)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Modules outside of Hugging Face models say themselves how they begin."""
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-        elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
-            raise UserError(f"{type(module).__name__} has weights of its own: give it `reset_parameters()`")
+        """Modules outside of Hugging Face models begin as their constructors leave them."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """One folder for all of it: weights, config, and how encoders and decoders were told to preprocess."""
@@ -196,7 +191,10 @@ class OmniModel(PreTrainedModel):
         produced = media.deliver(targets) if targets else {}
         for port, rows in [*arrived.items(), *produced.items()]:
             name, _, role = port.partition("/")
-            values = rows.rows if role == "encoder" else self.decoder(name).embed(rows.rows)
+            values = rows.rows
+            if role == "decoder":  # targets are precise; what is fed back in is an activation
+                given = values.to(media.dtype) if values.is_floating_point() else values
+                values = self.decoder(name).embed(given)
             embeddings = embeddings.index_put((torch.zeros_like(rows.index), rows.index), values.to(embeddings.dtype))
         labels = media.deliver_labels(targets) if targets else {}
         return embeddings, {port.partition("/")[0]: rows for port, rows in labels.items()}

@@ -5,7 +5,6 @@ The order is fixed: experts, recompute, shard, then memory and weights. Nothing 
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
+from omnizoo.models.build import build_model
 from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.models.initial import initial_weights
@@ -36,8 +36,8 @@ from omnizoo.recipes.reading import attach_media, keep_logits
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:
     """Attach expert parallelism, recompute and FSDP2/HSDP to `model` (on meta), then give it weights.
 
-    Weights come from `model.path`, or are drawn by seed. Each rank only ever holds its shards and one tensor (drawn
-    weights: one block) besides. `load=False` leaves the weights undefined, for a checkpoint to fill; buffers that no
+    Weights come from `model.path`, or are drawn by seed. Each rank only ever holds its shards and one tensor
+    besides. `load=False` leaves the weights undefined, for a checkpoint to fill; buffers that no
     checkpoint holds are computed all the same.
     """
     facts = read_facts(model)
@@ -47,7 +47,6 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     treatments.apply(model)
     treatments.keep_precision(model)
     check_memory(model, mesh)
-    skeleton = deepcopy(model)
     origins = weight_origins(model, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
     blocks = [model.get_submodule(name) for name in facts.blocks]
@@ -75,7 +74,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
             own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
             wanted = (wanted - own) | {prefix + name for name in missing}
     allocate(model, mesh.device)
-    fill(model, initial_weights(skeleton, facts.blocks, config.train.seed, wanted))
+    # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, it does not draw others.
+    fill(model, initial_weights(lambda: build_model(config.model, "fp32"), config.train.seed, wanted))
     attach_media(model, config.model)
     keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved

@@ -20,6 +20,8 @@ from omnizoo.recipes.base import read_facts, recipe_of
 from omnizoo.verification.shrink import shrink
 from omnizoo.verification.trial import Trial, run_trial
 
+ROUNDED = "rounded"  # of a run in bf16: the folder of one process in bf16
+
 
 def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path) -> list[Layout]:
     """Write into `folder` what the ranks need, shrunken config and one-process trial; returns the layouts to try."""
@@ -29,7 +31,13 @@ def prepare(config: Config, world: int, wanted: str, precision: str, folder: Pat
     save_config(small, folder / "config.yaml")
     torch.set_num_threads(1)
     with process_group() as process:
-        save_trial(run_trial(small, Layout(), process), folder)
+        if precision == "bf16":  # the reference is in fp32, and a run in bf16 tells how far from it bf16 is
+            exact = small.model_copy(update={"parallel": small.parallel.model_copy(update={"precision": "fp32"})})
+            reference = run_trial(exact, Layout(), process)
+            save_trial(run_trial(small, Layout(), process), folder / ROUNDED)
+        else:
+            reference = run_trial(small, Layout(), process)
+        save_trial(reference, folder)
     return layouts
 
 
@@ -91,11 +99,13 @@ def with_family(config: Config, family: str) -> Config:
 
 
 def save_trial(trial: Trial, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     numbers = {
         "losses": trial.losses,
         "grad_norms": trial.grad_norms,
         "tokens": trial.tokens,
         "executed": trial.executed,
+        "rounded": trial.rounded,
     }
     order = {"gradients": list(trial.gradients), "activations": list(trial.activations)}
     (folder / "reference.json").write_text(json.dumps(numbers | {"order": order}))
