@@ -27,6 +27,10 @@ SAMPLE_RATES = range(1_000, 400_000)  # outside of it a header is broken, or mad
 
 # No format that runs another program (PostScript) or opens other files (playlists).
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+# What is read of `Media.options`, for each kind.
+PICTURE_OPTIONS: tuple[str, ...] = ()
+SOUND_OPTIONS = ("start", "end", "sampling_rate")
+CLIP_OPTIONS = ("start", "end", "fps")
 VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,flv,mpeg,mpegts,gif,ogg,asf"
 
 
