@@ -36,7 +36,7 @@ def inspect(path: str, overrides: list[str], samples: int, out: Path | None) -> 
         raise UserError(f"--samples is {samples}; expected how many samples to show, at least 0")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; expected the name of an HTML file to write")
-    from omnizoo.data.inspect import TooManyBad, inspect_data, one_lane, stops_at
+    from omnizoo.data.inspect import TooManyBadError, inspect_data, one_lane, stops_at
     from omnizoo.data.loader import build_reader
     from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
     from omnizoo.recipes.reading import read_modalities
@@ -50,7 +50,7 @@ def inspect(path: str, overrides: list[str], samples: int, out: Path | None) -> 
         reader = build_reader(one_lane(config), tokenizer, **read_modalities(model, config.model))
         try:
             inspection = inspect_data(reader, samples)
-        except TooManyBad as error:
+        except TooManyBadError as error:
             if out is not None:
                 save(out, page(Path(path).name, [red_table(error.bad_rows)]))
             for line in red_lines(error.bad_rows):

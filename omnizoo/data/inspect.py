@@ -20,7 +20,7 @@ LOOK = 512  # samples to look at; fewer if there are fewer rows
 BINS = 12  # of the histogram of lengths
 
 
-class TooManyBad(UserError):
+class TooManyBadError(UserError):
     """Rows are bad, one after the other."""
 
     def __init__(self, reason: UserError, bad_rows: list[str], on_bad_row: str) -> None:
@@ -109,7 +109,7 @@ def one_lane(config: Config) -> Config:
 
 def inspect_data(reader: Reader, show: int) -> Inspection:
     """Of the first few hundred samples that a lane packs. Bad rows are listed, also where training would stop at the
-    first one; many of them, and hardly a good one, are `TooManyBad`."""
+    first one; many of them, and hardly a good one, are `TooManyBadError`."""
     data, lane = reader.config.data, reader.lane(0, patience=LOOK)
     wanted = min(LOOK, sum(map(len, reader.sources)))
     packs: list[Pack] = []
@@ -117,7 +117,7 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
         try:
             pack = lane.next_pack()
         except UserError as error:
-            raise TooManyBad(error, list(dict.fromkeys(lane.take_bad_rows())), data.on_bad_row) from None
+            raise TooManyBadError(error, list(dict.fromkeys(lane.take_bad_rows())), data.on_bad_row) from None
         assert pack is not None, "a lane that is not read just once never ends"
         packs.append(pack)
     samples = [

@@ -1,22 +1,24 @@
 """Messages as other tools write them become messages as chat templates take them, and nothing in them gets lost.
 
 Who speaks, tools and their calls, and on what the loss is are brought into one form. What a template leaves out (a
-message, a field of one, the tools) is asked of the template itself, by rendering it, once for each kind of message.
+message, a field of one, the tools) is asked of the template itself: of its source, or by rendering it.
 """
 
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from omnizoo.data.fields import HARMLESS_IN_MESSAGE, Fields, says_nothing
 from omnizoo.data.sources import BadRow
+from omnizoo.data.template_facts import read_template
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], list[Any] | None], str]  # of a conversation with tools
 
 ROLES = ("system", "user", "assistant", "tool")
+LEARNT = {role: role == "assistant" for role in ROLES}
 # Names of speakers in ShareGPT and its kin. A template that has such a word of its own for tools keeps it.
 SPEAKERS = {
     "human": "user",
@@ -31,146 +33,118 @@ SPEAKERS = {
     "function": "tool",
 }
 CALLS = ("function_call", "tool_call")  # speakers whose words are the calls of an assistant, as JSON
-QUOTED = re.compile(r"""'([^'"\s]+)'|"([^'"\s]+)\"""")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 TAIL = 64  # characters: a template may cut off what an answer begins with (its thinking), not how it ends
 PLAIN = {"role", "content", "loss"}
 
 
 class Conventions:
-    """What one chat template does with messages, found out as they come."""
+    """What one chat template does with messages. All of it is a function of the template alone: what is said of a row
+    must not depend on the rows before it."""
 
     def __init__(self, source: str, render: Render) -> None:
-        self.render = render
-        self.words = {word for pair in QUOTED.findall(source) for word in pair if word}
-        self.read: set[tuple[str, str]] = set()  # (role, field) that it was seen to read
-        self.written: set[str] = set()  # roles whose content it was seen to write
-        self.writes_tools = False
-        self._takes_objects: bool | None = None
+        self.render, self.facts = render, read_template(source)
+        self._is_written: dict[str, bool] = {}  # by role
 
     def knows(self, role: str) -> bool:
-        return role in ROLES or role in self.words
+        return role in ROLES or role in self.facts.words
 
     def role_of(self, speaker: str) -> str:
         role = SPEAKERS.get(speaker, speaker)
-        return speaker if role == "tool" and speaker in self.words and "tool" not in self.words else role
+        words = self.facts.words
+        return speaker if role == "tool" and speaker in words and "tool" not in words else role
 
-    @property
+    @cached_property
     def takes_objects(self) -> bool:
         """Arguments of calls are objects to most templates; some want them as JSON text, as the OpenAI API has them."""
-        if self._takes_objects is None:
-            self._takes_objects = '"a1x"' in self._call({"a1x": "b"}) or "a1x" not in self._call('{"a1x": "b"}')
-        return self._takes_objects
+        return '"a1x"' in self._call({"a1x": "b"}) or "a1x" not in self._call('{"a1x": "b"}')
 
     def _call(self, arguments: Any) -> str:
         function = {"name": "f", "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function, **function}  # some know no `function`
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._try([{"role": "user", "content": "a"}, turn])
+
+    def _try(self, messages: list[Message]) -> str:
         try:
-            return self.render([{"role": "user", "content": "a"}, turn], None)
+            return self.render(messages, None)
         except BadRow:
             return ""
+
+    def is_written(self, role: str) -> bool:
+        """True if a message of this role is surely written, in a conversation that has one where it belongs."""
+        if role not in self._is_written:
+            turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            own: Message = {"role": role, "content": "mark0x"}
+            place = {"user": [own, turns[1]], "assistant": [turns[0], own], "system": [own, *turns]}
+            self._is_written[role] = "mark0x" in self._try(place.get(role, [turns[0], turns[1], own]))
+        return self._is_written[role]
 
     def check(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:
         """`text` is all that is left of the messages; whatever is not in it is a bad row."""
         if tools:
-            self._check_tools(messages, tools, text)
-        if any(message["role"] not in self.written for message in messages):
-            self._check_roles(messages, tools)
-        at = 0
+            if "tools" not in self.facts.variables:
+                raise BadRow("the chat template leaves out its `tools`")
+            check_names(tools, text, "its `tools`")
+        at, unsure = 0, []
         for number, message in enumerate(messages):
             if "tool_calls" in message:
                 check_names(message["tool_calls"], text, f"the calls of message {number}")
             if not (content := message["content"].strip()):
                 continue
-            if (found := text.find(content, at)) >= 0:
+            if not self.is_written(message["role"]):
+                unsure.append(number)
+            elif (found := text.find(content, at)) >= 0:
                 at = found + len(content)
             elif len(content) > TAIL and (found := text.find(content[-TAIL:], at)) >= 0:
                 at = found + TAIL
             else:
-                self._check_roles(messages, tools, number)
+                unsure.append(number)
+        if unsure:
+            self._check_written(messages, tools, unsure)
 
-    def _check_roles(self, messages: list[Message], tools: list[Any] | None, number: int | None = None) -> None:
-        """Put a mark in the place of every content, or of one, and see that each is written."""
-        mark = next(
-            f"mark{n}x" for n in itertools.count() if not any(f"mark{n}x" in message["content"] for message in messages)
-        )
-        marked = [
-            {**message, "content": f"{mark}{i}x"} if message["content"] and number in (None, i) else message
-            for i, message in enumerate(messages)
-        ]
+    def _check_written(self, messages: list[Message], tools: list[Any] | None, numbers: Sequence[int]) -> None:
+        """Put a mark in the place of each of these contents, and see that it is written."""
+        contents = "".join(message["content"] for message in messages)
+        mark = next(mark for n in itertools.count() if (mark := f"mark{n}x") not in contents)
+        marked = list(messages)
+        for number in numbers:
+            marked[number] = {**messages[number], "content": f"{mark}{number}x"}
         text = self.render(marked, tools)
-        for i, message in enumerate(marked):
-            if message is not messages[i] and message["content"] not in text:
-                raise BadRow(f"the chat template leaves out message {i} (of the {message['role']})")
-        self.written |= {message["role"] for message in messages if message["content"]}
-
-    def _check_tools(self, messages: list[Message], tools: list[Any], text: str) -> None:
-        if not self.writes_tools:
-            try:
-                without = self.render(messages, None)
-            except BadRow:  # it needs tools
-                without = ""
-            if without == text:
-                raise BadRow("the chat template leaves out its `tools`")
-        self.writes_tools = True
-        check_names(tools, text, "its `tools`")
+        for number in numbers:
+            if marked[number]["content"] not in text:
+                raise BadRow(f"the chat template leaves out message {number} (of the {messages[number]['role']})")
 
     def check_fields(self, messages: list[Message], tools: list[Any] | None, fields: Fields) -> None:
         """Every field of a message is read by the template, harmless, or to be ignored."""
-        unsure = {
-            (number, name)
-            for number, message in enumerate(messages)
-            if len(message) > 2
-            for name in message.keys() - PLAIN - HARMLESS_IN_MESSAGE
-            if (message["role"], name) not in self.read
-        }
-        if not unsure:
-            return
-        watched = [Watched(message) for message in messages]
-        self.render([*watched], tools)
-        self.read |= {(message["role"], name) for message in watched for name in message.seen}
-        for number, name in sorted(unsure):
-            role = messages[number]["role"]
-            # the result of a tool is said whose it is by the call before it
-            is_known = (role, name) in self.read or (role, name) == ("tool", "name")
-            if not is_known and not fields.ignores(name):
-                raise BadRow(fields.unread([name], f" of message {number} ({role}): the chat template does not use it"))
+        for number, message in enumerate(messages):
+            if len(message) == 2:
+                continue
+            for name in sorted(message.keys() - PLAIN - HARMLESS_IN_MESSAGE):
+                if fields.ignores(name) or self._reads(name, number, messages, tools):
+                    continue
+                of = f" of message {number} ({message['role']}): the chat template does not use it"
+                raise BadRow(fields.unread([name], of))
 
-
-class Watched(dict[str, Any]):
-    """A message that knows which of its fields were looked at."""
-
-    def __init__(self, message: Mapping[str, Any]) -> None:
-        super().__init__(message)
-        self.seen: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.seen.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.seen.add(name)
-        return super().get(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        self.seen.add(str(name))
-        return super().__contains__(name)
-
-    def __iter__(self) -> Iterator[str]:
-        self.seen.update(super().keys())
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self.seen.update(super().keys())
-        return super().keys()
-
-    def items(self) -> Any:
-        self.seen.update(super().keys())
-        return super().items()
-
-    def values(self) -> Any:
-        self.seen.update(super().keys())
-        return super().values()
+    def _reads(self, name: str, number: int, messages: list[Message], tools: list[Any] | None) -> bool:
+        looked_at = self.facts.fields
+        if looked_at is None:
+            return True
+        if name in REASONING:  # of which transformers makes one; templates leave out that of earlier turns
+            return not looked_at.isdisjoint(REASONING)
+        role = messages[number]["role"]
+        if name == "tool_calls" and role == "assistant":
+            return name in looked_at  # and the names of what is called are looked for
+        if (role, name) == ("tool", "name"):
+            return True  # whose result it is, the call before it says
+        if name not in looked_at:
+            return False
+        without = {other: value for other, value in messages[number].items() if other != name}
+        changed = [*messages[:number], without, *messages[number + 1 :]]
+        try:
+            return self.render(changed, tools) != self.render(messages, tools)
+        except BadRow:
+            return True
 
 
 def read_messages(value: Any, field: str, system: Any, conventions: Conventions, fields: Fields) -> list[Message]:
@@ -184,6 +158,8 @@ def read_messages(value: Any, field: str, system: Any, conventions: Conventions,
 def read_message(said: Any, number: int, conventions: Conventions, fields: Fields) -> Message:
     if not isinstance(said, dict):
         raise BadRow(f"message {number} is not an object with a `role`")
+    if len(said) == 2 and (role := said.get("role")) in LEARNT and isinstance(said.get("content"), str):
+        return {"role": role, "content": said["content"], "loss": LEARNT[role]}  # as nearly all are
     # columnar files give every message every key; what is None was not there
     message: Message = {name: item for name, item in said.items() if item is not None and name not in fields.names}
     if "from" in message:

@@ -80,7 +80,7 @@ class Renderer:
 
         self.fields = Fields(modalities or {}, ignore)
         self.notation, self.positions, self.seed = Notation(modalities or {}, self.fields), positions, seed
-        self.placeholders = sorted({*self._check_marks(), *reserved})
+        self.placeholders, self.reserved = self._check_marks(), list(reserved)
         self.conventions: dict[str, Conventions] = {}  # by chat template
 
     def _check_marks(self) -> list[int]:
@@ -102,6 +102,9 @@ class Renderer:
         media = RowMedia(self.notation, given, find, (self.seed, *key))
         render = self._render_text if field == "text" else self._render_chat
         tokens = render(given, field, media)
+        if self.reserved and len(found := np.intersect1d(tokens.ids, self.reserved)):
+            token = self.tokenizer.convert_ids_to_tokens(int(found[0]))
+            raise BadRow(f"its text contains {token!r}, which stands for media that nothing feeds to this model")
         ids, targets, items = self._place(tokens, media)
         if not targets[1:].any() and not any(item.is_target for item in items):
             raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")

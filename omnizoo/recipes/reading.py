@@ -34,8 +34,8 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
         return _text_only(model, spec)
     if spec.text_only:
         raise UserError(
-            f"model.text_only: {type(model).__name__} has a recipe that feeds its media, and takes rows without media as "
-            "well; leave the key out"
+            f"model.text_only: {type(model).__name__} has a recipe that feeds its media, and takes rows without them "
+            "as well; leave the key out"
         )
     assert isinstance(model, PreTrainedModel)
     options = {name: m.encoder.options for name, m in spec.modalities.items() if m.encoder}
