@@ -125,7 +125,8 @@ class Fields:
     def unread(self, names: Sequence[str], of: str = "") -> str:
         """Why nothing reads these fields, and what to do."""
         listed = ", ".join(f"`{name}`" for name in names)
-        why = next((why for name in names if (why := meaning(name)) is not None), None)
+        reasons = [why for name in names if (why := meaning(name)) is not None]
+        why = PAIRS if PAIRS in reasons else next(iter(reasons), None)
         if why is None and any(name.removesuffix("s") in WELL_KNOWN for name in names):
             why = f"of media, this model reads {', '.join(self.modalities) or 'none'}"
         return f"nothing reads {listed}{of}{f': {why}' if why else ''} (data.ignore leaves out fields by name)"

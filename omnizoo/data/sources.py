@@ -39,6 +39,7 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 TAR = (".tar",)
 CONVERSATION = ("messages", "conversations", "text")  # what a row is read from, the first one that it has
+STRUCTS = ("messages", "conversations", "tools")  # fields that are lists of objects
 # datasets' own words for splits in file and folder names; delimited, so `contrastive.jsonl` is not a train split
 SPLIT_WORDS = {
     "train": "train(?:ing)?",
@@ -151,6 +152,20 @@ def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Row
     return (starts, stops, lines) if keep.all() else (starts[keep], stops[keep], lines[keep])
 
 
+def without_nulls(row: Row, names: Sequence[str]) -> Row:
+    """Columns of structs give every object the keys of all others: two calls of different tools would each have the
+    arguments of both. What is None in them was not there."""
+    return row | {name: _without_nulls(row[name]) for name in names if isinstance(row.get(name), list)}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(part) for part in value]
+    return value
+
+
 class GroupCache:
     """Decoded Parquet row groups, the last used up to `limit` bytes, shared by the files of one source."""
 
@@ -190,7 +205,8 @@ class ParquetRows:
         group = int(np.searchsorted(self.extents, row, side="right")) - 1
         table = self.cache.get(self.path, group)
         offset = row - int(self.extents[group])
-        return {name: column[offset].as_py() for name, column in zip(table.column_names, table.columns, strict=True)}
+        value = {name: column[offset].as_py() for name, column in zip(table.column_names, table.columns, strict=True)}
+        return without_nulls(value, STRUCTS)
 
     def find(self, row: int, name: str) -> Path:
         return self.folder.find(name)
@@ -282,6 +298,8 @@ class DatasetRows:
     def __init__(self, path: Path, folder: Folder, dataset: Any) -> None:
         self.path, self.folder = path, folder
         self.dataset, self.features = dataset.with_format("arrow"), undecoded(dataset.features)
+        # where columns are JSON, a null is one that its author wrote
+        self.structs = [name for name in STRUCTS if "Json(" not in repr(self.features.get(name))]
         self.extents = blocks(len(self))
 
     def __len__(self) -> int:
@@ -289,7 +307,7 @@ class DatasetRows:
 
     def read(self, row: int) -> Row:
         value: Row = self.features.decode_example(self.dataset[row].to_pylist()[0])
-        return value
+        return without_nulls(value, self.structs)
 
     def find(self, row: int, name: str) -> Path:
         return self.folder.find(name)
