@@ -537,8 +537,9 @@ def test_media_are_sought_beside_the_data_file_or_in_media_dir(folder: Path, ren
 
 
 def test_bytes_in_parquet_and_in_datasets_are_not_decoded(
-    folder: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    renderer = Renderer(tokenizer, True, MODALITIES, ignore=["tools"])  # which the template does not write
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     stored = [{"bytes": toy(2), "path": "gone.toy"}, {"bytes": None, "path": str(folder / "media" / "3.toy")}]
     row = chat("<image><image><audio>", images=stored, audio=stored[0])

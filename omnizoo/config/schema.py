@@ -108,6 +108,10 @@ class Model(Section):
         "auto",
         description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
     )
+    text_only: bool = Field(
+        False,
+        description="allow a model that reads more than text, and has no recipe for that, to be trained on text alone",
+    )
     trust_remote_code: bool = Field(False, description="run Python code that ships inside the model folder")
     allow_code: list[Text] = Field(
         [],
@@ -186,6 +190,11 @@ class Data(Section):
     append_eos: bool = Field(True, description="end every `text` row with the tokenizer's end-of-sequence token")
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used: stop, or count it, list it in `bad_rows.jsonl` and go on"
+    )
+    ignore: list[str] = Field(
+        [],
+        description="fields of rows, messages and content parts that may go unread, by name or glob pattern; a pattern "
+        "never hides a field that is read",
     )
     media_outside: bool = Field(
         False, description="allow rows to name media files outside of their source's folder (`media_dir`)"

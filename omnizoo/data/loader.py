@@ -152,8 +152,8 @@ class Reader:
         module: Encoder | Decoder = getattr(self.modalities[name], role)
         return module
 
-    def lane(self, number: int, once: bool = False) -> Lane:
-        return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once)
+    def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
+        return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)
 
 
 @dataclass(frozen=True)
@@ -361,11 +361,14 @@ def build_reader(
     tokenizer: PreTrainedTokenizerBase,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    reserved: Sequence[int] = (),
 ) -> Reader:
-    """`modalities` and `positions`: what the model says about content other than text (`read_modalities`)."""
+    """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
+    are `reserved` for media which nobody feeds."""
     known = modalities or {}
     sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
-    renderer = Renderer(tokenizer, config.data.append_eos, known, positions, config.train.seed)
+    data = config.data
+    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, data.ignore, reserved)
     return Reader(config, sources, renderer, known)
 
 
@@ -376,6 +379,7 @@ def build_loader(
     world: int,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    reserved: Sequence[int] = (),
 ) -> Loader:
     lanes = config.data.lanes
     if lanes % world and rank == 0:
@@ -384,7 +388,7 @@ def build_loader(
             "avoid it, with another order of the data",
             *(lanes, world, -(-lanes // world) * world),
         )
-    reader = build_reader(config, tokenizer, modalities, positions)
+    reader = build_reader(config, tokenizer, modalities, positions, reserved)
     return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 
@@ -395,12 +399,13 @@ def read_held_out(
     world: int,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    reserved: Sequence[int] = (),
 ) -> list[FlatPack]:
     """This rank's part of the first `train.eval_packs` packs of `data.eval_sources`, in file order and read once."""
     if not config.data.eval_sources:
         return []
     data = config.data.model_copy(update={"sources": config.data.eval_sources, "lanes": 1, "shuffle": False})
-    reader = build_reader(config.model_copy(update={"data": data}), tokenizer, modalities, positions)
+    reader = build_reader(config.model_copy(update={"data": data}), tokenizer, modalities, positions, reserved)
     lane = reader.lane(0, once=True)
     packs, bad, read = [], [], 0
     for pack in itertools.islice(iter(lane.next_pack, None), config.train.eval_packs):

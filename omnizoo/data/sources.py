@@ -43,6 +43,7 @@ PARQUET = (".parquet",)
 TAR = (".tar",)
 CONVERSATION = ("messages", "conversations", "text")  # what a row is read from, the first one that it has
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of pairs, and whole pairs, which are fine
+STRUCTS = ("messages", "conversations", "tools")  # fields that are lists of objects
 # datasets' own words for splits in file and folder names; delimited, so `contrastive.jsonl` is not a train split
 SPLIT_WORDS = {
     "train": "train(?:ing)?",
@@ -202,6 +203,18 @@ def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Row
     return (starts, stops, lines) if keep.all() else (starts[keep], stops[keep], lines[keep])
 
 
+def without_nulls(row: Row, names: Sequence[str]) -> Row:
+    """Columns of structs give every object the keys of all others: two calls of different tools would each have the
+    arguments of both. What is None in them was not there."""
+    return row | {name: _without_nulls(row[name]) for name in names if isinstance(row.get(name), list)}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(part) for part in value]
+    return value
 # What pyarrow raises for damaged files and for values that Python has no type for; its own errors are of these, too.
 ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
 
@@ -268,7 +281,7 @@ class ParquetRows:
                 value[name] = column[offset].as_py()
             except ARROW_ERRORS as error:
                 raise BadRow(f"its {name!r} cannot be read: {first_line(error)}") from None
-        return value
+        return without_nulls(value, STRUCTS)
 
     def find(self, row: int, name: str) -> Path:
         return self.folder.find(name)
@@ -412,6 +425,8 @@ class DatasetRows:
     def __init__(self, path: Path, folder: Folder, dataset: Any) -> None:
         self.path, self.folder = path, folder
         self.dataset, self.features = dataset.with_format("arrow"), undecoded(dataset.features)
+        # where columns are JSON, a null is one that its author wrote
+        self.structs = [name for name in STRUCTS if "Json(" not in repr(self.features.get(name))]
         self.extents = blocks(len(self))
 
     def __len__(self) -> int:
@@ -423,7 +438,7 @@ class DatasetRows:
         except (*ARROW_ERRORS, RecursionError) as error:
             raise BadRow(f"cannot be read: {first_line(error)}") from None
         check_characters(value)
-        return value
+        return without_nulls(value, self.structs)
 
     def find(self, row: int, name: str) -> Path:
         return self.folder.find(name)

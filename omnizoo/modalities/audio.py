@@ -21,7 +21,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.projector import build_projector
-from omnizoo.modalities.reading import read_sound, sound_length
+from omnizoo.modalities.reading import SOUND_OPTIONS, read_sound, sound_length
 from omnizoo.modalities.tower import Work, preprocessor_settings, tower_skeleton
 
 FRAMES_PER_POSITION = 2  # the stride of the convolutions ahead of a whisper-type encoder's layers
@@ -33,6 +33,8 @@ class AudioEncoder(Encoder):
     """Options: `max_seconds`, above which sound is refused (give `start` and `end` in the row to take a part); and
     `sample_rate`, `hop_length` and `n_fft` of the spectrogram, which the folder's preprocessor config knows.
     """
+
+    item_options = SOUND_OPTIONS
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ loader workers, on a copy of the module that has no weights; the rest runs on th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -59,6 +59,8 @@ class Sampling:
 class Encoder(nn.Module):
     """One modality in. Built as `Class(width, **options)`: the width is the foundation's, options are the config's."""
 
+    item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
+
     @property
     def pretrained(self) -> PreTrainedModel | None:
         """The part of it that published weights (`path` in the config) are for."""
@@ -87,6 +89,8 @@ class Encoder(nn.Module):
 
 class Decoder(nn.Module):
     """One modality out, and in again: what it produced is fed back through `embed`."""
+
+    item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
 
     @property
     def pretrained(self) -> PreTrainedModel | None:

@@ -25,7 +25,7 @@ from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
 from omnizoo.modalities.frozen import Diffusers, Frozen, read_settings
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.pixels import Array, PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
-from omnizoo.modalities.reading import picture_size
+from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
 
 Grid = tuple[int, int]
 
@@ -36,6 +36,8 @@ class ImageCodes(Decoder):
     `config` or `folder` say which tokeniser: a HF VQ model saved alone (`model.vqmodel.save_pretrained(...)`), a VQ
     model of diffusers, or what `save_patch_codebook` wrote. `size` is height and width of all pictures.
     """
+
+    item_options = PICTURE_OPTIONS
 
     def __init__(
         self,

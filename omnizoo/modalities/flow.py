@@ -19,7 +19,7 @@ from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
 from omnizoo.modalities.frozen import Diffusers, diffusers_package, read_settings
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.pixels import PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
-from omnizoo.modalities.reading import picture_size
+from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
 
 SOLVERS = ("euler", "heun")
 Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,6 +32,8 @@ class FlowHead(Decoder):
     `folder` or `config`: an autoencoder of diffusers whose latents are the data. `solver`: `euler`, `heun`, or the name
     of a flow-matching scheduler of diffusers, with that many `steps`.
     """
+
+    item_options = PICTURE_OPTIONS
 
     def __init__(
         self,

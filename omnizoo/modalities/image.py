@@ -19,7 +19,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.projector import Grid, build_projector
-from omnizoo.modalities.reading import picture_size, pixels, read_picture
+from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size, pixels, read_picture
 from omnizoo.modalities.tower import Work, preprocessor_settings, takes, tower_skeleton
 
 if TYPE_CHECKING:
@@ -243,6 +243,7 @@ class VisionEncoder(Encoder):
     the others; `mean` and `std`. What is not given comes from the folder's preprocessor config.
     """
 
+    item_options = PICTURE_OPTIONS
     has_times = False  # of frames, to be embedded
 
     def __init__(

@@ -20,6 +20,9 @@ for suffix, kind in {
     mimetypes.add_type(kind, suffix)
 
 
+WELL_KNOWN = ("image", "audio", "video")  # what datasets call media, whether or not a model reads them
+
+
 class BadMedia(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
     """An item that cannot be used; the message is the reason. Whoever reads the row adds where it is."""
 

@@ -36,6 +36,10 @@ ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (
 # No format that runs another program (PostScript) or opens other files (playlists).
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
+# What is read of `Media.options`, for each kind.
+PICTURE_OPTIONS: tuple[str, ...] = ()
+SOUND_OPTIONS = ("start", "end", "sampling_rate")
+CLIP_OPTIONS = ("start", "end", "fps")
 VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,flv,mpeg,mpegts,gif,ogg,asf"
 
 
