@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
+from omnizoo.models.attention import carry_pack
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
 
@@ -31,7 +31,7 @@ def build_model(model: Model, precision: str) -> nn.Module:
     builder = auto_class(config, model.trust_remote_code)
     if builder is None:
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
-    _refuse_state_across_tokens(config, key)
+    refuse_state_across_tokens(config, key)
     with torch.device("meta"):
         built = builder.from_config(config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code)
     assert isinstance(built, PreTrainedModel)
@@ -160,10 +160,11 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def _refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
+def refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
     """Recurrent and linear-attention layers carry state from one packed sample into the next."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or [])
-    carried = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    stateless = {kind for kind in kinds if "attention" in kind and "linear" not in kind} | {"mlp", "moe"}
+    carried = sorted(kinds - stateless)
     if carried:
         raise UserError(
             f"{key}: `{config.model_type}` has {', '.join(carried)} layers, which carry state across packed samples; "
@@ -184,3 +185,4 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
             "cannot be kept apart; use a family that does"
         )
     model.set_attn_implementation(PACKED)
+    carry_pack(model)

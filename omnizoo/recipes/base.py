@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Modality
@@ -23,6 +23,10 @@ from omnizoo.models.media import Rows
 
 Options = Mapping[str, Mapping[str, Any]]  # by modality: `options` of its encoder in the config
 Ids = npt.NDArray[np.int32]
+
+# What configs call the number of experts in a layer, and of those that a token visits.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "ffn_config.moe_top_k")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,23 @@ class Facts:
     num_experts: int
     heads: int  # 0: not known
     kv_heads: int
+
+
+def count_experts(config: PretrainedConfig) -> tuple[int, int]:
+    """Experts of a layer, and how many of them a token visits; (0, 0) of a dense model. The most of any layer."""
+
+    def read(names: Sequence[str]) -> int:
+        for name in names:
+            value: Any = config
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            value = max(value, default=0) if isinstance(value, list) else value
+            if isinstance(value, int) and value > 0:
+                return value
+        return 0
+
+    experts = read(EXPERTS)
+    return (experts, read(VISITED) or 1) if experts > 1 else (0, 0)
 
 
 def recipe_of(model_type: str) -> Recipe:
