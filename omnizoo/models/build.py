@@ -26,7 +26,15 @@ def build_model(model: Model, precision: str) -> nn.Module:
     if model.module is not None:
         with torch.device("meta"):
             return _own_module(model).to(MASTER_DTYPE[precision])
-    config = read_model_config(model)
+    built = build_from(read_model_config(model), model, precision)
+    folder = model.path or model.config
+    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
+        built.generation_config = GenerationConfig.from_pretrained(folder)
+    return built
+
+
+def build_from(config: PretrainedConfig, model: Model, precision: str) -> PreTrainedModel:
+    """The model of `config`, which is that of `model` or one made from it."""
     key = "model.foundation" if model.foundation else "model.path" if model.path else "model.config"
     builder = auto_class(config, model.trust_remote_code)
     if builder is None:
@@ -36,9 +44,6 @@ def build_model(model: Model, precision: str) -> nn.Module:
         built = builder.from_config(config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code)
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
-    folder = model.path or model.config
-    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
-        built.generation_config = GenerationConfig.from_pretrained(folder)
     _set_attention(language_model(built), model.attention)
     return built
 

@@ -5,7 +5,9 @@ all that may not see it as it was; and a sample must give the same in a pack as 
 counts positions from the beginning of the pack.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -16,10 +18,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.models.build import build_model, read_model_config, refuse_state_across_tokens
+from omnizoo.models.build import build_from, build_model, read_model_config, refuse_state_across_tokens
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
 from omnizoo.models.initial import initial_weights
@@ -53,11 +56,17 @@ FAILURES = (
 class Probed:
     shrinking: Shrinking  # one that the family can have
     random: tuple[str, ...]  # settings by which the model itself draws random numbers in training
+    stubborn: bool = False  # it draws some that no setting of its config turns off
     unchecked: str = ""  # why nothing could be said, if so
 
 
 def probe(spec: Model) -> Probed:
     """Refuse a model that sees what it may not see. One process, no collectives, a second or less."""
+    with _quiet():
+        return _probe(spec)
+
+
+def _probe(spec: Model) -> Probed:
     failure: BaseException | None = None
     if spec.module is None:
         refuse_state_across_tokens(_language_config(spec), _key(spec))
@@ -76,14 +85,17 @@ def probe(spec: Model) -> Probed:
             continue
         model.train(not is_random)
         _refuse_leaks(run, spec)
-        if spec.module is not None:
-            return Probed(shrinking, ("dropout of its own",) if is_random else ())
-        return Probed(shrinking, ("an unnamed one",) if is_random else _active(spec, small))
+        if is_random or spec.module is not None:
+            return Probed(shrinking, ("by code of its own",) if is_random else (), stubborn=is_random)
+        return Probed(shrinking, _active(spec, small))
     if failure is not None:
         raise UserError(
-            f"{_key(spec)}: {_name(spec)} cannot be run as training runs models, packed and without a mask: {one_line(failure)}"
+            f"{_key(spec)}: {_name(spec)} cannot be run as training runs models, packed and without a mask: "
+            f"{one_line(failure)}"
         )
-    return Probed(SHRINKINGS[0], (), f"it has more than {LARGEST // 10**6} M weights, and no small copy of it works")
+    return Probed(
+        SHRINKINGS[0], (), unchecked=f"it has more than {LARGEST // 10**6} M weights, and no small copy of it works"
+    )
 
 
 def active_dropout(model: nn.Module) -> dict[str, float]:
@@ -102,6 +114,17 @@ def dropout_of_media(model: nn.Module) -> list[str]:
 def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:200]}" if lines else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers says about a model, it has said about the real one."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def _active(spec: Model, shrinking: Shrinking) -> tuple[str, ...]:
@@ -123,10 +146,12 @@ def _language_config(spec: Model) -> PretrainedConfig:
 def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
     """The language model of `spec` with random weights in fp32 on the host; None if even so it is too large."""
     if spec.module is None:
-        config = shrink_config(_language_config(spec), shrinking)
-        kept = {"attention": spec.attention, "trust_remote_code": spec.trust_remote_code}
-        spec = Model.model_validate({"config": config, **kept})
-    model = build_model(spec, "fp32")
+        published = _language_config(spec)
+        config = type(published)(**shrink_config(published, shrinking))
+        config.name_or_path = published.name_or_path  # where code that ships with the model is
+        model: nn.Module = build_from(config, spec, "fp32")
+    else:
+        model = build_model(spec, "fp32")
     if sum(weight.numel() for weight in model.parameters()) > LARGEST:
         return None
     if isinstance(model, PreTrainedModel) and expert_modules(model):
@@ -157,11 +182,12 @@ class _Run:
     def __init__(self, model: nn.Module, spec: Model) -> None:
         self.model, self.composed = model, spec.foundation is not None
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-        self.tokens = max(2, min([VOCABULARY, *rows]) - 8)  # the last ones may be special
-        self.ids = np.random.default_rng(0).integers(0, self.tokens, sum(LENGTHS))
+        special = _special(model.config.to_dict()) if isinstance(model, PreTrainedModel) else set()
+        self.tokens = np.array([token for token in range(min([VOCABULARY, *rows])) if token not in special])
+        self.drawn = np.random.default_rng(0).integers(0, len(self.tokens), sum(LENGTHS))
 
     def samples(self) -> list[np.ndarray[Any, Any]]:
-        return np.split(self.ids, list(accumulate(LENGTHS))[:-1])
+        return np.split(self.tokens[self.drawn], list(accumulate(LENGTHS))[:-1])
 
     @torch.no_grad()
     def logits(self, samples: Sequence[np.ndarray[Any, Any]], seed: int = 0) -> list[torch.Tensor]:
@@ -191,13 +217,27 @@ class _Run:
         first, second = (torch.cat(self.logits(self.samples(), seed)) for seed in (1, 2))
         return not _same(first, second)
 
-    def changes(self) -> Iterator[tuple[int, int, list[np.ndarray[Any, Any]]]]:
-        """(sample, place, the pack with another token there): the ends of every sample, and a place inside."""
-        for sample, length in enumerate(LENGTHS):
-            for place in (0, length // 2, length - 1):
-                changed = [ids.copy() for ids in self.samples()]
-                changed[sample][place] = (changed[sample][place] + 1) % self.tokens
-                yield sample, place, changed
+    def changed(self, sample: int | None = None, place: int = 0) -> list[np.ndarray[Any, Any]]:
+        """The pack with other tokens in all of one sample, or at one place in all samples."""
+        others = np.split(self.tokens[(self.drawn + 1) % len(self.tokens)], list(accumulate(LENGTHS))[:-1])
+        ids = self.samples()
+        for number, (each, other) in enumerate(zip(ids, others, strict=True)):
+            if sample is None:
+                each[place] = other[place]
+            elif number == sample:
+                each[:] = other
+        return ids
+
+
+def _special(fields: Mapping[str, Any]) -> set[int]:
+    """Tokens with a meaning, such as the place of an item, by a config's own words."""
+    found: set[int] = set()
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            found |= _special(value)
+        elif str(key).endswith(("_token_id", "_token_index")):
+            found |= {id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)}
+    return found
 
 
 def _as_batch(positions: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -210,20 +250,18 @@ def _refuse_leaks(run: _Run, spec: Model) -> None:
     who = f"{_key(spec)}: {type(run.model).__name__}"
     told = "" if spec.attention == "auto" else f" with model.attention: {spec.attention}"
     whole = run.logits(run.samples())
-    for sample, place, pack in run.changes():
-        changed = run.logits(pack)
-        for other, (before, after) in enumerate(zip(whole, changed, strict=True)):
-            if other != sample and not _same(before, after):
-                can = isinstance(run.model, PreTrainedModel) and uses_attention_interface(language_model(run.model))
-                way = "set model.attention: auto" if spec.attention != "auto" and can else "use another model"
-                raise UserError(f"{who}{told} lets the samples of a pack see each other; {way}")
-        if not _same(whole[sample][:place], changed[sample][:place]):
-            config = getattr(run.model, "config", None)
-            encoder = getattr(config, "is_decoder", None) is False
+    for sample in range(len(LENGTHS)):
+        seen = run.logits(run.changed(sample=sample))
+        if not all(_same(a, b) for number, (a, b) in enumerate(zip(whole, seen, strict=True)) if number != sample):
+            can = isinstance(run.model, PreTrainedModel) and uses_attention_interface(language_model(run.model))
+            way = "set model.attention: auto" if spec.attention != "auto" and can else "use another model"
+            raise UserError(f"{who}{told} lets the samples of a pack see each other; {way}")
+    for place in (1, min(LENGTHS) // 2, -1):
+        seen = run.logits(run.changed(place=place))
+        if not all(_same(a[:place], b[:place]) for a, b in zip(whole, seen, strict=True)):
+            encoder = getattr(getattr(run.model, "config", None), "is_decoder", None) is False
             way = "set is_decoder: true in its config, or use" if encoder else "use"
-            raise UserError(
-                f"{who}{told} sees later tokens, so it cannot be trained to predict them; {way} a causal model"
-            )
+            raise UserError(f"{who}{told} sees later tokens, so it cannot learn to predict them; {way} a causal model")
     for ids, packed in zip(run.samples()[1:], whole[1:], strict=True):
         (alone,) = run.logits([ids])
         if not (alone - packed).norm() <= ALONE * alone.norm():

@@ -20,6 +20,11 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     probed = probe(config.model)
     if probed.unchecked:
         raise UserError(f"model: nothing can be proved of it on this host: {probed.unchecked}")
+    if probed.stubborn:
+        raise UserError(
+            "model: it draws random numbers in training (dropout, jitter) that no setting of its config turns off, and "
+            "they depend on the layout; verify it without them"
+        )
     data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
     if not reads_media(config.model):  # items must fit into a pack
         data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
