@@ -50,8 +50,8 @@ class Facts:
     """A recipe applied to one model: module names and sizes that distribution needs."""
 
     blocks: tuple[str, ...]  # modules to shard and recompute, in order of execution
-    experts: tuple[str, ...]  # modules that hold all experts of a layer
-    num_experts: int
+    experts: tuple[str, ...]  # modules that hold all experts of a layer, behind transformers' experts interface
+    num_experts: int  # also of a model whose experts are not behind it
     heads: int  # 0: not known
     kv_heads: int
 
@@ -118,10 +118,11 @@ def read_facts(model: nn.Module) -> Facts:
         )
     heads: int = getattr(config, "num_attention_heads", 0)
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    declared = count_experts(config)[0] if config is not None else 0
     return Facts(
         blocks=tuple(blocks),
         experts=tuple(experts),
-        num_experts=max((int(module.num_experts) for module in experts.values()), default=0),
+        num_experts=max((int(module.num_experts) for module in experts.values()), default=declared),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
     )

@@ -36,7 +36,8 @@ def count_flops(model: nn.Module) -> FlopCount:
         fused = experts > 0 and parameter.ndim == 3 and parameter.shape[0] == experts
         parameters += parameter.numel() * visited // experts if fused else parameter.numel()
     names = recipe_of(config.model_type).attention_width
-    default = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # From the mapping: of a config whose layers differ, the attribute cannot be read.
+    default = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     # A pair costs a product of the query-key width and one of the value width; `train_flops` takes their mean.
     width = sum(getattr(config, name) for name in names) / 2 if names else default
     return FlopCount(parameters, config.num_hidden_layers, int(config.num_attention_heads * width))

@@ -3,8 +3,10 @@
 import json
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -90,7 +92,8 @@ def parse(name: str, world: int) -> Layout:
 def with_family(config: Config, family: str) -> Config:
     """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
     check_family(family)
-    inline = {"model_type": family, "vocab_size": len(load_tokenizer(config.model)), **few_experts(family)}
+    tokens = len(load_tokenizer(config.model))
+    inline = {"model_type": family, "vocab_size": tokens, **few_experts(family), **special_tokens(family, tokens)}
     model = {"config": inline, "tokenizer": tokenizer_folder(config.model), "attention": config.model.attention}
     return config.model_copy(update={"model": Model.model_validate(model)})
 
@@ -104,12 +107,23 @@ def check_family(family: str) -> None:
         raise UserError(f"--families: transformers has no model_type `{family}`{hint}")
 
 
+def default_fields(family: str) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = AutoConfig.for_model(family).to_dict()
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"--families: {family} has no default config: {one_line(error)}") from error
+    return fields
+
+
+def special_tokens(family: str, vocabulary: int) -> dict[str, int]:
+    """Ids that a family gives to special tokens by default, where they do not fit the vocabulary: its last one."""
+    ids = {key: value for key, value in default_fields(family).items() if key.endswith("_token_id")}
+    return {key: vocabulary - 1 for key, value in ids.items() if isinstance(value, int) and value >= vocabulary}
+
+
 def few_experts(family: str) -> dict[str, int]:
     """Settings for a mixture of 16 experts, for families that can have one; some have no defaults for them."""
-    try:
-        fields = AutoConfig.for_model(family).to_dict()
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--families: {family} has no default config: {one_line(error)}") from error
+    fields = default_fields(family)
     experts = {key: 16 for key in EXPERTS if key in fields}
     few = next((fields[key] in (None, 1) for key in experts), False)
     if "n_shared_experts" in fields and fields["n_shared_experts"] is None:
