@@ -102,14 +102,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify = commands.add_parser("verify", help="prove that layouts compute what one process does", allow_abbrev=False)
     verify.add_argument("config", metavar="CONFIG")
     verify.add_argument("--world", metavar="N", type=int, default=4, help="ranks to try layouts of (default: 4)")
-    verify.add_argument("--layouts", default="all", help="`all`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
+    verify.add_argument("--layouts", default="all", help="`all`, `few`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
     verify.add_argument(
         "--precision",
         choices=("fp32", "fp64", "bf16"),
         default="fp32",
         help="fp64 leaves no room for rounding; bf16 is compared with fp32, by the error of one process in bf16",
     )
-    verify.add_argument("--families", help="`all` or a list: families of the zoo in place of the config's own model")
+    verify.add_argument(
+        "--families",
+        help="in place of the config's own model: a list of transformers' model types, `all` of the zoo, or `many`",
+    )
+    verify.add_argument("--markdown", metavar="FILE", type=Path, help="write what was found as a table, too")
     verify.set_defaults(run=_verify)
 
     data = commands.add_parser("data", help="samples as the model sees them, their lengths and mix", allow_abbrev=False)
@@ -189,7 +193,7 @@ def _train(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from omnizoo.cli.verify import verify
 
-    return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families)
+    return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families, args.markdown)
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -215,6 +215,8 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
         return [_without_nulls(part) for part in value]
     return value
+
+
 # What pyarrow raises for damaged files and for values that Python has no type for; its own errors are of these, too.
 ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.models.artefact import check_settings, read_json
+from omnizoo.models.attention import carry_pack
 from omnizoo.models.fields import check_numbers, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
@@ -29,12 +29,20 @@ def build_model(model: Model, precision: str) -> nn.Module:
     if model.module is not None:
         with torch.device("meta"):
             return _own_module(model).to(MASTER_DTYPE[precision])
-    config = read_model_config(model)
+    built = build_from(read_model_config(model), model, precision)
+    folder = model.path or model.config
+    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
+        built.generation_config = read_generation_config(Path(folder))
+    return built
+
+
+def build_from(config: PretrainedConfig, model: Model, precision: str) -> PreTrainedModel:
+    """The model of `config`, which is that of `model` or one made from it."""
     key = "model.foundation" if model.foundation else "model.path" if model.path else "model.config"
     builder = auto_class(config, model.trust_remote_code)
     if builder is None:
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
-    _refuse_state_across_tokens(config, key)
+    refuse_state_across_tokens(config, key)
     try:
         with torch.device("meta"):
             built = builder.from_config(
@@ -46,9 +54,6 @@ def build_model(model: Model, precision: str) -> nn.Module:
         raise UserError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
-    folder = model.path or model.config
-    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
-        built.generation_config = read_generation_config(Path(folder))
     _set_attention(language_model(built), model.attention)
     return built
 
@@ -194,10 +199,11 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def _refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
+def refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
     """Recurrent and linear-attention layers carry state from one packed sample into the next."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or [])
-    carried = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    stateless = {kind for kind in kinds if "attention" in kind and "linear" not in kind} | {"mlp", "moe"}
+    carried = sorted(kinds - stateless)
     if carried:
         raise UserError(
             f"{key}: `{config.model_type}` has {', '.join(carried)} layers, which carry state across packed samples; "
@@ -218,3 +224,4 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
             "cannot be kept apart; use a family that does"
         )
     model.set_attn_implementation(PACKED)
+    carry_pack(model)

@@ -88,9 +88,7 @@ def load_whole(spec: Model, dtype: torch.dtype) -> PreTrainedModel:
         raise UserError(f"{folder} holds an adapter (adapter_config.json), which is not read; merge it into its model")
     tensors = sum(len(tensor_names(file)) for file in weight_files(folder, "its weights"))
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if (
-        isinstance(layers, int) and layers > tensors
-    ):  # more than there could be weights for, and building takes for ever
+    if isinstance(layers, int) and layers > tensors:  # building them would take for ever
         raise UserError(f"{folder}: config.json says {layers} layers, but the files hold {tensors} weights")
     if getattr(config, "quantization_config", None):
         raise UserError(

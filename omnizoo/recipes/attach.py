@@ -92,7 +92,8 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
         if facts.heads:
             check_heads(layout, facts.heads, facts.kv_heads)
     if layout.ep > 1 and not facts.experts:
-        raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} has no experts; set parallel.ep: 1")
+        has = "does not compute its experts through transformers' interface" if facts.num_experts else "has no experts"
+        raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {has}; set parallel.ep: 1")
     if facts.experts:
         check_experts(layout, facts.num_experts)
 

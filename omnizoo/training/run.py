@@ -21,7 +21,7 @@ from omnizoo.data.loader import build_loader, merge_states, read_held_out
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, memory_gb, peak_flops
-from omnizoo.parallel.layout import micro_batches
+from omnizoo.parallel.layout import Layout, micro_batches
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
@@ -33,10 +33,12 @@ from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
 from omnizoo.training.step import next_step, raise_everywhere, train_step
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def train(config: Config, on_failure: Callable[[int, BaseException], None] | None = None) -> int:
@@ -54,6 +56,9 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
         name = type(model).__name__  # FSDP renames the class
         check_vocabulary(model, tokenizer)
         agreed(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
+        probed = agreed(mesh, lambda: probe(config.model) if mesh.is_first else None)
+        if probed is not None:
+            warn_of(probed, model, mesh.layout, config.train.micro_batch)
         reading = (config, tokenizer, mesh.rank, mesh.layout.world)
         media = read_modalities(model, config.model)
         loader = agreed(mesh, lambda: build_loader(*reading, **media))
@@ -182,6 +187,21 @@ def leave_room(config: Config, model: nn.Module, directory: Path) -> None:
     every, steps, keep = config.checkpoint.every, config.train.steps, config.checkpoint.keep
     saves = -(-steps // every) if every else 1
     check_space(directory, saved_bytes(model, config.model), len(checkpoints(directory)), saves, keep)
+
+
+def warn_of(probed: Probed, model: nn.Module, layout: Layout, micro_batch: int) -> None:
+    """Say what layouts do not agree on, and what could not be checked."""
+    if probed.unchecked:
+        log.warning("model.module: whether tokens see later ones or other samples is not checked: %s", probed.unchecked)
+    drawn = [*probed.random, *dropout_of_media(model)]
+    if drawn and (layout.sp > 1 or micro_batch > 1):
+        shared = "ranks share packs" if layout.sp > 1 else f"train.micro_batch is {micro_batch}"
+        log.warning(
+            "the model draws random numbers in training (%s), and %s: what is drawn depends on the layout, so losses "
+            "agree with those of another layout in distribution only (docs/step.md)",
+            ", ".join(drawn),
+            shared,
+        )
 
 
 def set_up_logging(mesh: Mesh) -> None:

@@ -46,6 +46,12 @@ def verdict_of(folder: Path, layout: Layout) -> Verdict:
     return Verdict(**json.loads((folder / "verdict.json").read_text()))
 
 
+def failed(layout: Layout, reason: str) -> Verdict:
+    """The verdict on a layout whose ranks did not come to an end."""
+    unknown = float("nan")
+    return Verdict(str(layout), False, unknown, unknown, unknown, "", unknown, {}, {}, reason)
+
+
 def try_layout(process: Process, folder: Path, layout: Layout) -> None:
     """What each rank of a layout does; the first one compares."""
     config = load_config(folder / "config.yaml", [])
