@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Encoder, Modality
 from omnizoo.modalities.build import build_part, check_code
 from omnizoo.models.media import MediaBatch

@@ -8,8 +8,8 @@ counts positions from the beginning of the pack.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +27,7 @@ from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.omni import OmniModel
-from omnizoo.recipes.base import read_facts, recipe_for
+from omnizoo.recipes.base import recipe_for
 from omnizoo.recipes.reading import attach_media, keep_logits
 from omnizoo.recipes.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.training.forward import packed_inputs
@@ -143,27 +143,27 @@ def _language_config(spec: Model) -> PretrainedConfig:
     return config.get_text_config() if spec.foundation is not None else config
 
 
+def _construct(spec: Model, shrinking: Shrinking) -> nn.Module:
+    if spec.module is not None:
+        return build_model(spec, "fp32")
+    published = _language_config(spec)
+    config = type(published)(**shrink_config(published, shrinking))
+    config.name_or_path = published.name_or_path  # where code that ships with the model is
+    return build_from(config, spec, "fp32")
+
+
 def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
     """The language model of `spec` with random weights in fp32 on the host; None if even so it is too large."""
-    if spec.module is None:
-        published = _language_config(spec)
-        config = type(published)(**shrink_config(published, shrinking))
-        config.name_or_path = published.name_or_path  # where code that ships with the model is
-        model: nn.Module = build_from(config, spec, "fp32")
-    else:
-        model = build_model(spec, "fp32")
+    construct = partial(_construct, spec, shrinking)
+    model = construct()
     if sum(weight.numel() for weight in model.parameters()) > LARGEST:
         return None
     if isinstance(model, PreTrainedModel) and expert_modules(model):
         use_dispatched(language_model(model))
-    skeleton = deepcopy(model)
-    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     model.to_empty(device="cpu")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        tensor.detach().zero_()
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for name, tensor in initial_weights(skeleton, read_facts(model).blocks, 0, names):
+        for name, tensor in initial_weights(construct, 0, set(tensors)):
             tensors[name].copy_(tensor)
         torch.manual_seed(0)
         for weight in model.parameters():
