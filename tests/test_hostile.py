@@ -239,3 +239,24 @@ def test_limits_hold_in_other_threads_too() -> None:
     thread.join(60)
     assert ended
     assert "of computing" in ended[0]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_loop_stopped_between_two_lines_is_out_of_time() -> None:
+    """Where jinja2 trips over its own report of the error, the reason is still the clock."""
+    empties = "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match="of computing"):
+        ChatTemplate(empties, None, {}).render(TURNS)
+
+
+def test_memory_is_bounded_beside_threads_that_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "MOST_MEMORY", 1 << 26)
+    done = threading.Event()
+    watcher = threading.Thread(target=done.wait, daemon=True)
+    watcher.start()
+    try:
+        with pytest.raises(UserError, match="of memory"):
+            ChatTemplate("{{ 'a' * 300000000 }}", None, {}).render(TURNS)
+    finally:
+        done.set()
+        watcher.join()

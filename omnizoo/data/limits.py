@@ -33,22 +33,38 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
     with ExitStack() as stack:
         in_main = threading.current_thread() is threading.main_thread()
         stack.enter_context(_alarm(seconds) if in_main else _watched(seconds))
-        if get_worker_info() is not None or threading.active_count() == 1:
-            stack.enter_context(_memory(memory))  # elsewhere it could hit other threads
+        if get_worker_info() is not None or not _has_busy_threads():
+            stack.enter_context(_memory(memory))
         yield
+
+
+def _has_busy_threads() -> bool:
+    """The limit of memory is the whole process's: it could fail another thread that does real work, like one that
+    writes a checkpoint. Daemon threads draw a progress line or watch a parent.
+    """
+    own = (threading.current_thread(), threading.main_thread())
+    return any(not thread.daemon for thread in threading.enumerate() if thread not in own)
 
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
     """By a signal: costs nothing, and stops long arithmetic too. Only the main thread gets signals."""
 
+    is_over = False
+
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_over
+        is_over = True
         raise OutOfTime
 
     before = signal.signal(signal.SIGVTALRM, stop)
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         yield
+    except Exception as error:
+        if is_over:  # jinja2 3.1 fails on its way to report an error between two lines of a template
+            raise OutOfTime from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

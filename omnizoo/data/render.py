@@ -301,7 +301,7 @@ class ChatTemplate:
         except OutOfTime:
             self._blame(f"takes more than {MOST_SECONDS:g} s of computing")
         except MemoryError:
-            self._blame(f"takes more than {MOST_MEMORY >> 30} GiB of memory")
+            self._blame(f"takes more than {MOST_MEMORY >> 20:,} MiB of memory")
         except Exception as error:
             # e.g. ZeroDivisionError, RecursionError
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error

@@ -604,12 +604,11 @@ def open_with_datasets(path: Path, folder: Folder, split: str, is_saved_dataset:
             name, files = (str(path), None) if path.is_dir() else (builder_of(path), {split: str(path)})
             offline = datasets.DownloadConfig(local_files_only=True)
             dataset = datasets.load_dataset(name, data_files=files, split=split, download_config=offline)
-    except (ValueError, KeyError, OSError, TypeError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # it hands on whatever the parser of the format, or of its compression, raises
         raise UserError(
             f"data source {path} holds no JSONL, Parquet or tar, and `datasets` cannot load it (split {split!r}): "
-            f"{reason}"
-        ) from None
+            f"{first_line(error)}"
+        ) from error
     return DatasetRows(path, folder, dataset)
 
 
