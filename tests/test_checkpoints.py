@@ -30,13 +30,16 @@ from transformers import PreTrainedTokenizerFast
 from omnizoo.checkpoint import folder, manifest, ownership
 from omnizoo.checkpoint.manifest import Manifest
 from omnizoo.checkpoint.ownership import hold
+from omnizoo.checkpoint.start import find
 from omnizoo.checkpoint.tensors import write
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
 from omnizoo.config.schema import Source
 from omnizoo.data import fingerprint
 from omnizoo.data.fingerprint import content_of
 from omnizoo.data.sources import open_source
+from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
 from omnizoo.training import metrics, record, run
 
@@ -156,6 +159,20 @@ def test_the_id_of_a_run_is_in_its_folder_and_its_manifests_and_stays(trained: P
     assert main(["train", str(trained / "tiny.yaml"), "--log.dir", str(copy), "--train.steps", "3"]) == 0
     assert json.loads((copy / "run.json").read_text())["id"] == first
     assert set(ownership.owners(copy / "checkpoints")) == {first}
+
+
+def test_a_run_that_began_with_never_goes_on_when_torchrun_restarts_it(
+    trained: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_id,) = ownership.owners(copy / "checkpoints")
+    (copy / "run.json").write_text(ownership.Identity(run_id, "never").text())
+    config = load_config(trained / "tiny.yaml", ["--log.dir", str(copy), "--checkpoint.resume", "never"])
+    with process_group() as process:
+        mesh = build_mesh(config, process)
+        with pytest.raises(UserError, match="never"):
+            find(config, copy / "checkpoints", mesh)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert find(config, copy / "checkpoints", mesh).checkpoint == copy / "checkpoints" / "step_00000002"
 
 
 def hold_until_killed(path: Path, ready: Any) -> None:

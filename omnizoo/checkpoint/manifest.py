@@ -47,8 +47,9 @@ def hash_bytes(data: bytes) -> str:
 
 def hash_file(path: Path) -> File:
     """In chunks: as fast as the disk, and in little memory."""
-    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
+    digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(CHUNK, os.fstat(file.fileno()).st_size + 1)))
         while read := file.readinto(buffer):
             digest.update(buffer[:read])
             size += read
