@@ -110,7 +110,9 @@ def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str)
     worst = max(excess, key=lambda name: excess[name])
     losses, own_losses = (_relative(t.losses, reference.losses) for t in (trial, rounded))
     norms, own_norms = (_relative(t.grad_norms, reference.grad_norms) for t in (trial, rounded))
-    reasons = list(trial.rounded)
+    reasons = trial.rounded[:4]
+    if len(trial.rounded) > len(reasons):
+        reasons.append(f"and so on, {len(trial.rounded) - len(reasons)} more")
     if trial.tokens != reference.tokens:
         reasons.append(f"tokens per step are {trial.tokens}, not {reference.tokens}")
     if set(trial.gradients) != set(reference.gradients):
