@@ -158,9 +158,8 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     for arg in rest:
         flag, equals, text = arg.partition("=")
         if not flag.startswith("--"):
-            raise UserError(
-                f"{COMMAND_LINE}: unexpected argument {_printable(repr(arg))}; overrides are written --section.key value"
-            )
+            shown = _printable(repr(arg))
+            raise UserError(f"{COMMAND_LINE}: unexpected argument {shown}; overrides are written --section.key value")
         if not equals and (text := next(rest, "--")).startswith("--"):
             raise UserError(
                 f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it begins with --"
