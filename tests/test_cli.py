@@ -95,7 +95,7 @@ def test_one_slurm_task_may_launch(calls, monkeypatch):
     [
         (["--nproc", "3"], "train.global_batch"),
         (["--nproc", "4", "--parallel.dp_replicate", "3"], "parallel.dp_replicate"),
-        (["--nproc", "0"], "--nproc is 0; expected the number of processes to start, at least 1"),
+        (["--nproc", "0"], "--nproc is 0; expected the number of processes to start here, 1 to 1024"),
         (["--nproc", "two"], "--nproc: invalid int value: 'two'"),
         (["--nprocs", "2"], "unknown argument '--nprocs'; did you mean --nproc?"),
         (["--steps", "2"], "unknown argument '--steps'; did you mean --train.steps?"),

@@ -110,15 +110,16 @@ def _read_text(path: str | Path) -> str:
         raise UserError("the name of the config file is empty")
     try:
         about = os.stat(path)
-        if S_ISDIR(about.st_mode):
-            raise UserError(f"{path}: is a folder; expected a config file in YAML")
         if not S_ISREG(about.st_mode):
-            raise UserError(f"{path}: is not an ordinary file; expected a config file in YAML")
+            kind = "a folder" if S_ISDIR(about.st_mode) else "not an ordinary file"
+            raise UserError(f"{path}: cannot be read as a config file: it is {kind}")
         if about.st_size > MOST_BYTES:
             raise UserError(f"{path}: has {about.st_size:,} bytes; a config file has at most {MOST_BYTES:,}")
         return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file; the working directory is {Path.cwd()}") from None
+    except UserError:
+        raise
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as a config file: not UTF-8 ({error.reason})") from None
     except OSError as error:
@@ -157,9 +158,8 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     for arg in rest:
         flag, equals, text = arg.partition("=")
         if not flag.startswith("--"):
-            raise UserError(
-                f"{COMMAND_LINE}: unexpected argument {_show(arg)}; overrides are written --section.key value"
-            )
+            shown = _printable(repr(arg))
+            raise UserError(f"{COMMAND_LINE}: unexpected argument {shown}; overrides are written --section.key value")
         if not equals and (text := next(rest, "--")).startswith("--"):
             raise UserError(
                 f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it begins with --"
@@ -214,7 +214,8 @@ def _index(
         reason = f"more than {MOST_VALUES:,} values; do YAML aliases multiply them?"
         raise yaml.MarkedYAMLError(problem=reason, problem_mark=node.start_mark)
     if node.tag not in TAGS:
-        yield at, f"{key} has the YAML tag {node.tag}, which has no meaning in a config; leave it out"
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        yield at, f"{key} has the YAML tag {_short(tag)}, which has no meaning in a config; leave it out"
     elif isinstance(node, yaml.ScalarNode):
         if problem := _unreadable(node):
             yield at, f"{key} {problem}"

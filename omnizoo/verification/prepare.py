@@ -102,7 +102,12 @@ def parse(name: str, world: int) -> Layout:
 
 def with_family(config: Config, family: str) -> Config:
     """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
-    check_family(family)
+    if family not in CONFIG_MAPPING:
+        close = get_close_matches(family, list(CONFIG_MAPPING), n=1)
+        hint = f"did you mean {close[0]}?" if close else "this transformers has no such family"
+        raise UserError(f"--families: {family!r} is not known; {hint}")
+    if recipe_of(family).modalities is not None:
+        raise UserError(f"--families: {family} reads more than text, and needs a config and rows of its own")
     tokens = len(load_tokenizer(config.model))
     inline = {"model_type": family, "vocab_size": tokens, **few_experts(family), **special_tokens(family, tokens)}
     model = {"config": inline, "tokenizer": tokenizer_folder(config.model), "attention": config.model.attention}
@@ -113,9 +118,9 @@ def check_family(family: str) -> None:
     if recipe_of(family).modalities is not None:
         raise UserError(f"--families: {family} reads more than text, and needs a config and rows of its own")
     if family not in CONFIG_MAPPING:
-        near = get_close_matches(family, list(CONFIG_MAPPING), 3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UserError(f"--families: transformers has no model_type `{family}`{hint}")
+        close = get_close_matches(family, list(CONFIG_MAPPING), n=1)
+        hint = f"did you mean {close[0]}?" if close else "this transformers has no such family"
+        raise UserError(f"--families: {family!r} is not known; {hint}")
 
 
 def default_fields(family: str) -> dict[str, Any]:
