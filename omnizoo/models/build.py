@@ -33,8 +33,17 @@ def build_model(model: Model, precision: str) -> nn.Module:
     if builder is None:
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
     _refuse_state_across_tokens(config, key)
-    with torch.device("meta"):
-        built = builder.from_config(config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            built = builder.from_config(
+                config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code
+            )
+    except UserError:
+        raise
+    except Exception as error:  # whatever a constructor of transformers makes of numbers that do not fit together
+        raise UserError(
+            f"{key}: `{config.model_type}` cannot be built from it: {type(error).__name__}: {first_line(error)}"
+        ) from error
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     folder = model.path or model.config
@@ -154,6 +163,8 @@ def load_tokenizer(model: Model) -> Any:
         raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
         raise UserError(f"model.tokenizer: {folder} is not a folder")
+    if model.tokenizer is None:
+        read_model_config(model)  # AutoTokenizer reads it too, and would blame the tokenizer for what is wrong with it
     check_settings(Path(folder), model.trust_remote_code, "model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -161,6 +172,9 @@ def load_tokenizer(model: Model) -> Any:
         )
     except Exception as error:  # the tokenizers library raises `Exception` itself for what it cannot read
         raise UserError(f"model.tokenizer: no tokenizer in {folder}: {first_line(error)}") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        # where there is no file, transformers makes an empty tokenizer of the family without a word
+        raise UserError(f"model.tokenizer: no tokenizer in {folder}: it has no vocabulary (a tokenizer.json, say)")
     if model.foundation is not None:
         marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]
         tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
