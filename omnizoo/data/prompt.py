@@ -49,6 +49,8 @@ class Writer:
             ]
         except (BadRow, BadMedia) as reason:
             raise UserError(f"the prompt cannot be used: {reason}") from None
+        if not len(prompt.ids):
+            raise UserError("the prompt is empty: there is nothing to go on from")
         ids, stop = prompt.ids.tolist(), self._end_of_turn()
         return generate(self.model, self.tokenizer, self.modalities, ids, items, max_tokens, sampling, stop)
 

@@ -20,6 +20,8 @@ SETTINGS = (
     "preprocessor_config.json",
     "generation_config.json",
 )
+FLOATING = (".weight", ".bias")
+MOST_LAYERS = 10_000
 MOST_SETTINGS = 64 * 2**20  # bytes of a JSON file; tokenizer.json is not read by us
 
 
@@ -50,6 +52,8 @@ def check_settings(folder: Path, trust_remote_code: bool, key: str) -> dict[str,
                 f"{key}: {folder / name} would run code of its own ({_named_code(settings)}); read it, and if you "
                 "trust it, allow it: --trust-remote-code (in a config model.trust_remote_code: true)"
             )
+        for where, layers in _layers(settings):
+            raise UserError(f"{key}: {folder / name}: {where} is {layers}; at most {MOST_LAYERS} layers are believed")
         for where, implementation in _kernels(settings):
             raise UserError(
                 f"{key}: {folder / name} names {implementation!r} as its {where}, which is code to be downloaded; "
@@ -88,6 +92,15 @@ def _kernels(settings: Any) -> Iterator[tuple[str, str]]:
             yield from _kernels(value)
 
 
+def _layers(settings: Any) -> Iterator[tuple[str, int]]:
+    """Numbers of layers that nobody could build: constructors would try to."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            if key.endswith(("layers", "layer", "depth")) and isinstance(value, int) and value > MOST_LAYERS:
+                yield key, value
+            yield from _layers(value)
+
+
 def inside(folder: Path, name: Any, where: str) -> Path:
     """The file of `folder` that one of its files names; it may not lead elsewhere."""
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
@@ -99,13 +112,18 @@ def tensor_names(file: Path) -> list[str]:
     """What a safetensors file holds, by its header: whatever is wrong with a file shows there, or in its length."""
     try:
         with safe_open(file, framework="pt") as tensors:
-            return list(tensors.keys())
+            names = list(tensors.keys())
+            kinds = {name: str(tensors.get_slice(name).get_dtype()) for name in names if name.endswith(FLOATING)}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: is damaged, or no safetensors file: {first_line(error)}") from error
+    for name, kind in kinds.items():
+        if not kind.startswith(("F", "BF")):
+            raise UserError(f"{file}: {name} is stored as whole numbers ({kind}); quantised weights cannot be read")
+    return names
 
 
 def first_line(error: BaseException) -> str:
     """What an error of a library says, cut to one readable line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = lines[0] if lines else type(error).__name__
+    line = " ".join(lines[:2]) if lines and lines[0].endswith(":") else lines[0] if lines else type(error).__name__
     return line if len(line) <= 300 else line[:297] + "..."

@@ -173,6 +173,8 @@ def load_tokenizer(model: Model) -> Any:
         raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
         raise UserError(f"model.tokenizer: {folder} is not a folder")
+    if model.tokenizer is None:
+        read_model_config(model)  # AutoTokenizer reads it too, and would blame the tokenizer for what is wrong with it
     check_settings(Path(folder), model.trust_remote_code, "model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -180,6 +182,9 @@ def load_tokenizer(model: Model) -> Any:
         )
     except Exception as error:  # the tokenizers library raises `Exception` itself for what it cannot read
         raise UserError(f"model.tokenizer: no tokenizer in {folder}: {explain(error)}") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        # where there is no file, transformers makes an empty tokenizer of the family without a word
+        raise UserError(f"model.tokenizer: no tokenizer in {folder}: it has no vocabulary (a tokenizer.json, say)")
     if model.foundation is not None:
         marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]
         tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)

@@ -101,7 +101,7 @@ def generate(
     pieces: list[Piece] = []
     for _ in range(max_tokens):
         if not torch.isfinite(conversation.logits).all():
-            raise UserError("the model's logits are not finite: weights are damaged, or training has diverged")
+            raise UserError("the model's logits are not finite: its weights are damaged, or training diverged")
         conversation.logits[never] = -torch.inf
         token = int(sampling.draw(conversation.logits[None])[0])
         if token in stops:

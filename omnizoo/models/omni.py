@@ -63,6 +63,8 @@ class OmniConfig(PretrainedConfig):
 
     def parts(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """(modality, role, description) of each, allowed to be built, its `folder` as a path that can be opened."""
+        if self.foundation is None:
+            raise UserError("a composed model needs a foundation: the config of its language model")
         for name, spec in self.modalities.items():
             for role in ROLES:
                 if part := spec.get(role):
@@ -226,7 +228,10 @@ def _portable(spec: dict[str, Any], module: nn.Module, out: Path, name: str) -> 
     else:
         (out / name).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(settings, out / name / PREPROCESSOR)
-    return {"config": config.to_dict() if isinstance(config, PretrainedConfig) else config, "folder": name or None}
+    fields = config.to_dict() if isinstance(config, PretrainedConfig) else config
+    if fields is not None:
+        fields = {key: value for key, value in fields.items() if key != "_name_or_path"}
+    return {"config": fields, "folder": name or None}
 
 
 def modalities_of(model: OmniModel) -> dict[str, Modality]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, is_out_of_memory
 from omnizoo.config.schema import Model
 from omnizoo.models.artefact import first_line, inside, read_json, tensor_names
 from omnizoo.models.build import read_model_config
@@ -57,8 +57,13 @@ def load_weights(model: nn.Module, origin: Origin, spec: Model, device: torch.de
     """
     assert isinstance(model, PreTrainedModel)
     path, key = origin.path, origin.key
+    if getattr(model.config, "quantization_config", None):
+        raise UserError(f"{key}: {path}/config.json has a quantization_config; quantised weights cannot be read")
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     loaded = load_files(model, weight_files(Path(path), key), origin.mapping, device)
     retie(model)
+    for name, parameter in model.named_parameters():  # loading makes new ones of what is not sharded: frozen tokenisers
+        parameter.requires_grad_(is_trained[name])
     missing = sorted(name for name in loaded.missing if not _allowed(name, spec.allow_missing))
     unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
     if loaded.mismatched:
@@ -107,7 +112,9 @@ def load_whole(spec: Model, dtype: torch.dtype) -> PreTrainedModel:
         )
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except Exception as error:  # whatever a model's constructor or its loader makes of numbers that do not fit
+        if is_out_of_memory(error):
+            raise
         raise UserError(f"{folder}: the model cannot be built as config.json says: {first_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
     for kind in ("missing", "unexpected", "mismatched"):

@@ -102,12 +102,7 @@ def parse(name: str, world: int) -> Layout:
 
 def with_family(config: Config, family: str) -> Config:
     """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
-    if family not in CONFIG_MAPPING:
-        close = get_close_matches(family, list(CONFIG_MAPPING), n=1)
-        hint = f"did you mean {close[0]}?" if close else "this transformers has no such family"
-        raise UserError(f"--families: {family!r} is not known; {hint}")
-    if recipe_of(family).modalities is not None:
-        raise UserError(f"--families: {family} reads more than text, and needs a config and rows of its own")
+    check_family(family)
     tokens = len(load_tokenizer(config.model))
     inline = {"model_type": family, "vocab_size": tokens, **few_experts(family), **special_tokens(family, tokens)}
     model = {"config": inline, "tokenizer": tokenizer_folder(config.model), "attention": config.model.attention}
