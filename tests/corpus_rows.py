@@ -6,7 +6,6 @@ it: the text as the model sees it, with the loss between ⟦ and ⟧. A bad one 
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -108,9 +107,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @cache
-def tokenizers() -> Path:
-    """A folder with one for each template, made once."""
-    folder = Path(tempfile.mkdtemp(prefix="corpus_rows_"))
+def tokenizers(folder: Path) -> Path:
+    """One for each template, in a folder that all cases share."""
     for name, template in TEMPLATES.items():
         make_tokenizer(folder / name, template)
     return folder
@@ -118,7 +116,7 @@ def tokenizers() -> Path:
 
 def write_yaml(folder: Path, model: dict[str, Any], source: Path, template: str, **data: Any) -> Path:
     with making:
-        tokenizer = tokenizers() / template
+        tokenizer = tokenizers(folder.parent / "tokenizers") / template
     config = {
         "model": {"tokenizer": str(tokenizer), **model},
         "data": {"sources": [{"path": str(source)}], "pack_tokens": 512, "lanes": 2, "look_ahead": 2, **data},
@@ -158,7 +156,7 @@ def flat(text: str) -> str:
 def unseen(texts: Sequence[str], stdout: str) -> list[str]:
     """Those that are not shown; one without brackets may be anywhere."""
     bare = stdout.replace("⟦", "").replace("⟧", "")
-    return [text for text in texts if flat(text) not in flat(stdout if "⟦" in text else bare)]
+    return [text for text in texts if flat(text) not in flat(stdout if "⟦" in text or "⟧" in text else bare)]
 
 
 def refused(

@@ -567,7 +567,7 @@ def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
     }  # fmt: skip
     write_tar(tmp_path / "00.tar", members)
     caption: dict[str, bytes | str] = {
-        "x.txt": "a caption", "x.jpg": toy(3), "x.json": '{"url": "https://example.org"}', "x.cls": "7",
+        "x.txt": "a caption", "x.jpg": toy(3), "x.json": '{"url": "u", "caption": "a caption"}', "x.cls": "7",
         "x.clip2.npy": toy(1), "./y.txt": "words", "README": "about", ".z.txt": "hidden",
     }  # fmt: skip
     write_tar(tmp_path / "01.tar", caption)
@@ -580,6 +580,9 @@ def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
         "01.tar sample x",
         "01.tar sample y",
     ]
+    with pytest.raises(BadRow, match=r"nothing reads `\.cls`"):
+        rendered_rows(renderer, source)
+    renderer = Renderer(renderer.tokenizer, True, MODALITIES, ignore=[".cls"])
     first, second, third, fourth = rendered_rows(renderer, source)
     assert first.ids.tolist() == second.ids.tolist()
     assert [item.media.value for item in first.items] == [item.media.value for item in second.items] == [toy(2), toy(1)]
@@ -589,15 +592,29 @@ def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
     assert shown(renderer, fourth) == "[[words<|endoftext|>]]"
 
 
+def test_members_of_a_tar_that_a_row_does_not_name_are_not_left_out_in_silence(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    members: dict[str, bytes | str] = {
+        "0.json": json.dumps(chat("q")), "0.jpg": toy(1),
+        "1.json": json.dumps(chat("q")), "1.txt": "a caption",
+        "2.json": json.dumps({"caption": "another", "weight": 2}), "2.txt": "a caption",
+    }  # fmt: skip
+    source = opened(write_tar(tmp_path / "more.tar", members))
+    for row, field in enumerate(("`.jpg`", "`.txt`", "`caption`")):
+        with pytest.raises(BadRow, match=f"nothing reads {field}"):
+            renderer.render(source.read(row), (0, 0, row), lambda name, row=row: source.find(row, name))
+
+
 def test_tar_files_that_cannot_be_used(tmp_path: Path, renderer: Renderer) -> None:
     bad: dict[str, bytes | str] = {
-        "0.json": json.dumps(chat("<image>", images=["png"])), "0.jpg": toy(1),
+        "0.json": json.dumps(chat("<image>", images=["png"])),
         "1.json": "[1]", "2.txt": b"\xff", "3.jpg": toy(1), "3.cls": "7",
         "4.txt": "a", "4.strange": b"", "5.txt": "a", "5.mp4": b"x", "6.json": "{", "7.txt": "a", "7.wav": b"TOX",
     }  # fmt: skip
     source = opened(write_tar(tmp_path / "bad.tar", bad))
     reasons = [
-        "the sample has no member 'png'; it has json, jpg",
+        "the sample has no member 'png'; it has json",
         "a JSON object was expected",
         "its txt is not UTF-8",
         "this one has 'jpg', 'cls'",

@@ -22,6 +22,7 @@ from transformers import (
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
+from omnizoo.data.fields import HARMLESS
 from omnizoo.data.render import Renderer
 from omnizoo.data.sources import BadRow
 from omnizoo.data.template_facts import read_template
@@ -83,6 +84,11 @@ def test_what_is_said_of_a_row_does_not_depend_on_the_rows_before_it(tmp_path: P
 )  # fmt: skip
 def test_which_fields_of_messages_a_template_reads(template: str, fields: set[str] | None) -> None:
     assert read_template(template).fields == fields
+
+
+def test_the_docs_list_every_field_that_is_known_to_be_harmless() -> None:
+    docs = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    assert [name for name in HARMLESS if f"`{name}`" not in docs] == []
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

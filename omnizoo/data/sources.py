@@ -15,7 +15,7 @@ import re
 import stat
 import tarfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -333,7 +333,11 @@ class TarSamples:
             raise BadRow(f"its member {self.unusable[self.keys[row]]}")
         value = parse_object(self._read(row, "json")) if "json" in kinds else {}
         if any(value.get(name) is not None for name in CONVERSATION):
-            return value
+            # members that the row does not name are fields that nothing reads
+            named, key = set(strings(value)), self.keys[row].lower()
+            prefixes = ("", f"{key}.", f"{key.rpartition('/')[2]}.")
+            unnamed = [kind for kind in kinds if not any(prefix + kind in named for prefix in prefixes)]
+            return value | {f".{kind}": kind for kind in unnamed if kind != "json"}
         if "txt" not in kinds:
             return dict.fromkeys(kinds)  # says what there is instead
         try:
@@ -342,7 +346,10 @@ class TarSamples:
             raise BadRow(f"its txt is not UTF-8 ({error})") from None
         types = [(kind, content_type(kind, self.modalities)) for kind in kinds]
         media = [{"type": type, type: kind} for kind, type in types if type is not None]
-        return {"text": [*media, {"type": "text", "text": text}]}
+        # the other members are fields that nothing reads, as are those of the json; but a caption is the txt once more
+        value = {name: part for name, part in value.items() if (name, part) != ("caption", text)}
+        value |= {f".{kind}": kind for kind, type in types if type is None and kind not in ("txt", "json")}
+        return value | {"text": [*media, {"type": "text", "text": text}]}
 
     def find(self, row: int, name: str) -> bytes:
         key, kinds = self.keys[row], self.kinds[row]
@@ -357,6 +364,15 @@ class TarSamples:
 
     def where(self, row: int) -> str:
         return f"{self.path} sample {self.keys[row]}"
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, in lower case."""
+    if isinstance(value, str):
+        yield value.lower()
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings(part)
 
 
 def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[str, str]]:
