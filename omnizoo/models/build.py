@@ -20,23 +20,23 @@ from omnizoo.models.omni import OmniConfig
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 
 
-def build_model(model: Model, precision: str) -> nn.Module:
-    """The causal language model of `model`, on meta, in the dtype of the master weights of `precision`.
+def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module:
+    """The causal language model of `model`, on meta for a run, in the dtype of the master weights of `precision`.
 
     Its attention keeps the samples of a pack apart. A module of the user's own (`model.module`) is called as Hugging
     Face models are, and has to hand its keyword arguments on to `omnizoo.attend`.
     """
     if model.module is not None:
-        with torch.device("meta"):
+        with torch.device(device):
             return _own_module(model).to(MASTER_DTYPE[precision])
-    built = build_from(read_model_config(model), model, precision)
+    built = build_from(read_model_config(model), model, precision, device)
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
         built.generation_config = read_generation_config(Path(folder))
     return built
 
 
-def build_from(config: PretrainedConfig, model: Model, precision: str) -> PreTrainedModel:
+def build_from(config: PretrainedConfig, model: Model, precision: str, device: str) -> PreTrainedModel:
     """The model of `config`, which is that of `model` or one made from it."""
     key = "model.foundation" if model.foundation else "model.path" if model.path else "model.config"
     builder = auto_class(config, model.trust_remote_code)
@@ -44,7 +44,7 @@ def build_from(config: PretrainedConfig, model: Model, precision: str) -> PreTra
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
     refuse_state_across_tokens(config, key)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             built = builder.from_config(
                 config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code
             )
@@ -206,7 +206,11 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
 
 def refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
     """Recurrent and linear-attention layers carry state from one packed sample into the next."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or [])
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise UserError(f"{key}: `{config.model_type}` is no single language model: {error}") from error
+    kinds = set(getattr(text, "layer_types", None) or [])
     stateless = {kind for kind in kinds if "attention" in kind and "linear" not in kind} | {"mlp", "moe"}
     carried = sorted(kinds - stateless)
     if carried:

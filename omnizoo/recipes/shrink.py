@@ -147,6 +147,10 @@ def shrink_config(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]
         small |= _fewer_layers(published, fields)
     if how.widths:
         small |= _small_widths(published, fields)
+        for value in small.values():  # layers with heads of their own keep that they differ
+            for told in value.values() if isinstance(value, dict) else ():
+                if isinstance(told, dict) and "head_dim" in told:
+                    told["head_dim"] = 2 * HEAD_DIM
     if how.vocabulary is not None and published.vocab_size > how.vocabulary:
         small |= _few_tokens(fields, how.vocabulary) | {"vocab_size": how.vocabulary}
     small = {own.get(key, key): value for key, value in small.items()}

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,9 +24,8 @@ from omnizoo.config.schema import Model
 from omnizoo.models.build import build_from, build_model, read_model_config, refuse_state_across_tokens
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
-from omnizoo.models.initial import initial_weights
 from omnizoo.models.omni import OmniModel
-from omnizoo.recipes.base import recipe_for
+from omnizoo.recipes.base import read_facts, recipe_for
 from omnizoo.recipes.reading import attach_media, keep_logits
 from omnizoo.recipes.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.training.forward import packed_inputs
@@ -143,37 +141,35 @@ def _language_config(spec: Model) -> PretrainedConfig:
     return config.get_text_config() if spec.foundation is not None else config
 
 
-def _construct(spec: Model, shrinking: Shrinking) -> nn.Module:
-    if spec.module is not None:
-        return build_model(spec, "fp32")
-    published = _language_config(spec)
-    config = type(published)(**shrink_config(published, shrinking))
-    config.name_or_path = published.name_or_path  # where code that ships with the model is
-    return build_from(config, spec, "fp32")
-
-
 def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
     """The language model of `spec` with random weights in fp32 on the host; None if even so it is too large."""
-    construct = partial(_construct, spec, shrinking)
-    model = construct()
+    model = _build(spec, shrinking, "meta")
+    read_facts(model)  # refuses what cannot be sharded
     if sum(weight.numel() for weight in model.parameters()) > LARGEST:
         return None
-    if isinstance(model, PreTrainedModel) and expert_modules(model):
-        use_dispatched(language_model(model))
-    model.to_empty(device="cpu")
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for name, tensor in initial_weights(construct, 0, set(tensors)):
-            tensors[name].copy_(tensor)
         torch.manual_seed(0)
+        model = _build(spec, shrinking, "cpu")
+        for module in () if isinstance(model, PreTrainedModel) else model.modules():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
         for weight in model.parameters():
             # A matrix that begins as zero would hide what goes through it.
             weight.add_(0.05 * torch.randn(weight.shape))
-    if isinstance(model, PreTrainedModel):
-        model.tie_weights()
+    if isinstance(model, PreTrainedModel) and expert_modules(model):
+        use_dispatched(language_model(model))
     attach_media(model, spec)
     keep_logits(model)
     return model.train()
+
+
+def _build(spec: Model, shrinking: Shrinking, device: str) -> nn.Module:
+    if spec.module is not None:
+        return build_model(spec, "fp32", device)
+    published = _language_config(spec)
+    config = type(published)(**shrink_config(published, shrinking))
+    config.name_or_path = published.name_or_path  # where code that ships with the model is
+    return build_from(config, spec, "fp32", device)
 
 
 class _Run:
@@ -181,9 +177,12 @@ class _Run:
 
     def __init__(self, model: nn.Module, spec: Model) -> None:
         self.model, self.composed = model, spec.foundation is not None
-        rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-        special = _special(model.config.to_dict()) if isinstance(model, PreTrainedModel) else set()
-        self.tokens = np.array([token for token in range(min([VOCABULARY, *rows])) if token not in special])
+        if isinstance(model, PreTrainedModel):
+            rows, special = len(model.get_input_embeddings().get_parameter("weight")), _special(model.config.to_dict())
+        else:  # which table is that of the tokens is not known; one of a few rows is for something else
+            tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+            rows, special = min([size for size in tables if size >= 16], default=16), set()
+        self.tokens = np.array([token for token in range(min(VOCABULARY, rows)) if token not in special])
         self.drawn = np.random.default_rng(0).integers(0, len(self.tokens), sum(LENGTHS))
 
     def samples(self) -> list[np.ndarray[Any, Any]]:
@@ -256,6 +255,8 @@ def _refuse_leaks(run: _Run, spec: Model) -> None:
             can = isinstance(run.model, PreTrainedModel) and uses_attention_interface(language_model(run.model))
             way = "set model.attention: auto" if spec.attention != "auto" and can else "use another model"
             raise UserError(f"{who}{told} lets the samples of a pack see each other; {way}")
+        if _same(whole[sample], seen[sample]):
+            raise UserError(f"{who}{told} gives the same logits whatever its tokens are")
     for place in (1, min(LENGTHS) // 2, -1):
         seen = run.logits(run.changed(place=place))
         if not all(_same(a[:place], b[:place]) for a, b in zip(whole, seen, strict=True)):
