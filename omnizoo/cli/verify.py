@@ -83,7 +83,7 @@ def family_names(wanted: str) -> list[str]:
 def try_layouts(
     config: Config, family: str | None, world: int, layouts: str, precision: str, folder: Path, console: Console
 ) -> list["Verdict"]:
-    from omnizoo.training.probe import FAILURES, one_line
+    from omnizoo.training.probe import FAILURES
     from omnizoo.verification.compare import failed, verdict_of
     from omnizoo.verification.prepare import prepare, with_family
     from omnizoo.verification.world import RankError
@@ -97,7 +97,7 @@ def try_layouts(
         except FAILURES as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{family} cannot be trained in one process: {one_line(error)}") from error
+            raise UserError(f"{family} cannot be trained in one process: {named_line(error)}") from error
     verdicts = []
     for layout in track(chosen, description=family or "", console=console, transient=True):
         try:

@@ -27,7 +27,7 @@ import pyarrow
 import pyarrow.parquet
 
 from omnizoo.config import schema
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.media import BadMedia, kind_of_file
 
 log = logging.getLogger(__name__)
@@ -290,10 +290,6 @@ class ParquetRows:
 
     def where(self, row: int) -> str:
         return f"{self.path} row {row}"
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 # tarfile has its own errors for most damage, and lets others through

@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.audio_utils import mel_filter_bank
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.projector import build_projector
@@ -63,7 +63,7 @@ class AudioEncoder(Encoder):
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"encoder.config: {type(skeleton).__name__} is no whisper-type encoder: it takes no log-mel windows of "
-                f"twice max_source_positions ({str(error).splitlines()[0]})"
+                f"twice max_source_positions ({first_line(error)})"
             ) from error
         if self.frames * self.hop <= self.n_fft // 2 or self.n_fft < 2:
             raise UserError(f"encoder.n_fft: {self.n_fft} samples do not fit a window of {self.frames * self.hop}")

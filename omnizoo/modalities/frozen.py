@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 
 
 class Frozen(nn.Module):
@@ -66,7 +66,7 @@ class Diffusers(Frozen):
                 output_loading_info=True,
             )
         except OSError as error:
-            raise UserError(f"decoder.path: cannot load {self.folder}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"decoder.path: cannot load {self.folder}: {first_line(error)}") from error
         if info["missing_keys"]:
             raise UserError(f"decoder.path: {self.folder} lacks weights of its model: {info['missing_keys'][:3]}")
         return {f"model.{name}": tensor for name, tensor in stored.state_dict().items()}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.projector import Grid, build_projector
@@ -85,7 +85,7 @@ class FixedSize:
             with torch.no_grad():
                 seen = self._see(skeleton, torch.zeros(1, look.channels, *size, device="meta"))
         except (ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise UserError(f"encoder.image_size: the tower cannot take pictures of {list(size)}: {reason}") from error
         self.width = seen.shape[-1]
         patch = getattr(skeleton.config, "patch_size", None)

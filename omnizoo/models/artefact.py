@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 
 SETTINGS = (
     "config.json",
@@ -120,10 +120,3 @@ def tensor_names(file: Path) -> list[str]:
         if not kind.startswith(("F", "BF")):
             raise UserError(f"{file}: {name} is stored as whole numbers ({kind}); quantised weights cannot be read")
     return names
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of a library says, cut to one readable line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = " ".join(lines[:2]) if lines and lines[0].endswith(":") else lines[0] if lines else type(error).__name__
-    return line if len(line) <= 300 else line[:297] + "..."

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError, is_out_of_memory
 from omnizoo.config.schema import Model
-from omnizoo.models.artefact import first_line, inside, read_json, tensor_names
+from omnizoo.models.artefact import inside, read_json, tensor_names
 from omnizoo.models.build import read_model_config
 from omnizoo.models.hf_private import auto_class, conversion_mapping, drop_prefix, load_files, retie
 from omnizoo.models.omni import OmniModel

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import Model
 from omnizoo.models.build import build_from, build_model, read_model_config, refuse_state_across_tokens
 from omnizoo.models.experts import expert_modules, use_dispatched
@@ -89,7 +89,7 @@ def _probe(spec: Model) -> Probed:
     if failure is not None:
         raise UserError(
             f"{_key(spec)}: {_name(spec)} cannot be run as training runs models, packed and without a mask: "
-            f"{one_line(failure)}"
+            f"{named_line(failure)}"
         )
     return Probed(
         SHRINKINGS[0], (), unchecked=f"it has more than {LARGEST // 10**6} M weights, and no small copy of it works"
@@ -107,11 +107,6 @@ def dropout_of_media(model: nn.Module) -> list[str]:
         return []
     parts = [*model.encoders.items(), *model.decoders.items()]
     return [f"{name}.{inner} {p:g}" for name, part in parts for inner, p in active_dropout(part).items()]
-
-
-def one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:200]}" if lines else type(error).__name__
 
 
 @contextmanager

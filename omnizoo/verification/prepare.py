@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config, Model
 from omnizoo.models.build import build_model, load_tokenizer, tokenizer_folder
@@ -20,7 +20,7 @@ from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import check
 from omnizoo.recipes.base import EXPERTS, VISITED, read_facts, recipe_of
-from omnizoo.training.probe import active_dropout, one_line
+from omnizoo.training.probe import active_dropout
 from omnizoo.verification.shrink import shrink
 from omnizoo.verification.trial import Trial, run_trial
 
@@ -122,7 +122,7 @@ def default_fields(family: str) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = AutoConfig.for_model(family).to_dict()
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"--families: {family} has no default config: {one_line(error)}") from error
+        raise UserError(f"--families: {family} has no default config: {named_line(error)}") from error
     return fields
 
 
