@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 

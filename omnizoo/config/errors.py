@@ -18,13 +18,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's code says, in one readable line; of one that comes with the traceback of a loader
-    worker, its last line."""
+    """What an error of somebody else's code says, in one readable line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if lines[0].startswith("Caught "):
-        line = lines[-1]
-    else:
-        line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if lines[0].startswith("Caught "):  # in a loader worker: its traceback follows, and last what it is about
+        lines = lines[-1:]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return line if len(line) <= 300 else line[:297] + "..."
 
 
