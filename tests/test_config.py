@@ -348,3 +348,30 @@ def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
 def test_the_configuration_page_is_up_to_date():
     page = Path(__file__).parent.parent / "docs" / "configuration.md"
     assert page.read_text() == reference.markdown(), "run `python -m omnizoo.config.reference > docs/configuration.md`"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "a: &a [x, x, x, x, x, x, x, x, x]\n"
+            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+            "aliases",
+        ),
+        ("train: {steps: " + "[" * 100_000, "nested more than 64 deep"),
+        ("train: {steps: " + "9" * 5000 + "}\n", "train.steps is a number of 5,000 digits"),
+        ('log: {dir: "a\\0b"}\n', "log.dir has a character"),
+        ("# " + "x" * 2**20, "bytes"),
+    ],
+)
+def test_a_file_that_would_take_time_without_end_is_refused_at_once(tmp_path, text, reason):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UserError, match=reason) as caught:
+        load_config(tmp_path / "bad.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_refused_without_waiting_for_who_writes_to_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UserError, match="not an ordinary file"):
+        load_config(tmp_path / "pipe.yaml")

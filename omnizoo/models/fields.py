@@ -43,7 +43,7 @@ def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
     for name, cls, place in unknown_fields(family, given):
         close = get_close_matches(name, sorted(declared(cls)), n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__} of transformers for those it has"
-        raise UserError(f"{key}.{place}{_short(name)} is not a field of `{cls.model_type or model_type}`; {hint}")
+        raise UserError(f"{key}.{place}{_name(name)} is not a field of `{cls.model_type or model_type}`; {hint}")
     _check_given(given, key)
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **given)
@@ -57,11 +57,11 @@ def check_numbers(fields: Mapping[str, Any], key: str) -> None:
     """Refuse what would take for ever, or overflow: by the names that counts of modules have in all families."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            check_numbers(value, f"{key}.{_short(name)}")
+            check_numbers(value, f"{key}.{_name(name)}")
         elif isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key}.{_short(name)} is {value}; expected a finite number")
+            raise UserError(f"{key}.{_name(name)} is {value}; expected a finite number")
         elif isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{key}.{_short(name)} is too large: {_short(value)}")
+            raise UserError(f"{key}.{_name(name)} is too large: {_short(value)}")
         elif isinstance(value, int):
             for pattern, most in MOST.items():
                 if value > most and re.search(pattern, str(name)):
@@ -101,10 +101,6 @@ def check_shape(config: PretrainedConfig, key: str) -> None:
         theta = settings.get("rope_theta", 1.0)
         if not isinstance(theta, int | float) or not theta > 0:
             raise UserError(f"{key}.rope_theta is {_short(theta)}; expected a number above 0")
-    if "partial_rotary_factor" not in rope and isinstance(heads, int) and heads > 0:
-        head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
-        if isinstance(head_dim, int) and head_dim % 2:
-            raise UserError(f"{key}.head_dim is {head_dim}; rotary embeddings need an even number")
 
 
 def unknown_fields(
@@ -139,6 +135,10 @@ def _sources(file: str) -> tuple[str, ...]:
     family = sorted(Path(file).parent.glob("*.py"))
     common = [base for base in PretrainedConfig.__mro__ if base.__module__.startswith("transformers.")]
     return (*(file.read_text(encoding="utf-8") for file in family), *(inspect.getsource(base) for base in common))
+
+
+def _name(field: Any) -> str:
+    return str(field) if str(field).isidentifier() and len(str(field)) <= 60 else _short(field)
 
 
 def _short(value: Any) -> str:
