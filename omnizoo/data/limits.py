@@ -21,7 +21,7 @@ from torch.utils.data import get_worker_info
 EVERY = 1000  # lines between two looks at the clock
 
 
-class OutOfTime(BaseException):  # noqa: N818 (no error of the program)
+class OutOfTime(BaseException):
     """No `Exception`: jinja2 swallows those while it folds constants, and may fail while it reports others."""
 
 
