@@ -13,10 +13,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal -m 'not slow'
 
 lint: install
 	$(BIN)/ruff check .

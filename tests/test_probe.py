@@ -195,7 +195,7 @@ def test_families_shrink_to_what_they_can_be_and_run(family: str) -> None:
 
 def test_an_unknown_family_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", TEXT, "--families", "lama"]) == 2
-    assert "--families: transformers has no model_type `lama`; did you mean llama" in capsys.readouterr().err
+    assert "--families: 'lama' is not known; did you mean llama?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from omnizoo.config.schema import Model
 from omnizoo.models.build import build_from, build_model, read_model_config, refuse_state_across_tokens
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
-from omnizoo.models.omni import OmniModel
+from omnizoo.models.omni import OmniConfig, OmniModel
 from omnizoo.recipes.base import read_facts, recipe_for
 from omnizoo.recipes.reading import attach_media, keep_logits
 from omnizoo.recipes.shrink import Shrinking, random_fields, shrink_config
@@ -133,7 +133,7 @@ def _active(spec: Model, shrinking: Shrinking) -> tuple[str, ...]:
 def _language_config(spec: Model) -> PretrainedConfig:
     """Of a composed model, that of its foundation."""
     config: PretrainedConfig = read_model_config(spec)
-    return config.get_text_config() if spec.foundation is not None else config
+    return config.get_text_config() if isinstance(config, OmniConfig) else config
 
 
 def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
