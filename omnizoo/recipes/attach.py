@@ -74,7 +74,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
             own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
             wanted = (wanted - own) | {prefix + name for name in missing}
     allocate(model, mesh.device)
-    # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, it does not draw others. Buffers are
+    # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
     # computed, mostly, and so have all the digits of the run's precision.
     computed = wanted & buffers if parallel.precision == "fp64" else set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
