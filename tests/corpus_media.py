@@ -91,7 +91,8 @@ def write_medium(folder: Path, medium: Medium) -> Path:
 
 
 def media_cases() -> Iterator[Case]:
-    for medium in media():
+    # every third as a command of its own: test_hostile.py reads each, and the last case here has all that are bad
+    for medium in list(media())[::3]:
         is_good = medium.file.startswith("good")
         says = () if is_good else ("rows.jsonl:2", medium.file, medium.reason)
         yield Case(medium.title, partial(inspected, write=partial(write_medium, medium=medium)), says)
