@@ -222,7 +222,7 @@ def _of(value: Mapping[Any, Any], layer: int) -> Any:
 
 def _cover(kinds: Sequence[Any]) -> list[int]:
     """Numbers of layers that have every kind, at least two: the shortest beginning, or if long one of each kind."""
-    for length in range(2, min(len(kinds), 6) + 1):
+    for length in range(2, min(len(kinds), 4) + 1):
         if set(kinds[:length]) == set(kinds):
             return list(range(length))
     firsts = sorted(kinds.index(kind) for kind in set(kinds))
