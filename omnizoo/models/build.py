@@ -20,6 +20,10 @@ from omnizoo.models.omni import OmniConfig
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 
 
+class UnbuildableError(UserError):
+    """A config that the family's own code cannot build a model from."""
+
+
 def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module:
     """The causal language model of `model`, on meta for a run, in the dtype of the master weights of `precision`.
 
@@ -51,7 +55,7 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
     except UserError:
         raise
     except BUILDING_ERRORS as error:
-        raise UserError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
+        raise UnbuildableError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     _set_attention(language_model(built), model.attention)

@@ -21,7 +21,13 @@ from transformers.utils import logging as transformers_logging
 
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import Model
-from omnizoo.models.build import build_from, build_model, read_model_config, refuse_state_across_tokens
+from omnizoo.models.build import (
+    UnbuildableError,
+    build_from,
+    build_model,
+    read_model_config,
+    refuse_state_across_tokens,
+)
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig, OmniModel
@@ -77,7 +83,9 @@ def _probe(spec: Model) -> Probed:
             run = _Run(model, spec)
             is_random = run.is_random()
         except FAILURES as error:
-            if spec.module is not None or isinstance(error, UserError):
+            if isinstance(error, UserError) and not isinstance(error, UnbuildableError):
+                raise
+            if spec.module is not None:
                 raise  # a user's own code: its traceback says more than we could
             failure = failure or error
             continue
