@@ -44,7 +44,7 @@ def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
         close = get_close_matches(name, sorted(declared(cls)), n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__} of transformers for those it has"
         raise UserError(f"{key}.{place}{_name(name)} is not a field of `{cls.model_type or model_type}`; {hint}")
-    _check_given(given, key)
+    _check_given(given, key, family)
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **given)
     except BUILDING_ERRORS as error:
@@ -68,12 +68,14 @@ def check_numbers(fields: Mapping[str, Any], key: str) -> None:
                     raise UserError(f"{key}.{name} is {value}; expected at most {most:,}")
 
 
-def _check_given(fields: Mapping[str, Any], key: str) -> None:
+def _check_given(fields: Mapping[str, Any], key: str, cls: Any) -> None:
     """Values that a user gave, which nothing can be computed with. A folder's may be unused there, and so are not."""
-    for name, value in fields.items():
+    for name, value in ((str(name), value) for name, value in fields.items()):  # keys of `id2label` are numbers
         if isinstance(value, Mapping):
-            _check_given(value, f"{key}.{name}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+            _check_given(value, f"{key}.{name}", getattr(cls, "sub_configs", {}).get(name))
+        if isinstance(value, bool) or not isinstance(value, int | float) or value == getattr(cls, name, None):
+            continue  # a family's own default is fine, whatever it is
+        if name == "sliding_window" and fields.get("use_sliding_window") is False:
             continue
         if name in SIZES and value < 1:
             raise UserError(f"{key}.{name} is {value}; expected at least 1")
@@ -86,6 +88,7 @@ def _check_given(fields: Mapping[str, Any], key: str) -> None:
 
 def check_shape(config: PretrainedConfig, key: str) -> None:
     """Sizes that only fail when the model runs."""
+<<<<<<< HEAD
     text = config.get_text_config()
     # Not the attributes: a family whose layers differ refuses to say what holds for some of them only.
     fields = text.to_dict()
@@ -101,6 +104,24 @@ def check_shape(config: PretrainedConfig, key: str) -> None:
     if experts and visited is not None and not 1 <= visited <= experts:
         raise UserError(f"{key}.num_experts_per_tok is {visited}; expected 1 to the number of experts, {experts}")
     rope = fields.get("rope_parameters")
+=======
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several: a codec, say, and none of them is what trains
+        return
+
+    def read(name: str) -> Any:  # not an attribute: some families refuse those that differ from layer to layer
+        return vars(text).get(text.attribute_map.get(name, name))
+
+    heads, kv_heads = (read(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+        raise UserError(f"{key}.num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+    experts = next((n for name in EXPERTS if isinstance(n := read(name), int)), None)
+    visited = read("num_experts_per_tok")
+    if experts and isinstance(visited, int) and not 1 <= visited <= experts:
+        raise UserError(f"{key}.num_experts_per_tok is {visited}; expected 1 to the number of experts, {experts}")
+    rope = read("rope_parameters")
+>>>>>>> configs
     if not isinstance(rope, Mapping):
         return
     for settings in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
@@ -114,7 +135,7 @@ def unknown_fields(
 ) -> Iterator[tuple[str, type[PretrainedConfig], str]]:
     """(field, class it is not a field of, where it stands) for what `cls` neither declares nor its code mentions."""
     for name in fields:
-        if name not in declared(cls) and not _mentioned(cls, str(name)):
+        if name not in declared(cls) and not hasattr(cls, str(name)) and not _mentioned(cls, str(name)):
             yield name, cls, place
     for name, part in cls.sub_configs.items():
         inner = fields.get(name)
