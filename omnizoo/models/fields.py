@@ -88,23 +88,6 @@ def _check_given(fields: Mapping[str, Any], key: str, cls: Any) -> None:
 
 def check_shape(config: PretrainedConfig, key: str) -> None:
     """Sizes that only fail when the model runs."""
-<<<<<<< HEAD
-    text = config.get_text_config()
-    # Not the attributes: a family whose layers differ refuses to say what holds for some of them only.
-    fields = text.to_dict()
-
-    def size(name: str) -> int | None:
-        value = fields.get(text.attribute_map.get(name, name))
-        return value if isinstance(value, int) else None
-
-    heads, kv_heads = size("num_attention_heads"), size("num_key_value_heads")
-    if heads is not None and kv_heads and kv_heads > 0 and heads % kv_heads:
-        raise UserError(f"{key}.num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
-    experts, visited = next((n for name in EXPERTS if (n := size(name))), None), size("num_experts_per_tok")
-    if experts and visited is not None and not 1 <= visited <= experts:
-        raise UserError(f"{key}.num_experts_per_tok is {visited}; expected 1 to the number of experts, {experts}")
-    rope = fields.get("rope_parameters")
-=======
     try:
         text = config.get_text_config()
     except ValueError:  # several: a codec, say, and none of them is what trains
@@ -121,7 +104,6 @@ def check_shape(config: PretrainedConfig, key: str) -> None:
     if experts and isinstance(visited, int) and not 1 <= visited <= experts:
         raise UserError(f"{key}.num_experts_per_tok is {visited}; expected 1 to the number of experts, {experts}")
     rope = read("rope_parameters")
->>>>>>> configs
     if not isinstance(rope, Mapping):
         return
     for settings in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
