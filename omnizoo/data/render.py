@@ -155,7 +155,7 @@ class Renderer:
         for conversation in (turns[:2], turns):
             try:
                 text = self._template(None).render(conversation)[0]
-            except TEMPLATE_ERRORS:
+            except (*TEMPLATE_ERRORS, BadRow):
                 continue
             encoding = self.backend.encode(text, add_special_tokens=False)
             after = text.rfind(answer) + len(answer)
