@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from omnizoo.config.errors import UserError
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "ema."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,20 +25,26 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Moments and step counts of every trained parameter; creates them (as zeros) where no step was taken yet."""
+    """Moments, step counts and average of every trained parameter; creates them (moments as zeros) where no step was
+    taken yet."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if any(p not in optimizer.state for p in parameters.values()):
+    if any(not optimizer.state.get(p) for p in parameters.values()):
         _create_state(optimizer)
-    return {
+    state = {
         f"{OPTIMIZER}{name}.{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()
     }
+    average = getattr(optimizer, "average", {})
+    return state | {f"{AVERAGE}{name}": average[p] for name, p in parameters.items() if p in average}
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """One step with zero gradients and zero learning rate makes the state and moves nothing."""
+    """One step with zero gradients and zero learning rate makes the state that is missing, and moves nothing."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in everyone]
+    parameters = [p for p in everyone if not optimizer.state.get(p)]
+    for p in everyone:
+        p.grad = None
     for p in parameters:
         p.grad = torch.zeros_like(p)
     for group in optimizer.param_groups:
@@ -46,8 +52,9 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for p, gradient in zip(parameters, gradients, strict=True):
+    for p, gradient in zip(everyone, gradients, strict=True):
         p.grad = gradient
+    for p in parameters:
         for value in optimizer.state[p].values():
             value.zero_()
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import zeros as sharded_zeros
 
 from omnizoo.parallel.mesh import Mesh
 
@@ -50,6 +51,20 @@ def sum_gradients(unit: FSDPModule, mesh: DeviceMesh) -> None:
 def local_bytes(model: nn.Module) -> int:
     """Bytes of the weights this rank holds."""
     return sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
+
+
+def zeros_reduced(parameter: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros of the shape of `parameter` with `dim` reduced to one, sharded alike but whole where `dim` was split."""
+    shape = list(parameter.shape)
+    shape[dim] = 1
+    if not isinstance(parameter, DTensor):
+        return parameter.new_zeros(shape)
+    gone = dim % parameter.ndim
+    placements = [
+        Replicate() if isinstance(placement, Shard) and placement.dim == gone else placement
+        for placement in parameter.placements
+    ]
+    return sharded_zeros(*shape, dtype=parameter.dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
 def set_gradient_sync(model: nn.Module, last: bool, reduce_each: bool) -> None:

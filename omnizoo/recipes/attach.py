@@ -42,7 +42,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     facts = read_facts(model)
     check(facts, mesh.layout, model)
     parallel = config.parallel
-    treatments = Treatments(model, config.model)
+    treatments = Treatments(model, config.model, config.optimizer.groups)
     treatments.apply(model)
     treatments.keep_precision(model)
     skeleton = deepcopy(model)

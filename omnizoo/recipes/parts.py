@@ -1,5 +1,6 @@
 """How the parts of a model are treated: frozen or trained, how fast, in which precision, recomputed or not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,11 +8,12 @@ import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model, Part, Projector
+from omnizoo.config.schema import Model, ParameterGroup, Part, Projector
 from omnizoo.modalities.base import Encoder
 from omnizoo.models.omni import OmniModel
 from omnizoo.ops.precision import compute_in
 from omnizoo.recipes.base import recipe_for
+from omnizoo.recipes.groups import Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -25,9 +27,11 @@ class Treatment:
 
 
 class Treatments:
-    """By parameter or module name; the most deeply nested part that has one decides."""
+    """By parameter or module name; the most deeply nested part that has one decides. `groups` are of single
+    parameters, by pattern, and go before what their part says."""
 
-    def __init__(self, model: nn.Module, spec: Model) -> None:
+    def __init__(self, model: nn.Module, spec: Model, groups: Sequence[ParameterGroup] = ()) -> None:
+        self.groups = Groups(model, groups)
         self.by_prefix: dict[str, Treatment] = {"": Treatment()}
         recipe, composed = recipe_for(model), isinstance(model, OmniModel)
         if spec.foundation is not None:
@@ -76,8 +80,10 @@ class Treatments:
         """Freeze, and set the precision of weights: before the model is sharded."""
         for name, parameter in model.named_parameters():
             treatment = self.of(name)
-            parameter.requires_grad_(not treatment.freeze and parameter.requires_grad)
+            group = self.groups.of(name)
+            frozen = treatment.freeze or (group is not None and group.freeze)
+            parameter.requires_grad_(not frozen and parameter.requires_grad)
             if treatment.dtype is not None:
                 parameter.data = parameter.data.to(treatment.dtype)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError("model: every part is frozen, so there is nothing to train; set one `freeze` to false")
+            raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")

@@ -27,8 +27,9 @@ from omnizoo.training.evaluate import evaluate
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
-from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.record import Recorder
+from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, raise_everywhere, train_step
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ def train(config: Config) -> int:
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
 
+        check_optimizer(config)
+        learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
         tokenizer = load_tokenizer(config.model)
         model = build_model(config.model, config.parallel.precision)
         name = type(model).__name__  # FSDP renames the class
@@ -55,7 +58,7 @@ def train(config: Config) -> int:
         checkpoint = agreed(mesh, lambda: find(config, directory) if mesh.is_first else None)
         checkpoint = mesh.from_first(checkpoint)
         agreed(mesh, lambda: parallelize(model, mesh, config, load=checkpoint is None))
-        optimizer = build_optimizer(model, config)
+        optimizer = agreed(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
@@ -186,6 +189,9 @@ def describe(
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "
         f"{micro_batches(layout, train.global_batch, train.micro_batch)} micro-batch(es) of {train.micro_batch}",
         "precision": f"{config.parallel.precision}, recompute {config.parallel.recompute}",
+        "optimizer": ", ".join(
+            dict.fromkeys([config.optimizer.kind, *(g.kind for g in config.optimizer.groups if g.kind)])
+        ),
         "attention": attention_name(model),
         "data": "\n".join(f"{source.path} (weight {source.weight:g})" for source in config.data.sources),
         "run folder": str(run.root),
