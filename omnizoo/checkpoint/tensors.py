@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from omnizoo.config.errors import UserError
+from omnizoo.parallel.shard import local_of, with_local
 
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "ema."
 
@@ -56,12 +57,17 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
         p.grad = gradient
     for p in parameters:
         for value in optimizer.state[p].values():
-            value.zero_()
+            if _is_quantised(value):
+                local_of(value).copy_(torch.zeros(local_of(value).shape, dtype=torch.float32))
+            else:
+                value.zero_()
 
 
 def write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Every rank writes its own shards; a failure on one rank is an exception on all."""
-    dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+    _fill_quantised(tensors, plain)
+    dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -69,19 +75,46 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     saved = _saved(folder)
     for name, tensor in sorted(tensors.items()):
         if name not in saved:
-            raise UserError(f"checkpoint {folder.parent} is of another model: it has no {name}")
+            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: it has no {name}")
         if saved[name].size != tensor.shape:
             raise UserError(
-                f"checkpoint {folder.parent} is of another model: {name} is {tuple(saved[name].size)} there "
+                f"checkpoint {folder.parent} is of another {_whose(name)}: {name} is {tuple(saved[name].size)} there "
                 f"and {tuple(tensor.shape)} here"
             )
     kinds = {name.split(".")[0] for name in tensors}
     for name in sorted(saved):
         if name.split(".")[0] in kinds and name not in tensors:
-            raise UserError(f"checkpoint {folder.parent} is of another model: this one has no {name}")
+            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: this one has no {name}")
     with warnings.catch_warnings():  # an export reads in one process, and means it
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+        plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+        dcp.load(plain, storage_reader=HuggingFaceStorageReader(str(folder)))
+    _fill_quantised(tensors, plain)
+
+
+def _is_quantised(tensor: torch.Tensor) -> bool:
+    """True for torchao's 8-bit state, whose blocks are of one rank's shard."""
+    return hasattr(local_of(tensor), "codes")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What a checkpoint holds: quantised tensors as their values, so that any layout can read them."""
+    if not _is_quantised(tensor):
+        return tensor
+    return with_local(tensor, local_of(tensor).dequantize().float())
+
+
+def _fill_quantised(tensors: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    """Quantise the plain values again. After a save as well: values may round anew, and the run that goes on must be
+    bit for bit the one that is resumed."""
+    for name, tensor in tensors.items():
+        if _is_quantised(tensor):
+            local_of(tensor).copy_(local_of(plain[name]))
+
+
+def _whose(name: str) -> str:
+    """What a tensor tells about the run it is from."""
+    return "model" if name.startswith(MODEL) else "`optimizer` section"
 
 
 def dtypes(folder: Path) -> dict[str, torch.dtype]:

@@ -56,6 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", allow_abbrev=False)
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint folder of a run")
     export.add_argument("out", metavar="OUT_DIR", type=Path, help="new folder, for `from_pretrained` to load")
+    export.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema)")
     export.set_defaults(run=_export)
 
     generate = commands.add_parser(
@@ -165,7 +166,7 @@ def _recipes(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from omnizoo.checkpoint.export import export
 
-    export(args.checkpoint, args.out)
+    export(args.checkpoint, args.out, ema=args.ema)
     return 0
 
 

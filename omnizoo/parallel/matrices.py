@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from omnizoo.parallel.exchange import exchange_rows
+from omnizoo.parallel.shard import local_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,7 +57,7 @@ def on_whole_matrices(tensors: Sequence[torch.Tensor], function: Function) -> li
     local, dims, shapes = [], [], []
     for i, tensor in enumerate(tensors):
         group, dim = _split(tensor)
-        here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        here = local_of(tensor)
         local.append(here.reshape(math.prod(here.shape[:-2]), *here.shape[-2:]))
         dims.append(dim)
         shapes.append(here.shape)

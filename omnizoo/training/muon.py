@@ -13,6 +13,7 @@ import torch
 
 from omnizoo.ops.orthogonal import COEFFICIENTS, orthogonalize
 from omnizoo.parallel.matrices import on_whole_matrices
+from omnizoo.parallel.shard import local_of
 
 ADJUST = ("match_rms_adamw", "original")
 
@@ -63,7 +64,7 @@ class Muon(torch.optim.Optimizer):
             updates.append(update if self._dtype is None else update.to(self._dtype))
         # All of them at once, so that the work is dealt out evenly and the exchanges are few.
         for (p, group), update in zip(members, on_whole_matrices(updates, self._orthogonalize), strict=True):
-            here = p.to_local() if hasattr(p, "to_local") else p
+            here = local_of(p)
             here.mul_(1 - group["lr"] * group["weight_decay"])
             here.add_(update, alpha=-group["lr"] * self._scale(*p.shape[-2:]))
 

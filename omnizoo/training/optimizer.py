@@ -34,7 +34,7 @@ KINDS = {
     "adamw": Kind("torch.optim:AdamW", BETAS | {"fused": True}),
     "muon": Kind("omnizoo.training.muon:Muon", {}),
     "adafactor": Kind("omnizoo.training.adafactor:Adafactor", {}),
-    "adamw_8bit": Kind("torchao.optim:AdamW8bit", BETAS, package="torchao"),
+    "adamw_8bit": Kind("omnizoo.training.adamw_8bit:AdamW8bit", BETAS, package="torchao"),
 }
 
 
@@ -226,7 +226,8 @@ def check_state(
         copy.grad = torch.zeros_like(copy)
     trial.step()
     key, kind = f"{choice.key}.kind", choice.kind
-    changed = [name for name, value in before.items() if trial.param_groups[0].get(name) != value]
+    after = {name: value for name, value in trial.param_groups[0].items() if name != "params"}
+    changed = [name for name in before | after if before.get(name) != after.get(name)]
     if changed:
         raise UserError(
             f"{key}: {kind} changes {changed[0]!r} of its parameter groups in a step, which no checkpoint keeps; "
