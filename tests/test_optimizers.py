@@ -469,7 +469,7 @@ def test_a_resumed_run_with_another_optimizer_is_refused(tmp_path: Path, capfd: 
 
 
 def eight_bits(process: Process, folder: Path) -> None:
-    torch._dynamo.config.disable = True
+    torch.compile = lambda function, **options: function
     args = [folder / "tiny.yaml", "--checkpoint.every", "3", "--checkpoint.keep", "9"]
     resumed = ["--checkpoint.resume", folder / "2" / "checkpoints" / "step_00000003"]
     own, again = folder / str(process.world_size), folder / f"{process.world_size} again"
