@@ -309,7 +309,8 @@ class Optimizer(Section):
     )
     groups: list[ParameterGroup] = Field([], description="parameters, by name, that are treated otherwise")
     ema: Ema | None = Field(
-        None, description="keep a moving average of the weights: `{decay: 0.999}`; `omnizoo export --ema` writes it"
+        None,
+        description="keep a moving average of the weights: `{decay: 0.999}`; written by the flag `--ema` of export",
     )
 
     @field_validator("kind")
