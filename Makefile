@@ -13,10 +13,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal -m 'not slow'
 
 lint: install
 	$(BIN)/ruff check .
@@ -39,6 +39,7 @@ verify-all: install
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all --precision fp64
 	$(BIN)/omnizoo verify examples/text_tiny.yaml --families all --world 4 --layouts all
+	$(BIN)/omnizoo verify examples/text_tiny.yaml --families many --world 4 --layouts few --markdown docs/families.md
 	for family in qwen3_vl qwen3_vl_moe qwen3_omni; do \
 		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 4 --layouts all && \
 		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 8 --layouts uly8,dp2.uly2.ring2,rep2.dp2.uly2 || exit 1; \

@@ -27,14 +27,13 @@ def main(path: str, overrides: list[str]) -> None:
         loader = omnizoo.build_loader(config, tokenizer, mesh.rank, mesh.layout.world, **media)
 
         # Shards, then weights.
-        checkpoint = omnizoo.find(config, checkpoints)
-        omnizoo.parallelize(model, mesh, config, load=checkpoint is None)
+        origin = omnizoo.find(config, checkpoints, mesh)
+        omnizoo.parallelize(model, mesh, config, load=origin.checkpoint is None)
         optimizer = omnizoo.build_optimizer(model, config)
 
         objective = omnizoo.Objective(model, mesh, config)
-        start = 0
-        if checkpoint is not None:
-            state = omnizoo.load(checkpoint, model, optimizer)
+        start, state = 0, omnizoo.load(origin, model, optimizer)
+        if state:
             start = state["step"]
             loader.load_state_dict(state["loader"])
 
@@ -45,7 +44,7 @@ def main(path: str, overrides: list[str]) -> None:
                 print(f"step {step}/{config.train.steps}  loss {result.loss:.6f}  grad norm {result.grad_norm:.4f}")
 
         lanes = mesh.gather(loader.state_dict())
-        state = {"loader": omnizoo.merge_states(lanes) if mesh.is_first else None}
+        state = {"run": origin.run, "loader": omnizoo.merge_states(lanes) if mesh.is_first else None}
         omnizoo.save(checkpoints, config.train.steps, model, optimizer, state, mesh, config, tokenizer)
 
 

@@ -22,7 +22,7 @@ _HOME = {
     "Objective": "omnizoo.training.losses",
     "next_step": "omnizoo.training.step",
     "train_step": "omnizoo.training.step",
-    "find": "omnizoo.checkpoint.save",
+    "find": "omnizoo.checkpoint.start",
     "save": "omnizoo.checkpoint.save",
     "load": "omnizoo.checkpoint.save",
 }

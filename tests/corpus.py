@@ -95,10 +95,10 @@ def run_main(args: Sequence[str]) -> tuple[Result, float]:
             child.start()
         _wait(child)
         text = {stream: (folder / stream).read_text(errors="replace") for stream in STREAMS}
-        spent = folder / "seconds"
-        seconds = float(spent.read_text()) if spent.exists() else 0.0
-        code = child.exitcode if child.exitcode is not None else -1
-        return Result(code, text["stdout"], text["stderr"]), seconds
+        # Not the child's exit code: under load the fork server has been seen to lose it.
+        ended = folder / "ended"
+        code, seconds = ended.read_text().split() if ended.exists() else ("-1", "0")
+        return Result(int(code), text["stdout"], text["stderr"]), float(seconds)
 
 
 def _wait(child: BaseProcess) -> None:
@@ -129,7 +129,7 @@ def _main(args: Sequence[str], folder: Path) -> None:
         code = 1
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = sum(use.ru_utime + use.ru_stime for use in (own, children))
-    (folder / "seconds").write_text(str(spent))
+    (folder / "ended").write_text(f"{code} {spent}")
     for number in (1, 2):
         os.fsync(number)
     os._exit(code)

@@ -188,7 +188,7 @@ def train_in_this_world(args: Sequence[object]) -> int:
     from omnizoo.training import run
 
     @contextmanager
-    def joined():
+    def joined(**_):
         import torch
 
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -52,7 +52,7 @@ def fails(capsys):
 
 def test_train_runs_in_this_process_and_returns_its_exit_code(calls):
     assert main(["train", "my.yaml", "--train.lr", "1e-3"]) == 7
-    ((name, config),) = calls
+    ((name, config, _),) = calls
     assert (name, config.train.lr, config.model.path) == ("train", 1e-3, "m")
 
 
@@ -95,7 +95,7 @@ def test_one_slurm_task_may_launch(calls, monkeypatch):
     [
         (["--nproc", "3"], "train.global_batch"),
         (["--nproc", "4", "--parallel.dp_replicate", "3"], "parallel.dp_replicate"),
-        (["--nproc", "0"], "--nproc is 0; expected the number of processes to start, at least 1"),
+        (["--nproc", "0"], "--nproc is 0; expected the number of processes to start here, 1 to 1024"),
         (["--nproc", "two"], "--nproc: invalid int value: 'two'"),
         (["--nprocs", "2"], "unknown argument '--nprocs'; did you mean --nproc?"),
         (["--steps", "2"], "unknown argument '--steps'; did you mean --train.steps?"),
@@ -128,7 +128,7 @@ def test_wrong_commands_and_flags_get_a_suggestion(fails, argv, expected):
 
 
 def test_a_user_error_from_inside_training_is_one_line_without_traceback(fails, monkeypatch):
-    def train(config):
+    def train(config, on_failure):
         raise UserError("a.jsonl:3: expected `text` or `messages`; [bold]fix[/bold] " + "x" * 200)
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -136,7 +136,7 @@ def test_a_user_error_from_inside_training_is_one_line_without_traceback(fails, 
 
 
 def test_a_run_that_cannot_go_on_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    def train(config):
+    def train(config, on_failure):
         raise TrainingError("4 steps in a row had a non-finite loss")
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -153,7 +153,7 @@ def test_several_config_errors_are_one_line_each(capsys):
 
 
 def test_an_interrupt_outside_of_the_loop_is_130(monkeypatch):
-    def train(config):
+    def train(config, on_failure):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -162,7 +162,13 @@ def test_an_interrupt_outside_of_the_loop_is_130(monkeypatch):
 
 def test_export_gets_both_folders(calls):
     assert main(["export", "runs/a/checkpoints/step-4", "out"]) == 0
-    assert calls == [("export", Path("runs/a/checkpoints/step-4"), Path("out"))]
+    assert calls == [("export", Path("runs/a/checkpoints/step-4"), Path("out"), None, [], False)]
+
+
+def test_only_the_command_line_allows_code_to_export(calls):
+    flags = ["--allow-code", "mine", "--allow-code=my_package.series", "--trust-remote-code"]
+    assert main(["export", "run", "out", *flags]) == 0
+    assert calls == [("export", Path("run"), Path("out"), None, ["mine", "my_package.series"], True)]
 
 
 def test_version_is_the_one_of_the_package(capsys):

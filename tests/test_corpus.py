@@ -15,3 +15,9 @@ def test_every_case_is_refused_in_one_line_or_ends_well(name: str, tmp_path: Pat
     outcomes = run_cases(import_module(name).CASES, tmp_path)
     print(f"{name}: {report(outcomes)}")
     assert not any(outcome.wrong for outcome in outcomes), report(outcomes)
+
+
+def test_the_corpora_hold_at_least_400_cases_with_names_of_their_own() -> None:
+    names = [(corpus, case.name) for corpus in CORPORA for case in import_module(corpus).CASES]
+    print(f"{len(names)} cases")
+    assert len(set(names)) == len(names) >= 400

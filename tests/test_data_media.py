@@ -440,7 +440,7 @@ def test_items_stay_on_their_placeholders_when_packed(
         (chat("<image>", images=["media/none.toy"]), "media/none.toy does not exist"),
         (chat("<image>", images=["media/empty.toy"]), "media/empty.toy is empty"),
         (chat("<image>", images=["media/short.toy"]), "media/short.toy: this is no toy"),
-        (chat("<image>", images=["media"]), "media: Is a directory"),
+        (chat("<image>", images=["media"]), "media is a folder, not a file"),
         (chat("<image>", images=["media/\0"]), "cannot be a file: embedded null byte"),
         (chat("<image>", images=["n." * 150]), "n.n.... cannot be a file: File name too long"),
         (chat("<image>", images=["media/loop"]), "media/loop cannot be a file"),
@@ -537,8 +537,9 @@ def test_media_are_sought_beside_the_data_file_or_in_media_dir(folder: Path, ren
 
 
 def test_bytes_in_parquet_and_in_datasets_are_not_decoded(
-    folder: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    renderer = Renderer(tokenizer, True, MODALITIES, ignore=["tools"])  # which the template does not write
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     stored = [{"bytes": toy(2), "path": "gone.toy"}, {"bytes": None, "path": str(folder / "media" / "3.toy")}]
     row = chat("<image><image><audio>", images=stored, audio=stored[0])
@@ -566,7 +567,7 @@ def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
     }  # fmt: skip
     write_tar(tmp_path / "00.tar", members)
     caption: dict[str, bytes | str] = {
-        "x.txt": "a caption", "x.jpg": toy(3), "x.json": '{"url": "https://example.org"}', "x.cls": "7",
+        "x.txt": "a caption", "x.jpg": toy(3), "x.json": '{"url": "u", "caption": "a caption"}', "x.cls": "7",
         "x.clip2.npy": toy(1), "./y.txt": "words", "README": "about", ".z.txt": "hidden",
     }  # fmt: skip
     write_tar(tmp_path / "01.tar", caption)
@@ -579,6 +580,9 @@ def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
         "01.tar sample x",
         "01.tar sample y",
     ]
+    with pytest.raises(BadRow, match=r"nothing reads `\.cls`"):
+        rendered_rows(renderer, source)
+    renderer = Renderer(renderer.tokenizer, True, MODALITIES, ignore=[".cls"])
     first, second, third, fourth = rendered_rows(renderer, source)
     assert first.ids.tolist() == second.ids.tolist()
     assert [item.media.value for item in first.items] == [item.media.value for item in second.items] == [toy(2), toy(1)]
@@ -588,15 +592,29 @@ def test_samples_of_tar_files(tmp_path: Path, renderer: Renderer) -> None:
     assert shown(renderer, fourth) == "[[words<|endoftext|>]]"
 
 
+def test_members_of_a_tar_that_a_row_does_not_name_are_not_left_out_in_silence(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    members: dict[str, bytes | str] = {
+        "0.json": json.dumps(chat("q")), "0.jpg": toy(1),
+        "1.json": json.dumps(chat("q")), "1.txt": "a caption",
+        "2.json": json.dumps({"caption": "another", "weight": 2}), "2.txt": "a caption",
+    }  # fmt: skip
+    source = opened(write_tar(tmp_path / "more.tar", members))
+    for row, field in enumerate(("`.jpg`", "`.txt`", "`caption`")):
+        with pytest.raises(BadRow, match=f"nothing reads {field}"):
+            renderer.render(source.read(row), (0, 0, row), lambda name, row=row: source.find(row, name))
+
+
 def test_tar_files_that_cannot_be_used(tmp_path: Path, renderer: Renderer) -> None:
     bad: dict[str, bytes | str] = {
-        "0.json": json.dumps(chat("<image>", images=["png"])), "0.jpg": toy(1),
+        "0.json": json.dumps(chat("<image>", images=["png"])),
         "1.json": "[1]", "2.txt": b"\xff", "3.jpg": toy(1), "3.cls": "7",
         "4.txt": "a", "4.strange": b"", "5.txt": "a", "5.mp4": b"x", "6.json": "{", "7.txt": "a", "7.wav": b"TOX",
     }  # fmt: skip
     source = opened(write_tar(tmp_path / "bad.tar", bad))
     reasons = [
-        "the sample has no member 'png'; it has json, jpg",
+        "the sample has no member 'png'; it has json",
         "a JSON object was expected",
         "its txt is not UTF-8",
         "this one has 'jpg', 'cls'",

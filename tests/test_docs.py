@@ -22,7 +22,7 @@ from omnizoo.parallel.layout import plan_layout
 from omnizoo.parallel.process import Process
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 CURRENT = [page for page in PAGES if page.name != "LOG.md"]  # a log may speak of what is gone
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 EXAMPLE = ROOT / "examples" / "text_tiny.yaml"
@@ -115,6 +115,7 @@ def test_every_config_key_that_is_mentioned_exists(page: Path) -> None:
 @current_pages
 def test_every_config_that_is_shown_is_valid(page: Path) -> None:
     base = yaml.safe_load(EXAMPLE.read_text())
+    base["train"].pop("eval_every", None)  # a `data` section that is shown may have nothing held out
     for language, block in FENCE.findall(page.read_text()):
         if language == "yaml":
             Config.model_validate(base | yaml.safe_load(block))
@@ -180,3 +181,14 @@ def test_a_step_sends_what_the_page_about_it_says(tmp_path: Path) -> None:
     assert all("c10d::alltoall_base_" not in counts[name]["after"] for name in CASES)
     dealing = {"c10d::_allgather_base_": 2, "c10d::alltoall_base_": 2}
     assert [counts[name]["before"] for name in CASES] == [dealing] * len(CASES)
+
+
+def test_every_promise_of_security_names_tests_that_exist() -> None:
+    table = (ROOT / "SECURITY.md").read_text().partition("## Promises")[2].partition("## What is not")[0]
+    promises = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(promises) >= 10
+    for promise in promises:
+        named = re.findall(r"`tests/(\w+\.py)(?:::(\w+))?`", promise)
+        assert named, promise
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / "tests" / file).read_text() if test else (ROOT / "tests" / file).is_file()

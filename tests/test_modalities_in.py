@@ -393,7 +393,7 @@ def unusable(folder: Path) -> list[tuple[Encoder, Media, str]]:
     return [
         (seeing, picture(b""), "empty"),
         (seeing, picture(folder / "nothing.png"), "No such file"),
-        (seeing, picture(folder), "directory"),
+        (seeing, picture(folder), "folder"),
         (seeing, picture(b"no picture at all"), "cannot identify"),
         (seeing, picture(data[: len(data) // 2]), "truncated"),
         (seeing, picture(jpeg.getvalue()[:-900]), "truncated"),

@@ -25,7 +25,7 @@ from omnizoo.modalities.codes import ImageCodes, fit_patch_codebook, save_patch_
 from omnizoo.modalities.flow import FlowHead, solve
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.pixels import from_patches, to_patches
-from omnizoo.models.hf_private import init_module, modules_children_first
+from omnizoo.models.initial import initial_weights
 
 WIDTH = 24
 CONVOLUTIONS = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1]}
@@ -226,16 +226,22 @@ def test_the_same_seed_gives_the_same_item(name: str, decoder: Decoder, tmp_path
 
 
 @every_decoder
-def test_weights_drawn_on_meta_leave_nothing_undefined(name: str, decoder: Decoder, on_meta: Decoder) -> None:
-    """As `initial_weights` draws them; and what is read from a folder is read then."""
+def test_weights_drawn_on_meta_leave_nothing_undefined(
+    name: str, decoder: Decoder, on_meta: Decoder, folders: dict[str, str]
+) -> None:
+    """And what is read from a folder is read then."""
+
+    def construct() -> Decoder:
+        with torch.device("meta"):
+            return MAKERS[name](folders.get(name))
+
     on_meta.to_empty(device="cpu")
-    tensors = [*on_meta.parameters(), *on_meta.buffers()]
-    for tensor in tensors:
-        tensor.data.fill_(torch.nan if tensor.is_floating_point() else -7)
-    with torch.no_grad():
-        for module, owner in modules_children_first(on_meta):
-            init_module(owner, module)
-    assert all(tensor.isfinite().all() for tensor in tensors)
+    tensors = dict(on_meta.named_parameters()) | dict(on_meta.named_buffers())
+    drawn = dict(initial_weights(construct, 0, set(tensors)))
+    assert drawn.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert drawn[key].isfinite().all(), key
+        tensor.data.copy_(drawn[key])
     prepared = decoder.prepare(item(name, 0))
     rows = on_meta.targets([prepared])
     assert rows[:, 0].unique().numel() > 1

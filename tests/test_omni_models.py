@@ -73,13 +73,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     config = load_config(write_omni_config(folder, "qwen3", train={"steps": 2}), [])
     assert train(config) == 0
-    export(folder / "run", folder / "model")
+    export(folder / "run", folder / "model", allow_code=["sensor"])
     return folder / "model"
 
 
 def test_an_exported_folder_is_the_trained_model(exported: Path) -> None:
-    model = OmniModel.from_pretrained(exported)
-    again = AutoModelForCausalLM.from_pretrained(exported)
+    model = OmniModel.from_pretrained(exported, allow_code=["sensor"])
+    again = AutoModelForCausalLM.from_pretrained(exported, allow_code=["sensor"])
     assert type(again) is OmniModel
     state, other = model.state_dict(), again.state_dict()
     assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
@@ -90,7 +90,7 @@ def test_an_exported_folder_is_the_trained_model(exported: Path) -> None:
 
 @pytest.fixture(scope="module")
 def writer(exported: Path) -> Writer:
-    return load_writer(exported)
+    return load_writer(exported, allow_code=["sensor"])
 
 
 def ask(writer: Writer, content: Any, seed: int, **options: Any) -> list[tuple[str, Any]]:
@@ -174,6 +174,8 @@ def test_the_command_writes_text_and_files(exported: Path, tmp_path: Path, capfd
         "4",
         "--out",
         str(tmp_path / "out"),
+        "--allow-code",
+        "sensor",
     ]
     assert main(command) == 0
     first = capfd.readouterr().out

@@ -2,6 +2,7 @@
 must be there with the meaning it was used for. A failure here says what to look at after an upgrade."""
 
 import inspect
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -45,16 +46,15 @@ def test_models_say_whether_they_use_the_attention_interface_and_whether_they_ca
     assert not transformers.BloomForCausalLM._supports_attention_backend
 
 
-def test_init_weights_draws_one_module_and_not_its_children() -> None:
-    assert parameters(PreTrainedModel._init_weights) == ["self", "module"]
-    owner = tiny("llama")
-    parent = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    before = parent[0].weight.clone()
-    hf_private.init_module(owner, parent)
-    assert torch.equal(parent[0].weight, before)
-    hf_private.init_module(owner, parent[0])
-    assert not torch.equal(parent[0].weight, before)
-    assert not parent[0].bias.any()
+def test_rules_for_initial_weights_run_on_meta_only_where_they_are_told_to() -> None:
+    assert parameters(PreTrainedModel.init_weights) == parameters(PreTrainedModel.initialize_weights) == ["self"]
+    applied = []
+    with patch.object(transformers.LlamaPreTrainedModel, "_init_weights", lambda self, module: applied.append(module)):
+        tiny("llama")
+        assert not applied  # transformers leaves them out; if this fails, `rules_on_meta` is no longer needed
+        with hf_private.rules_on_meta():
+            model = tiny("llama")
+        assert set(applied) == set(model.modules())
 
 
 def test_the_loader_of_pretrained_weights_has_the_signature_it_is_called_with() -> None:

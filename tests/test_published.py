@@ -31,7 +31,7 @@ from omnizoo.models.media import MediaBatch, Rows, place
 from omnizoo.ops.precision import exact
 from omnizoo.recipes.base import read_facts, recipe_of
 from omnizoo.recipes.reading import attach_media
-from omnizoo.verification.shrink import shrink_config
+from omnizoo.recipes.shrink import Shrinking, shrink_config
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker")
 MARKS = {
@@ -331,7 +331,7 @@ def test_recipe_names_what_the_model_has(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_published_config_shrinks_to_one_that_uses_every_part(family: str) -> None:
     small = shrink_config(
-        AutoConfig.for_model(family, text_config={"num_attention_heads": 32, "num_key_value_heads": 4})
+        AutoConfig.for_model(family, text_config={"num_attention_heads": 32, "num_key_value_heads": 4}), Shrinking()
     )
     config = AutoConfig.for_model(small.pop("model_type"), **small)
     with torch.device("meta"):

@@ -2,35 +2,45 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
 
 from omnizoo.checkpoint import folder, tensors
+from omnizoo.checkpoint.start import checkpoints_in, is_checkpoint
 from omnizoo.config.errors import UserError
-from omnizoo.config.load import load_config
-from omnizoo.models.build import load_tokenizer, read_model_config
+from omnizoo.config.schema import Model
+from omnizoo.models.build import load_tokenizer, read_generation_config, read_model_config
 from omnizoo.models.hf_private import auto_class
 
 
-def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, ema: bool = False) -> Path:
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    ema: bool = False,
+    allow_code: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Path:
     """Write `checkpoint` (a step folder, or a folder of them: the newest) to `out`; returns the step folder used.
 
     `from_pretrained` and inference engines load the result. `dtype` None keeps the precision of the master weights.
     `ema` takes the moving average of the weights that were trained.
+    Code that the checkpoint names is imported only if it is allowed here: nothing in the checkpoint can allow it.
     """
     source = _resolve(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; give a new folder")
-    run = load_config(source / "config.yaml", [])
-    if run.model.module is not None:
-        raise UserError(f"{source} holds {run.model.module}: export writes Hugging Face models only")
-    origin = {"path": None, "foundation": None, "config": str(source / "model"), "tokenizer": None}
-    spec = run.model.model_copy(update=origin)
+    folder_of_model = source / "model"
+    if not (folder_of_model / "config.json").is_file():
+        raise UserError(f"{source} holds a module of your own (model.module): export writes Hugging Face models only")
+    spec = Model(config=str(folder_of_model), allow_code=list(allow_code), trust_remote_code=trust_remote_code)
     config = read_model_config(spec)
+    builder = auto_class(config, spec.trust_remote_code)
+    if builder is None:
+        raise UserError(f"{source}: transformers has no model of type `{config.model_type}` that writes text")
     with torch.device("meta"):
-        builder = auto_class(config, spec.trust_remote_code)
         model = builder.from_config(config, trust_remote_code=spec.trust_remote_code)
     saved = tensors.dtypes(source / "tensors")
     weights = {
@@ -46,8 +56,8 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, ema: b
         tensors.read({average: weights[name] for name, average in averaged.items()}, source / "tensors")
     state = {name.removeprefix(tensors.MODEL): tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
     model.config.dtype = next(iter(state.values())).dtype
-    if (source / "model" / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source / "model")
+    if (folder_of_model / "generation_config.json").is_file():
+        model.generation_config = read_generation_config(folder_of_model)
 
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -62,11 +72,12 @@ def export(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, ema: b
 def _resolve(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a folder; give a checkpoint (step_...) or a run folder")
-    if checkpoint.name.startswith("step_"):
-        if (reason := folder.incompleteness(checkpoint)) is not None:
+    if is_checkpoint(checkpoint):
+        if (reason := folder.damage(checkpoint)) is not None:
             raise UserError(f"{checkpoint} is not a complete checkpoint: {reason}")
         return checkpoint
-    newest = folder.newest_complete(checkpoint / "checkpoints") or folder.newest_complete(checkpoint)
+    newest, passed = folder.newest_intact(checkpoints_in(checkpoint))
     if newest is None:
-        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...)")
+        reasons = "".join(f"; {path.name}: {reason}" for path, reason in passed.items())
+        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...){reasons}")
     return newest

@@ -1,7 +1,7 @@
 """Checkpoints as folders: complete or not there. Written under a temporary name, committed by one atomic rename.
 
 step_00000020/
-  manifest.json    step, and the size of every other file; a folder without a matching manifest is not a checkpoint
+  manifest.json    step, run, size and hash of every other file; a folder that does not match it is not a checkpoint
   state.json       step, tokens, data position of every lane
   config.yaml      the run's config
   model/           HF config, tokenizer, generation config: what an export needs besides weights
@@ -11,13 +11,17 @@ step_00000020/
 import json
 import logging
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from omnizoo.checkpoint import manifest as manifests
+from omnizoo.checkpoint.manifest import Damage, File, Manifest
+from omnizoo.parallel.mesh import Mesh
 
-MANIFEST = "manifest.json"
+logger = logging.getLogger(__name__)
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -28,60 +32,118 @@ def partial_of(directory: Path, step: int) -> Path:
     return directory / f".step_{step:08d}.partial"
 
 
-def is_complete(folder: Path) -> bool:
-    return incompleteness(folder) is None
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name says; None if the folder is not called like one."""
+    found = re.fullmatch(r"step_(\d{8,})", folder.name)
+    return int(found[1]) if found else None
 
 
-def incompleteness(folder: Path) -> str | None:
-    """Why `folder` cannot be trusted as a checkpoint, or None if it can."""
+def checkpoints(directory: Path) -> list[Path]:
+    """Folders that are called like checkpoints, the newest first; whether they are intact is another question."""
+    steps = {path: step for path in directory.glob("step_*") if (step := step_of(path)) is not None and path.is_dir()}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+def damage(folder: Path, mesh: Mesh | None = None) -> str | None:
+    """Why `folder` cannot be trusted as a checkpoint, or None: every byte is as it was written.
+
+    With a mesh, each rank reads its part of the files, and all ranks get the same answer.
+    """
+    rank, world = (mesh.rank, mesh.layout.world) if mesh else (0, 1)
+    found: tuple[Manifest | None, str | None] = (None, None)
+    if rank == 0:
+        found = _look(folder)
+    manifest, reason = mesh.from_first(found) if mesh else found
+    if manifest is None:
+        return str(reason)
     try:
-        sizes = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"no readable {MANIFEST} ({type(error).__name__})"
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, not {size}"
-    return None
+        # By turns in the order of names: on the layout that wrote it, a rank reads the shards it is about to load.
+        manifests.check_hashes(folder, manifest, sorted(manifest.files)[rank::world])
+    except Damage as error:
+        reason = str(error)
+    if mesh:
+        reason = mesh.from_first(next(filter(None, mesh.gather(reason)), None))
+    return reason
 
 
-def newest_complete(directory: Path) -> Path | None:
-    """The newest complete checkpoint; half-written ones are passed over with a warning."""
-    for folder in sorted(directory.glob("step_*"), reverse=True):
-        reason = incompleteness(folder)
+def _look(folder: Path) -> tuple[Manifest | None, str | None]:
+    try:
+        manifest = manifests.read(folder)
+        manifests.check_outside(folder, manifest)
+        manifests.read_state(folder, manifest)
+    except Damage as error:
+        return None, str(error)
+    return manifest, None
+
+
+def newest_intact(directory: Path, mesh: Mesh | None = None) -> tuple[Path | None, dict[Path, str]]:
+    """The newest intact checkpoint, and why those after it were passed over. The same on all ranks."""
+    passed: dict[Path, str] = {}
+    found = checkpoints(directory) if mesh is None or mesh.is_first else []
+    for folder in mesh.from_first(found) if mesh else found:
+        reason = damage(folder, mesh)
         if reason is None:
-            return folder
-        logger.warning("checkpoint %s is incomplete: %s; trying the one before", folder, reason)
-    return None
+            return folder, passed
+        passed[folder] = reason
+        logger.warning("checkpoint %s is damaged or incomplete: %s; trying the one before", folder, reason)
+    return None, passed
 
 
-def commit(partial: Path, final: Path, step: int) -> None:
-    """Write the manifest, flush everything to the disk, and rename: from here on the checkpoint exists."""
+def owner(folder: Path) -> str | None:
+    """The id of the run that wrote a checkpoint; None if its manifest cannot tell."""
+    try:
+        return manifests.read(folder).run
+    except Damage:
+        return None
+
+
+def commit(partial: Path, final: Path, step: int, run: str, written: Mapping[str, File]) -> None:
+    """Write the manifest, flush everything to the disk, and rename: from here on the checkpoint exists.
+
+    `written` are files whose hash is known since they were written; the others, all small, are read for it.
+    """
     files = sorted(file for file in partial.rglob("*") if file.is_file())
-    sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
-    write_json(partial / MANIFEST, {"step": step, "files": sizes})
-    for file in [*files, partial / MANIFEST, partial]:
-        _flush(file)
-    if final.exists():  # an incomplete one of the same step, or a rerun after a resume from an earlier step
-        shutil.rmtree(final)
+    names = {file.relative_to(partial).as_posix(): file for file in files}
+    assert written.keys() <= names.keys(), "files that ranks have written are not there: is the folder shared?"
+    hashes = {name: written[name] if name in written else manifests.hash_file(file) for name, file in names.items()}
+    (partial / manifests.NAME).write_text(Manifest(run, step, hashes).text())
+    folders = [path for path in partial.rglob("*") if path.is_dir()]
+    for path in [*files, partial / manifests.NAME, *folders, partial]:
+        flush(path)
+    if final.exists():  # a damaged one, or a rerun after a resume from an earlier step
+        _discard(final)
     os.rename(partial, final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Keep the newest `keep` complete checkpoints; remove older ones and leftovers of saves that never finished."""
-    complete = [folder for folder in sorted(directory.glob("step_*"), reverse=True) if is_complete(folder)]
-    for folder in [*complete[keep:], *directory.glob(".step_*.partial")]:
-        shutil.rmtree(folder)
+def prune(directory: Path, keep: int, newest: Path) -> None:
+    """Keep `newest`, just written, and the `keep - 1` before it; remove older ones of the same run, and leftovers."""
+    run, own = owner(newest), checkpoints(directory)
+    before = [folder for folder in own[own.index(newest) + 1 :] if owner(folder) == run]
+    for folder in before[keep - 1 :]:
+        _discard(folder)
+    clean(directory)
+
+
+def clean(directory: Path) -> None:
+    """Remove what saves that never finished have left. Only what bears our own name for it."""
+    for leftover in directory.glob(".step_*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)  # it is in nobody's way
+
+
+def _discard(folder: Path) -> None:
+    """Under the name of a leftover first: killed half-way, nobody takes what remains for a checkpoint."""
+    leftover = folder.with_name(f".{folder.name}.old.partial")
+    shutil.rmtree(leftover, ignore_errors=True)
+    os.rename(folder, leftover)
+    shutil.rmtree(leftover)
 
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1))
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

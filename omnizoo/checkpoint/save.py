@@ -1,20 +1,29 @@
 """Saving and loading the whole state of a run, under any layout."""
 
-import json
+import logging
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
-from omnizoo.checkpoint import folder, tensors
+from omnizoo.checkpoint import folder, manifest, tensors
+from omnizoo.checkpoint.start import Origin
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
+from omnizoo.models.omni import save_model_config
 from omnizoo.parallel.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class SaveError(RuntimeError):
@@ -31,65 +40,82 @@ def save(
     config: Config,
     tokenizer: Any,
 ) -> Path:
-    """Write checkpoint `step` from all ranks, rank 0's `state` (JSON-able) with it. SaveError on all ranks or none."""
+    """Write checkpoint `step` from all ranks, rank 0's `state` (JSON-able) with it. SaveError on all ranks or none.
+
+    `state["run"]` is the id of the run (`Origin.run`).
+    """
     partial, final = folder.partial_of(directory, step), folder.folder_of(directory, step)
-    error: BaseException | None = None
-    if mesh.is_first:
-        try:
+
+    def prepare() -> None:
+        if mesh.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "model").mkdir(parents=True)
-        except OSError as caught:
-            error = caught
-    _all_well(error, mesh, partial)
-    try:
-        tensors.write(tensors.model_tensors(model) | tensors.optimizer_tensors(model, optimizer), partial / "tensors")
-    except (CheckpointException, OSError, RuntimeError) as caught:  # CheckpointException is a BaseException
-        error = caught
-    _all_well(error, mesh, partial)
-    if mesh.is_first:
-        try:
+
+    def write() -> dict[str, manifest.File]:
+        named = tensors.model_tensors(model) | tensors.optimizer_tensors(model, optimizer)
+        return tensors.write(named, partial / "tensors")
+
+    def finish() -> None:
+        if mesh.is_first:
             folder.write_json(partial / "state.json", {"step": step, **state})
             save_config(config, partial / "config.yaml")
             if isinstance(model, PreTrainedModel):
-                model.config.save_pretrained(partial / "model")
+                save_model_config(model, partial / "model")
                 if getattr(model, "generation_config", None) is not None:
                     model.generation_config.save_pretrained(partial / "model")
             tokenizer.save_pretrained(partial / "model")
-            folder.commit(partial, final, step)
-            folder.prune(directory, config.checkpoint.keep)
-        except OSError as caught:
-            error = caught
-    _all_well(error, mesh, partial)
+            written = {f"tensors/{name}": file for files in shards for name, file in files.items()}
+            folder.commit(partial, final, step, state["run"], written)
+
+    _on_all(mesh, prepare, partial)
+    shards = mesh.gather(_on_all(mesh, write, partial))
+    _on_all(mesh, finish, partial)
+    if mesh.is_first:
+        try:
+            folder.prune(directory, config.checkpoint.keep, final)
+        except OSError as error:
+            logger.warning("older checkpoints in %s cannot be removed: %s", directory, error)
     return final
 
 
-def find(config: Config, directory: Path) -> Path | None:
-    """The checkpoint to resume from, as `checkpoint.resume` says; None to start afresh."""
-    wanted = config.checkpoint.resume
-    if wanted == "never":
-        return None
-    if wanted == "auto":
-        return folder.newest_complete(directory)
-    reason = folder.incompleteness(Path(wanted))
-    if reason is not None:
-        raise UserError(f"checkpoint.resume: {wanted} is not a complete checkpoint: {reason}")
-    return Path(wanted)
+def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Fill model and optimizer from where the run starts, whatever layout wrote it; returns what `save` was given as
+    `state`. Empty for a run that begins: then the optimizer is left alone, and the model gets weights or nothing.
+    """
+    if origin.checkpoint is None:
+        return {}
+    named = tensors.model_tensors(model)
+    if not origin.weights_only:
+        named |= tensors.optimizer_tensors(model, optimizer)
+    try:
+        tensors.read(named, origin.checkpoint / "tensors")
+        state = manifest.read_state(origin.checkpoint, manifest.read(origin.checkpoint))
+    except (CheckpointException, SafetensorError, OSError, manifest.Damage) as error:
+        raise UserError(f"checkpoint {origin.checkpoint} cannot be read: {_reason(error)}") from error
+    return {} if origin.weights_only else state
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill model and optimizer from `path`, whatever layout wrote it; returns what `save` was given as `state`."""
-    tensors.read(tensors.model_tensors(model) | tensors.optimizer_tensors(model, optimizer), path / "tensors")
-    state = json.loads((path / "state.json").read_text())
-    assert isinstance(state, dict)
-    return state
+@contextmanager
+def _save_errors() -> Iterator[None]:
+    """Whatever fails while saving is a SaveError: libraries raise what they like (tokenizers a bare Exception)."""
+    try:
+        yield
+    except (CheckpointException, Exception) as error:  # CheckpointException is a BaseException
+        raise SaveError(_reason(error)) from error
 
 
-def _all_well(error: BaseException | None, mesh: Mesh, partial: Path) -> None:
-    """If any rank failed, clean up and raise on every rank, so that all of them take the same way on."""
+def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
+    """Do `work`; if any rank failed, clean up and raise on every rank, so that all of them take the same way on."""
+    error: SaveError | None = None
+    try:
+        with _save_errors():
+            result = work()
+    except SaveError as caught:
+        error = caught
     (failed,) = mesh.sum([float(error is not None)])
     if not failed:
-        return
-    reasons = [reason for reason in mesh.gather(_reason(error) if error else None) if reason]
+        return result
+    reasons = [reason for reason in mesh.gather(str(error) if error else None) if reason]
     if mesh.is_first:
         shutil.rmtree(partial, ignore_errors=True)
     raise SaveError(mesh.from_first(reasons[0] if reasons else None)) from error
@@ -99,5 +125,5 @@ def _reason(error: BaseException) -> str:
     """One line: of a distributed failure, the first rank's own."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {cause}"
-    return f"{type(error).__name__}: {error}"
+        return " ".join(f"rank {rank}: {cause}".split())
+    return " ".join(f"{type(error).__name__}: {error}".split())

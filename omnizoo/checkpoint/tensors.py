@@ -3,15 +3,22 @@
 Names are flat: `model.<parameter>` and `optimizer.<parameter>.<state>`; any layout reads what any other wrote.
 """
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from omnizoo.checkpoint.manifest import File
 from omnizoo.config.errors import UserError
 from omnizoo.parallel.shard import local_of, with_local
 
@@ -63,11 +70,60 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Every rank writes its own shards; a failure on one rank is an exception on all."""
+def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
+    """Every rank writes its own shards; a failure on one rank is an exception on all.
+
+    Returns size and hash of the files of this rank, by name: of the bytes that were meant to be written, so that what
+    a disk does to them later is found, and nothing is read back.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer.fs = files = _HashingFiles()
     plain = {name: _plain(tensor) for name, tensor in tensors.items()}
     _fill_quantised(tensors, plain)
-    dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    dcp.save(plain, storage_writer=writer)
+    return files.written
+
+
+class _HashingFiles(FileSystem):
+    """The file system of DCP's writer, which notes what goes into each file, and brings it to the disk."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, File] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = _HashingStream(stream)
+            yield hashing
+            hashing.close()
+        self.written[Path(path).name] = File(hashing.bytes, hashing.digest.hexdigest())
+
+
+class _HashingStream:
+    """As much of a file as DCP uses to write safetensors: from the start to the end, in any number of pieces."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.bytes, self.digest = stream, 0, xxhash.xxh3_128()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.bytes += len(data)
+        return int(self._stream.write(data))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    def close(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
 
 
 def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:

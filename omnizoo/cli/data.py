@@ -36,7 +36,7 @@ def inspect(path: str, overrides: list[str], samples: int, out: Path | None) -> 
         raise UserError(f"--samples is {samples}; expected how many samples to show, at least 0")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; expected the name of an HTML file to write")
-    from omnizoo.data.inspect import inspect_data, one_lane
+    from omnizoo.data.inspect import TooManyBadError, inspect_data, one_lane, stops_at
     from omnizoo.data.loader import build_reader
     from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
     from omnizoo.recipes.reading import read_modalities
@@ -48,13 +48,22 @@ def inspect(path: str, overrides: list[str], samples: int, out: Path | None) -> 
         tokenizer, model = load_tokenizer(config.model), build_model(config.model, config.parallel.precision)
         check_vocabulary(model, tokenizer)
         reader = build_reader(one_lane(config), tokenizer, **read_modalities(model, config.model))
-        inspection = inspect_data(reader, samples)
+        try:
+            inspection = inspect_data(reader, samples)
+        except TooManyBadError as error:
+            if out is not None:
+                save(out, page(Path(path).name, [red_table(error.bad_rows)]))
+            for line in red_lines(error.bad_rows):
+                console.print(line)
+            raise
         if out is not None:
             save(out, write_page(Path(path).name, inspection, reader))
     for part in describe(inspection, reader, plain=console.no_color or console.color_system is None):
         console.print(part)
     if out is not None:
         console.print(Text(f"written: {out}"), soft_wrap=True)
+    if inspection.bad_rows and config.data.on_bad_row == "error":
+        raise UserError(stops_at(inspection.bad_rows[0]))
     return 0
 
 
@@ -180,10 +189,16 @@ def describe(inspection: "Inspection", reader: "Reader", plain: bool) -> Iterato
         for row in rows:
             table.add_row(*(Text(visible(cell), overflow="fold") for cell in row))
         yield table
-    for message in inspection.bad_rows[:LISTED]:
-        yield Text.assemble(("bad row: ", "bold red"), visible(message))
-    if (more := len(inspection.bad_rows) - LISTED) > 0:
-        yield Text(f"and {more:,} more bad rows")
+    yield from red_lines(inspection.bad_rows)
+
+
+def red_lines(bad_rows: Sequence[str]) -> Iterator[Text]:
+    from omnizoo.data.inspect import visible
+
+    for message in bad_rows[:LISTED]:
+        yield Text.assemble(("bad row: ", "bold red"), (visible(message), "red"))
+    if (more := len(bad_rows) - LISTED) > 0:
+        yield Text(f"and {more:,} more bad rows", "red")
 
 
 def colour_tokens(shown: "Sequence[Piece]", colours: dict[str, str], plain: bool) -> Text:
@@ -205,7 +220,6 @@ def colour_tokens(shown: "Sequence[Piece]", colours: dict[str, str], plain: bool
 
 def write_page(name: str, inspection: "Inspection", reader: "Reader") -> str:
     from omnizoo.data.inspect import visible
-    from omnizoo.training.report import STYLE
 
     numbers = {modality: i % len(HUES) for i, modality in enumerate(reader.modalities)}
     tints = "".join(f".m{i}{{--hue:{hue}}}" for i, hue in enumerate(HUES))
@@ -219,7 +233,7 @@ def write_page(name: str, inspection: "Inspection", reader: "Reader") -> str:
         for span, count, share in bars(inspection)
     )
     body = [
-        f"<header><h1>{escape(name)}</h1><p>data as the model sees it<span>OmniZoo</span></p></header><dl>{cards}</dl>",
+        f"<dl>{cards}</dl>",
         f"<h2>Lengths in tokens</h2><div class=scroll><table class=bars>{lines}</table></div>",
     ]
     for title, columns, rows in tables(inspection):
@@ -234,9 +248,22 @@ def write_page(name: str, inspection: "Inspection", reader: "Reader") -> str:
         costliest = "".join(draw_item(port.costliest, reader, numbers, port.where) for port in inspection.ports)
         body.append(f"<h2>The costliest items</h2><div class=media>{costliest}</div>")
     if inspection.bad_rows:
-        lines = "".join(f"<tr><td>{escape(visible(message))}</td></tr>" for message in inspection.bad_rows)
-        body.append(f"<h2>Bad rows</h2><div class=scroll><table>{lines}</table></div>")
-    return PAGE.format(title=escape(name), style=STYLE + OWN_STYLE + tints, body="\n".join(body))
+        body.append(red_table(inspection.bad_rows))
+    return page(name, body, tints)
+
+
+def red_table(bad_rows: Sequence[str]) -> str:
+    from omnizoo.data.inspect import visible
+
+    lines = "".join(f"<tr><td class=bad>{escape(visible(message))}</td></tr>" for message in bad_rows)
+    return f"<h2>Bad rows</h2><div class=scroll><table>{lines}</table></div>"
+
+
+def page(name: str, body: Sequence[str], style: str = "") -> str:
+    from omnizoo.training.report import STYLE
+
+    head = f"<header><h1>{escape(name)}</h1><p>data as the model sees it<span>OmniZoo</span></p></header>"
+    return PAGE.format(title=escape(name), style=STYLE + OWN_STYLE + style, body="\n".join([head, *body]))
 
 
 def draw_sample(found: "Found", reader: "Reader", numbers: dict[str, int]) -> str:
@@ -303,6 +330,7 @@ box-shadow:inset 0 0 0 1px hsl(var(--hue) 70% 50%/.45)}
 .media>div{max-width:340px;padding:8px;border-radius:8px;background:hsl(var(--hue) 70% 50%/.1)}
 .media small{display:block;overflow-wrap:anywhere}.media audio{max-width:100%}.media code{overflow-wrap:anywhere}
 .media img{image-rendering:auto;margin:0 4px 4px 0}
+td.bad{color:var(--bad)}
 .bars td:not(:last-child){width:1%;white-space:nowrap;text-align:right;font-variant-numeric:tabular-nums}
 .bars div{height:14px;background:var(--line);border-radius:3px}
 """

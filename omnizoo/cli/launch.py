@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from omnizoo.cli.report import ERROR_FD, print_error
+from omnizoo.cli.report import CRASH, ERROR_FD, print_error
 
 LAUNCHER_FD = "OMNIZOO_LAUNCHER_FD"  # reading end of a pipe that ends when the launcher does
 STORE_FD = "OMNIZOO_STORE_FD"  # rank 0 only: the listening socket behind MASTER_PORT
@@ -35,6 +35,7 @@ def launch(
 
     failures: list[tuple[int, int]] = []  # (rank, exit code) as they happen, without the ranks killed here
     shown: set[str] = set()
+    crashes: list[str] = []  # what ranks say that end with a traceback, the first of them first
     stopping = killed = False
     while alive:
         received = signal.sigwait(watched)
@@ -52,9 +53,11 @@ def launch(
         ended = {rank: code for rank, child in alive.items() if (code := child.poll()) is not None}
         alive = {rank: child for rank, child in alive.items() if rank not in ended}
         for message in _messages(errors):
-            if message not in shown:
+            if message.startswith(CRASH):
+                crashes.append(message.removeprefix(CRASH))
+            elif message not in shown and message not in crashes:
                 print_error(message)
-            shown.add(message)
+                shown.add(message)
         failed = [
             (rank, 128 - code if code < 0 else code)
             for rank, code in ended.items()
@@ -68,10 +71,15 @@ def launch(
 
     if not failures:
         return 128 + signal.SIGINT if killed else 0
-    rank, code = next((failure for failure in failures if failure[1] == USER_ERROR), failures[0])
-    if code > 128:
+    # Nothing but the world outside sends these signals, while a rank may abort since another one is gone.
+    outside = (128 + number for number in set(signal.Signals) - {signal.SIGABRT})
+    causes = ({USER_ERROR}, set(outside))
+    rank, code = next((f for codes in causes for f in failures if f[1] in codes), failures[0])
+    if code > 128 and not (code == 128 + signal.SIGABRT and crashes):
         memory = " (out of memory?)" if code == 128 + signal.SIGKILL else ""
         print_error(f"rank {rank} was killed by {signal.Signals(code - 128).name}{memory}")
+    elif crashes and not shown:
+        print_error(crashes[0])  # the others' are that the first one is gone
     elif not shown:  # else a rank has said it better
         print_error(f"rank {rank} exited with code {code}")
     return code

@@ -11,8 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from omnizoo.config.errors import TrainingError, UserError
+from omnizoo.config.errors import TrainingError, UserError, is_out_of_memory
 
+LONGEST_PATH = 4096
 TAKE_OVERRIDES = ("train", "verify", "data")  # commands with `--section.key value`
 
 
@@ -25,6 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report_error(str(error))
         return 2 if isinstance(error, UserError) else 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        from omnizoo.cli.report import report_error
+
+        report_error(f"out of memory: {(str(error).splitlines() or ['no size is known'])[0]}")
+        return 1
     except KeyboardInterrupt:  # outside of the training loop, which ends gracefully by itself
         return 130
 
@@ -42,6 +50,13 @@ class TrainHelp(argparse.Action):
         parser.exit()
 
 
+def path_argument(text: str) -> Path:
+    """A path that a system call takes; argparse names the argument in its message."""
+    if not text or "\0" in text or len(text) > LONGEST_PATH:
+        raise argparse.ArgumentTypeError("expected the name of a file or folder")
+    return Path(text)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
     parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
@@ -54,24 +69,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     train.set_defaults(run=_train)
 
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", allow_abbrev=False)
-    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint folder of a run")
-    export.add_argument("out", metavar="OUT_DIR", type=Path, help="new folder, for `from_pretrained` to load")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint folder of a run")
+    export.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema)")
     export.set_defaults(run=_export)
+    allow_code(export)
 
     generate = commands.add_parser(
         "generate", help="what a model answers: text, and whatever it produces", allow_abbrev=False
     )
-    generate.add_argument("model", metavar="MODEL_DIR", type=Path, help="Hugging Face folder, as `export` writes it")
-    generate.add_argument("--messages", metavar="FILE", type=Path, help="JSON: a list of messages, media included")
+    generate.add_argument(
+        "model", metavar="MODEL_DIR", type=path_argument, help="Hugging Face folder, as `export` writes it"
+    )
+    generate.add_argument(
+        "--messages", metavar="FILE", type=path_argument, help="JSON: a list of messages, media included"
+    )
     generate.add_argument("--prompt", metavar="TEXT", help="one message of the user")
-    generate.add_argument("--out", metavar="DIR", type=Path, default=Path("generated"), help="where produced items go")
+    generate.add_argument(
+        "--out", metavar="DIR", type=path_argument, default=Path("generated"), help="where produced items go"
+    )
     generate.add_argument("--max-tokens", metavar="N", type=int, default=256, help="most tokens of text (default: 256)")
     generate.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: always the likeliest")
     generate.add_argument("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest only; 0: all")
     generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest P of the mass")
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same output")
     generate.set_defaults(run=_generate)
+    allow_code(generate)
 
     doctor = commands.add_parser("doctor", help="what this machine can do, and what it lacks", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -80,18 +103,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify = commands.add_parser("verify", help="prove that layouts compute what one process does", allow_abbrev=False)
     verify.add_argument("config", metavar="CONFIG")
     verify.add_argument("--world", metavar="N", type=int, default=4, help="ranks to try layouts of (default: 4)")
-    verify.add_argument("--layouts", default="all", help="`all`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
+    verify.add_argument("--layouts", default="all", help="`all`, `few`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
     verify.add_argument(
-        "--precision", choices=("fp32", "fp64"), default="fp32", help="fp64 leaves no room for rounding"
+        "--precision",
+        choices=("fp32", "fp64", "bf16"),
+        default="fp32",
+        help="fp64 leaves no room for rounding; bf16 is compared with fp32, by the error of one process in bf16",
     )
-    verify.add_argument("--families", help="`all` or a list: families of the zoo in place of the config's own model")
+    verify.add_argument(
+        "--families",
+        help="in place of the config's own model: a list of transformers' model types, `all` of the zoo, or `many`",
+    )
+    verify.add_argument("--markdown", metavar="FILE", type=Path, help="write what was found as a table, too")
     verify.set_defaults(run=_verify)
 
     data = commands.add_parser("data", help="samples as the model sees them, their lengths and mix", allow_abbrev=False)
     data.add_argument("action", metavar="inspect", choices=("inspect",), help="what to do with the data of a config")
     data.add_argument("config", metavar="CONFIG")
     data.add_argument("--samples", metavar="N", type=int, default=5, help="samples to show (default: 5)")
-    data.add_argument("--out", metavar="FILE", type=Path, help="write all of it with thumbnails as one HTML page, too")
+    data.add_argument(
+        "--out", metavar="FILE", type=path_argument, help="write all of it with thumbnails as one HTML page, too"
+    )
     data.set_defaults(run=_data)
 
     recipes = commands.add_parser(
@@ -112,6 +144,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not hasattr(args, "run"):
         parser.error(f"expected a command: {', '.join(commands.choices)}")
     return args
+
+
+def allow_code(parser: argparse.ArgumentParser) -> None:
+    """Only the user's own command line may say that code of an artefact is run."""
+    parser.add_argument(
+        "--allow-code",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="let the folder name encoders and decoders of this Python module and those below it; may be repeated",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that ships inside the model folder"
+    )
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -148,7 +194,7 @@ def _train(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from omnizoo.cli.verify import verify
 
-    return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families)
+    return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families, args.markdown)
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -166,7 +212,7 @@ def _recipes(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from omnizoo.checkpoint.export import export
 
-    export(args.checkpoint, args.out, ema=args.ema)
+    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code)
     return 0
 
 
@@ -174,7 +220,8 @@ def _generate(args: argparse.Namespace) -> int:
     from omnizoo.cli.generate import generate
 
     sampling = (args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
-    return generate(args.model, args.messages, args.prompt, args.out, *sampling)
+    code = (args.allow_code, args.trust_remote_code)
+    return generate(args.model, args.messages, args.prompt, args.out, *sampling, *code)
 
 
 def _doctor(args: argparse.Namespace) -> int:

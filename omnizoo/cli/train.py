@@ -5,13 +5,17 @@ Nothing here imports torch before the config is known to be good.
 
 import logging
 import os
+import tempfile
+from pathlib import Path
 
+from omnizoo.cli.failure import foreseen, report_failure
 from omnizoo.cli.launch import LAUNCHER_FD, launch, watch_launcher
 from omnizoo.config import reference
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import micro_batches, place_in_world, plan_layout
 
+MOST_RANKS = 1024  # on one machine
 USAGE = """\
 omnizoo train CONFIG [--section.key value ...] [--nproc N]
 
@@ -28,8 +32,8 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
         logging.getLogger("omnizoo.config").setLevel(logging.ERROR)
     config = load_config(path, overrides)
     started = place[1] if place else None
-    if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc is {nproc}; expected the number of processes to start, at least 1")
+    if nproc is not None and not 1 <= nproc <= MOST_RANKS:
+        raise UserError(f"--nproc is {nproc}; expected the number of processes to start here, 1 to {MOST_RANKS}")
     if nproc is not None and started is not None:
         raise UserError(
             f"--nproc {nproc}: torchrun or Slurm has started this process as one of {started} already; "
@@ -37,12 +41,34 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
         )
     world = started or nproc or 1
     micro_batches(plan_layout(config.parallel, world), config.train.global_batch, config.train.micro_batch)
+    if place is None or place[0] == 0:
+        check_writable(config.log.dir, "log.dir")
+        check_writable(config.checkpoint.dir or config.log.dir, "checkpoint.dir")
     if started is None and world > 1:
         return launch(["train", path, *overrides], world)
     watch_launcher()
     from omnizoo.training.run import train as train_here
 
-    return train_here(config)
+    try:
+        return train_here(config, report_failure)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, TrainingError) and (line := foreseen(place[0] if place else 0, error)):
+            raise TrainingError(line) from error
+        raise
+
+
+def check_writable(name: str, key: str) -> None:
+    """Refuse a folder that cannot be written to before a model is built. Folders made to find out are removed again."""
+    folder = Path(name)
+    try:
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        for place in reversed(missing):
+            place.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        for place in missing:
+            place.rmdir()
+    except OSError as error:
+        raise UserError(f"{key}: cannot write to the folder {name}: {error.strerror}") from None
 
 
 def print_help() -> None:

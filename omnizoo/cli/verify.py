@@ -9,10 +9,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import load_config
+from omnizoo.config.schema import Config
 
 if TYPE_CHECKING:
     from omnizoo.verification.compare import Verdict
+
+MOST_RANKS = 128
 
 
 def verify(
@@ -22,34 +26,90 @@ def verify(
     layouts: str,
     precision: str,
     families: str | None = None,
+    markdown: Path | None = None,
 ) -> int:
-    """0 if all layouts agree with one process, 1 if one does not."""
+    """0 if all layouts agree with one process, 1 if one does not.
+
+    A config that cannot be trained is an error. Of several families, one that cannot be trained is listed with the
+    reason, and the others are tried.
+    """
+    if not 1 <= world <= MOST_RANKS:
+        raise UserError(f"--world is {world}; expected 1 to {MOST_RANKS} ranks, which run on this machine")
+    if families is not None and not all(name.strip() for name in families.split(",")):
+        raise UserError(f"--families is {families!r}; expected `all`, or names with commas between them")
     config = load_config(path, overrides)
+    names = family_names(families) if families else []
+    configs = dict.fromkeys(names, config) or {Path(path).stem: config}
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    found: dict[str, list[Verdict]] = {}
+    refused: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, own in configs.items():
+            folder = Path(temporary) / name
+            try:
+                found[name] = try_layouts(own, name if names else None, world, layouts, precision, folder, console)
+            except UserError as error:
+                if not names:
+                    raise
+                refused[name] = str(error)
+                console.print(f"{name} is refused: {error}\n", soft_wrap=True, highlight=False, markup=False)
+            else:
+                show(name, found[name], console)
+            if markdown is not None:
+                markdown.write_text(as_markdown(found, refused, world, precision))
+    verdicts = [verdict for each in found.values() for verdict in each]
+    agree = sum(verdict.passed for verdict in verdicts)
+    console.print(f"{agree} of {len(verdicts)} layouts of {world} ranks agree with one process ({precision})")
+    if refused:
+        console.print(f"refused, each with its reason above: {', '.join(refused)}", soft_wrap=True)
+    return int(agree < len(verdicts))
+
+
+def family_names(wanted: str) -> list[str]:
+    from omnizoo.recipes.zoo import MANY
     from omnizoo.recipes.zoo import families as zoo
-    from omnizoo.verification.compare import verdict_of
-    from omnizoo.verification.prepare import prepare, with_family
+    from omnizoo.verification.prepare import check_family
 
     # Families that read more than text need rows and settings of their own: examples/published has them.
-    text = [entry.family for entry in zoo() if not entry.is_omni]
-    names = text if families == "all" else families.split(",") if families else []
-    console, agree, tried = Console(), 0, 0
-    with tempfile.TemporaryDirectory() as temporary:
-        for name in names or [Path(path).stem]:
-            own = with_family(config, name) if names else config
-            chosen = prepare(own, world, layouts, precision, Path(temporary) / name)
-            verdicts = []
-            for layout in track(chosen, description=name, console=console, transient=True):
-                verdicts.append(verdict_of(Path(temporary) / name, layout))
-            show(name, verdicts, console)
-            tried += len(verdicts)
-            agree += sum(verdict.passed for verdict in verdicts)
-    console.print(f"{agree} of {tried} layouts of {world} ranks agree with one process ({precision})")
-    return int(agree < tried)
+    known = {"all": [entry.family for entry in zoo() if not entry.is_omni], "many": list(MANY)}
+    names = known.get(wanted) or [name.strip() for name in wanted.split(",")]
+    for name in names:
+        check_family(name)
+    return names
+
+
+def try_layouts(
+    config: Config, family: str | None, world: int, layouts: str, precision: str, folder: Path, console: Console
+) -> list["Verdict"]:
+    from omnizoo.training.probe import FAILURES
+    from omnizoo.verification.compare import failed, verdict_of
+    from omnizoo.verification.prepare import prepare, with_family
+    from omnizoo.verification.world import RankError
+
+    if family is None:
+        chosen = prepare(config, world, layouts, precision, folder)
+    else:
+        config = with_family(config, family)
+        try:
+            chosen = prepare(config, world, layouts, precision, folder)
+        except FAILURES as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{family} cannot be trained in one process: {named_line(error)}") from error
+    verdicts = []
+    for layout in track(chosen, description=family or "", console=console, transient=True):
+        try:
+            verdicts.append(verdict_of(folder, layout))
+        except RankError as error:
+            if family is None:
+                raise
+            verdicts.append(failed(layout, str(error)))
+    return verdicts
 
 
 def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
-    if not console.is_terminal:
-        console.width = 200
     table = Table(title=f"{name} against one process", title_justify="left")
     for column in ("layout", "loss", "worst gradient", "grad norm", "collectives per step, MiB in each", ""):
         table.add_column(column, overflow="fold")
@@ -61,3 +121,30 @@ def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
     for v in verdicts:
         if not v.passed:
             console.print(f"[bold red]{v.layout}[/]: {v.reason}", soft_wrap=True)
+
+
+def as_markdown(found: dict[str, list["Verdict"]], refused: dict[str, str], world: int, precision: str) -> str:
+    """What was found, as a page: a line per family."""
+    agreeing = [name for name, verdicts in found.items() if all(verdict.passed for verdict in verdicts)]
+    lines = [
+        "# Families",
+        "",
+        f"{len(found) + len(refused)} families of causal language models: {len(agreeing)} agree with one process on "
+        f"every layout tried, {len(found) - len(agreeing)} do not, {len(refused)} are refused, with the reason that "
+        "`omnizoo train` gives. Largest relative differences of three steps, shrunken models, "
+        f"{world} ranks, {precision}.",
+        "",
+        "This page is written by `omnizoo verify examples/text_tiny.yaml --families many --layouts few --markdown "
+        "docs/families.md` (`make verify-all`).",
+        "",
+        "| family | layouts | loss | gradient | norm | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, verdicts in found.items():
+        outcome = "agrees" if name in agreeing else "; ".join(f"{v.layout}: {v.reason}" for v in verdicts if v.reason)
+        figures = [f"{max(getattr(v, key) for v in verdicts):.0e}" for key in ("loss", "gradient", "grad_norm")]
+        cells = [f"`{name}`", ", ".join(v.layout for v in verdicts), *figures, outcome]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "| refused | why |", "|---|---|"]
+    lines += [f"| `{name}` | {reason.replace('|', chr(92) + '|')} |" for name, reason in refused.items()]
+    return "\n".join(lines) + "\n"

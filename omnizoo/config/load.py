@@ -8,11 +8,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import yaml
@@ -21,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config
+from omnizoo.config.schema import LONGEST_TEXT, Config
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,9 @@ MOVED = {
 COMMAND_LINE = "command line"
 ALL_KEYS = "`omnizoo train --help` lists all keys"
 KEYS = reference.keys()
+# No config comes near these; what does was not meant as one, or is there to take time and memory.
+MOST_BYTES, MOST_VALUES, MOST_DEPTH, MOST_MISTAKES = 2**19, 20_000, 64, 20
+LONGEST_NUMBER = 400  # digits
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {key.key: key.type for key in KEYS}
 
 # PyYAML reads YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of YAML
@@ -50,6 +55,16 @@ SCALARS = {
     ),
     "merge": (r"<<", ["<"]),
 }
+
+TAGS = {f"tag:yaml.org,2002:{name}" for name in (*SCALARS, "str", "seq", "map")}
+
+OPENING = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 
 Loc = tuple[int | str, ...]
 
@@ -82,27 +97,53 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Relative paths in it are relative to the working directory, whether they stand in the file or on the command line.
     """
     changes = _renamed(parse_overrides(overrides))
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such config file; the working directory is {Path.cwd()}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as a config file: {error}") from None
-    data, lines = _parse_yaml(text, str(path))
+    data, lines = _parse_yaml(_read_text(path), str(path))
     if not isinstance(data, dict):
         found = "empty" if data is None else _show(data)
         raise UserError(f"{path}: the config is {found}; expected the sections {', '.join(reference.sections())}")
     _move(data, lines, str(path))
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
-        raise UserError("\n".join(blocked))
+        raise UserError(_list(blocked, len(blocked)))
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         # A value that fits none of the types of a union has one error for each of them: keep one per key.
         details = {_cut_to_schema(detail): detail for detail in error.errors(include_url=False)}
         origin = _Origin(str(path), lines, tuple(changes))
-        raise UserError("\n".join(_explain(loc, detail, data, origin) for loc, detail in details.items())) from None
+        some = list(details.items())[:MOST_MISTAKES]
+        raise UserError(_list((_explain(loc, detail, data, origin) for loc, detail in some), len(details))) from None
+
+
+def _read_text(path: str | Path) -> str:
+    """The text of an ordinary file of a size that configs have; anything else may block, or never end."""
+    if not str(path):
+        raise UserError("the name of the config file is empty")
+    try:
+        about = os.stat(path)
+        if not S_ISREG(about.st_mode):
+            kind = "a folder" if S_ISDIR(about.st_mode) else "not an ordinary file"
+            raise UserError(f"{path}: cannot be read as a config file: it is {kind}")
+        if about.st_size > MOST_BYTES:
+            raise UserError(f"{path}: has {about.st_size:,} bytes; a config file has at most {MOST_BYTES:,}")
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file; the working directory is {Path.cwd()}") from None
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read as a config file: not UTF-8 ({error.reason})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read as a config file: {error.strerror}") from None
+    except ValueError as error:  # a NUL in its name
+        raise UserError(f"{path}: is no name of a config file: {error}") from None
+
+
+def _list(mistakes: Iterable[str], count: int) -> str:
+    """One line for each mistake; those of a file with more than a person reads are counted."""
+    shown = [_printable(mistake) for mistake in mistakes]
+    more = [f"and {count - len(shown):,} more mistakes"] if count > len(shown) else []
+    return "\n".join([*shown, *more])
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -128,7 +169,8 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     for arg in rest:
         flag, equals, text = arg.partition("=")
         if not flag.startswith("--"):
-            raise UserError(f"{COMMAND_LINE}: unexpected argument {arg!r}; overrides are written --section.key value")
+            shown = _printable(repr(arg))
+            raise UserError(f"{COMMAND_LINE}: unexpected argument {shown}; overrides are written --section.key value")
         if not equals and (text := next(rest, "--")).startswith("--"):
             raise UserError(
                 f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it begins with --"
@@ -141,49 +183,96 @@ def _parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, in
     """The value of `text`, and the line of each dotted key in it."""
     lines: dict[str, int] = {}
     try:
+        _check_depth(text)
         loader = _Loader(text)
         node = loader.get_single_node()
-        problems = list(_index(node, key, lines, ())) if node else []
+        problems = list(islice(_index(node, key, lines, ()), MOST_MISTAKES)) if node else []
         value = loader.construct_document(node) if node and not problems else None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark and not key else ""
-        raise UserError(f"{where}{line}: not valid YAML: {error.problem}") from None
+        raise UserError(_printable(f"{where}{line}: not valid YAML: {error.problem}")) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(_printable(f"{where}: not valid YAML: {' '.join(str(error).split())}")) from None
     if problems:
-        raise UserError("\n".join(f"{where}{'' if key else f':{line}'}: {problem}" for line, problem in problems))
+        mistakes = [f"{where}{'' if key else f':{line}'}: {problem}" for line, problem in problems]
+        raise UserError(_list(mistakes, len(mistakes)))
     return value, lines
+
+
+def _check_depth(text: str) -> None:
+    """PyYAML takes time by the square of the depth, and then the interpreter's stack: its tokens are counted first."""
+    depth = 0
+    for token in yaml.scan(text, _Loader):
+        if isinstance(token, OPENING):
+            depth += 1
+        elif isinstance(token, CLOSING):
+            depth -= 1
+        if depth > MOST_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=token.start_mark)
 
 
 def _index(
     node: yaml.Node, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]
 ) -> Iterator[tuple[int, str]]:
-    """Note the line of every key below `node`; yield (line, problem) where PyYAML would silently overwrite a key."""
+    """Note the line of every key below `node`; yield (line, problem) for what YAML allows and a config does not."""
+    at = node.start_mark.line + 1
     if node in parents:
-        yield node.start_mark.line + 1, f"{key} contains itself through a YAML alias"
-    elif isinstance(node, yaml.MappingNode | yaml.SequenceNode):
-        items = node.value if isinstance(node, yaml.MappingNode) else [(item, item) for item in node.value]
+        yield at, f"{key} contains itself through a YAML alias"
+        return
+    if len(parents) > MOST_DEPTH:  # through aliases, which the text does not show
+        raise yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=node.start_mark)
+    if len(lines) > MOST_VALUES:
+        reason = f"more than {MOST_VALUES:,} values; do YAML aliases multiply them?"
+        raise yaml.MarkedYAMLError(problem=reason, problem_mark=node.start_mark)
+    if node.tag not in TAGS:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        yield at, f"{key} has the YAML tag {_short(tag)}, which has no meaning in a config; leave it out"
+    elif isinstance(node, yaml.ScalarNode):
+        if problem := _unreadable(node):
+            yield at, f"{key} {problem}"
+    else:
+        is_mapping = isinstance(node, yaml.MappingNode)
+        items = node.value if is_mapping else [(item, item) for item in node.value]
         own: dict[str, int] = {}
         for i, (name, value) in enumerate(items):
-            part = str(name.value if isinstance(node, yaml.MappingNode) else i)
-            full, line = f"{key}.{part}" if key else part, name.start_mark.line + 1
+            line = name.start_mark.line + 1
+            if is_mapping and not isinstance(name, yaml.ScalarNode):
+                yield line, f"{key}: a list or a mapping cannot be a key".removeprefix(": ")
+                continue
+            part = str(name.value) if is_mapping else str(i)
+            full = f"{key}.{part}" if key else part
+            if is_mapping and (problem := _unreadable(name)):
+                yield line, f"the key {_show(full)} {problem}"
             if part in own:
                 yield line, f"{full} is set twice, first on line {own[part]}; keep one of them"
             own[part] = lines[full] = line
             yield from _index(value, full, lines, (*parents, node))
 
 
+def _unreadable(node: yaml.ScalarNode) -> str | None:
+    """What makes a value unusable wherever it stands: no file name can have these characters, nor can text in UTF-8."""
+    text = str(node.value)
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        return "has a character in it that text cannot have (NUL, or half of a surrogate pair)"
+    if len(text) > LONGEST_NUMBER and node.tag.endswith((":int", ":float")):
+        return f"is a number of {len(text):,} digits; expected at most {LONGEST_NUMBER}"
+    return None
+
+
 def _override(data: dict[str, Any], key: str, value: Any) -> str | None:
     """Set the dotted `key` in `data`, making what is missing on the way; returns what stands in the way, or None."""
     place: Any = data
     parts = key.split(".")
+    if len(parts) > MOST_DEPTH:
+        return f"{COMMAND_LINE}: {_short(key)} is nested more than {MOST_DEPTH} deep"
     for depth, part in enumerate(parts, start=1):
         above, here = ".".join(parts[: depth - 1]), ".".join(parts[:depth])
         at: Any = part
         if isinstance(place, list):
-            if not part.isdecimal() or int(part) > len(place):
+            if not re.fullmatch("[0-9]{1,6}", part) or int(part) > len(place):
                 return (
-                    f"{COMMAND_LINE}: {key}: {above} is a list; expected an index from 0 to {len(place)}, not {part!r}"
+                    f"{COMMAND_LINE}: {_short(key)}: {above} is a list; expected an index from 0 to {len(place)}, "
+                    f"not {_show(part)}"
                 )
             place += [None] * (int(part) == len(place))
             at = int(part)
@@ -249,11 +338,14 @@ class _Origin:
 
 
 def _cut_to_schema(detail: ErrorDetails) -> Loc:
-    """The location of an error, cut where it leaves the schema: members of a union, items of a list of plain values."""
+    """The location of an error, cut where it leaves the schema: members of a union, items of a list of plain values.
+
+    Empty: of the config as a whole, where sections contradict each other.
+    """
     loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return loc
-    return next(loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in TYPES)
+    return next((loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in TYPES), ())
 
 
 def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:
@@ -264,7 +356,7 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:
             # `--trian.steps 3` makes a section `trian`: speak of the key as it was typed.
             typed = next((changed for changed in origin.overridden if changed.startswith(f"{key}.")), None)
             where = COMMAND_LINE if typed else where
-            return f"{where}: {typed or key} is not a key; {_suggest(typed or key)}"
+            return f"{where}: {_short(typed or key)} is not a key; {_suggest(typed or key)}"
         case "missing" if loc == detail["loc"]:
             known = reference.schema_key(key)
             about = reference.sections().get(key) or next(k.description for k in KEYS if k.key == known)
@@ -277,6 +369,10 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:
             return f"{where}: {message}" if len(loc) == 1 else f"{where}: {key}: {message}"
     for part in loc:
         data = data[part]
+    if detail["type"] == "string_too_short":
+        return f"{where}: {key} is empty; expected {expected}"
+    if detail["type"] == "string_too_long":
+        return f"{where}: {key} is a text of {len(data):,} characters; at most {LONGEST_TEXT:,} are possible"
     quotes = "; put it in quotes" + (", '\"...\"'" if where == COMMAND_LINE else "")
     unquoted = expected.startswith("text") and isinstance(data, int | float)
     return f"{where}: {key} is {_show(data)}; expected {expected}{quotes if unquoted else ''}"
@@ -285,6 +381,8 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:
 def _suggest(key: str) -> str:
     """Which valid key was probably meant: the same name below or elsewhere, a similar one here, or elsewhere."""
     parent, _, name = key.rpartition(".")
+    if len(key) > 200:  # nothing looks like it
+        return ALL_KEYS
     known, above = reference.schema_key(key), reference.schema_key(parent)
     if known in TYPES:
         return f"in a file, keys are nested: `{parent}:` and below it `{name}: ...`"
@@ -317,5 +415,13 @@ def _dotted(loc: Loc) -> str:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    return _short(_printable(json.dumps(value, ensure_ascii=False, default=str)))
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _printable(text: str) -> str:
+    """Line breaks, escape sequences and the like as `\\x1b`: a mistake is one line, whatever the mistake is."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -7,6 +7,7 @@ of the expectations in error messages, and of docs/configuration.md.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -15,7 +16,7 @@ from pydantic.fields import FieldInfo
 from omnizoo.config.schema import Config, Section
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
-SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "with at least")]
+SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >=")]
 
 PREAMBLE = """\
 # Configuration
@@ -34,7 +35,11 @@ omnizoo train my.yaml --train.lr 1e-3 --data.sources.0.path corpus.jsonl --model
 - Relative paths are relative to the working directory of the command, not to the config file.
 - Numbers are read as in YAML 1.2: `1e-3` is a number, `yes`, `on` and `2024-01-01` are text.
 - Types are strict: `steps: "10"` is an error. An integer is fine where a number is expected.
-- Unknown keys and repeated keys are errors, and so is a value out of range; all of them are reported at once.
+- Unknown keys and repeated keys are errors, and so is a value out of range; all of them are reported at once. That
+  holds for the fields of an inline `model.config`, too: they are those of the family's Hugging Face config.
+- Upper bounds are far above what any run needs. They are there so that a slip (`lanes: 10000000`) is an error rather
+  than a run that never begins.
+- A config has at most 512 KiB, 20,000 values (aliases counted out) and 64 levels; YAML tags are refused.
 - The run folder keeps the complete config, defaults included, as `config.yaml`: `omnizoo train` takes it as it is.
 """
 
@@ -58,10 +63,15 @@ def sections() -> dict[str, str]:
 
 def schema_key(key: str) -> str:
     """A key as the tables write it: `data.sources.0.path` -> `data.sources.N.path`."""
-    named = {known.key.partition(".NAME.")[0] for known in keys() if ".NAME." in known.key}
-    for mapping in named:
+    for mapping in _named():
         key = re.sub(rf"^({re.escape(mapping)})\.[^.]+", r"\1.NAME", key)
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", key)
+
+
+@cache
+def _named() -> frozenset[str]:
+    """Mappings whose keys are names of the user's choice."""
+    return frozenset(known.key.partition(".NAME.")[0] for known in keys() if ".NAME." in known.key)
 
 
 def _keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
@@ -90,7 +100,10 @@ def type_text(field: FieldInfo) -> str:
 
 
 def _with_bounds(text: str, metadata: Sequence[Any]) -> str:
-    bounds = [f"{sign} {getattr(bound, name)}" for bound in metadata for name, sign in SIGNS if hasattr(bound, name)]
+    if text == NAMES[str]:  # never empty: not worth a word each time
+        return text
+    found = [(sign, getattr(bound, name)) for bound in metadata for name, sign in SIGNS if hasattr(bound, name)]
+    bounds = [f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}" for sign, bound in found]
     return " ".join([text, ", ".join(bounds)]).strip()
 
 

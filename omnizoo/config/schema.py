@@ -13,6 +13,14 @@ from omnizoo.config.doors import check_name
 OPTIMIZERS = ("adamw", "muon", "adafactor", "adamw_8bit")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
+LONGEST_TEXT = 4096  # no path is longer
+Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
+Rate = Annotated[float, Field(gt=0, le=1000)]  # of learning
+Weight = Annotated[float, Field(ge=0, le=1e6)]  # of a loss
+Count = Annotated[int, Field(ge=1, le=2**20)]  # of ranks, or of packs in a step
+Decay = Annotated[float, Field(ge=0, le=1000)]  # of weights
+Steps = Annotated[int, Field(ge=0, le=10**12)]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
@@ -21,12 +29,12 @@ class Section(BaseModel):
 class Part(Section):
     """A piece of a model with weights of its own."""
 
-    path: str | None = Field(None, description="HF folder with its pretrained weights")
-    config: str | dict[str, Any] | None = Field(
+    path: Text | None = Field(None, description="HF folder with its pretrained weights")
+    config: Text | dict[str, Any] | None = Field(
         None, description="HF folder or inline mapping (with `model_type`); weights are drawn from `train.seed`"
     )
     freeze: bool = Field(False, description="do not train it")
-    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate; default: `train.lr`")
+    lr: Rate | None = Field(None, description="peak learning rate; default: `train.lr`")
     dtype: Literal["fp32", "bf16"] | None = Field(
         None, description="precision its weights are kept in; other than the run's own: frozen parts only"
     )
@@ -44,14 +52,14 @@ class Part(Section):
 
 
 class EncoderPart(Part):
-    kind: str | None = Field(
+    kind: Text | None = Field(
         None, description="built-in name, or `package.module:Class` of your own; a published model has its own"
     )
     options: dict[str, Any] = Field({}, description="arguments of the class: sizes, budgets such as `max_pixels`, ...")
 
 
 class DecoderPart(EncoderPart):
-    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of its loss")
+    weight: Weight = Field(1.0, description="weight of its loss")
 
 
 class Projector(Section):
@@ -60,13 +68,19 @@ class Projector(Section):
     )
     options: dict[str, Any] = Field({}, description="its arguments: `factor` of pixel_shuffle, `rows` of resampler")
     freeze: bool = Field(False, description="do not train it")
-    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate; default: `train.lr`")
+    lr: Rate | None = Field(None, description="peak learning rate; default: `train.lr`")
+
+    @model_validator(mode="after")
+    def _kind_once(self) -> "Projector":
+        if "kind" in self.options:
+            raise ValueError("kind is no option; it is a key of its own, next to options")
+        return self
 
 
 class Marks(Section):
-    begin: str | None = Field(None, description="token before an item; default: `<|NAME_begin|>`, added if it is new")
-    placeholder: str | None = Field(None, description="token at the item's places; default: `<|NAME_pad|>`")
-    end: str | None = Field(None, description="token after an item; default: `<|NAME_end|>`")
+    begin: Text | None = Field(None, description="token before an item; default: `<|NAME_begin|>`, added if it is new")
+    placeholder: Text | None = Field(None, description="token at the item's places; default: `<|NAME_pad|>`")
+    end: Text | None = Field(None, description="token after an item; default: `<|NAME_end|>`")
 
 
 class Modality(Section):
@@ -77,11 +91,11 @@ class Modality(Section):
 
 
 class Model(Section):
-    path: str | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
-    config: str | dict[str, Any] | None = Field(
+    path: Text | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
+    config: Text | dict[str, Any] | None = Field(
         None, description="HF folder or inline mapping (with `model_type`); weights are drawn from `train.seed`"
     )
-    module: str | None = Field(
+    module: Text | None = Field(
         None,
         description="`package.module:callable` that builds your own torch module; it gets `model.config` as arguments",
     )
@@ -91,19 +105,28 @@ class Model(Section):
     modalities: dict[str, Modality] = Field(
         {}, description="what a composed model reads and produces, by content type; or options of a published one's own"
     )
-    part: str | None = Field(
+    part: Text | None = Field(
         None, description="of a published model of several, the one to train: its key in config.json"
     )
-    tokenizer: str | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
-    attention: str = Field(
+    tokenizer: Text | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
+    attention: Text = Field(
         "auto",
         description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
     )
+    text_only: bool = Field(
+        False,
+        description="allow a model that reads more than text, and has no recipe for that, to be trained on text alone",
+    )
     trust_remote_code: bool = Field(False, description="run Python code that ships inside the model folder")
-    allow_missing: list[str] = Field(
+    allow_code: list[Text] = Field(
+        [],
+        description="Python modules (and those below them) that a composed model's folder may name as its encoders and "
+        "decoders; what this config names itself needs no leave",
+    )
+    allow_missing: list[Text] = Field(
         [], description="glob patterns of weights that `model.path` may lack; they are drawn from `train.seed`"
     )
-    allow_unexpected: list[str] = Field([], description="glob patterns of weights in `model.path` to ignore")
+    allow_unexpected: list[Text] = Field([], description="glob patterns of weights in `model.path` to ignore")
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
@@ -130,7 +153,7 @@ class Model(Section):
             raise ValueError("model.module is a whole model: it has no model.foundation")
         for name, modality in self.modalities.items():
             if not name.isidentifier() or name in ("text", "tool", "message", "conversation"):  # fields of rows
-                raise ValueError(f"model.modalities: {name!r} cannot be a modality's name; use letters, digits and _")
+                raise ValueError(f"model.modalities.{name} cannot be a modality's name; use letters, digits and _")
             if modality.encoder is None and modality.decoder is None:
                 raise ValueError(f"model.modalities.{name} needs an encoder or a decoder")
             for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder)):
@@ -141,12 +164,14 @@ class Model(Section):
 
 
 class Source(Section):
-    path: str = Field(
+    path: Text = Field(
         description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
     )
-    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share of samples, relative to the other sources")
-    split: str = Field("train", description="split to read when the path is a `datasets` folder")
-    media_dir: str | None = Field(
+    weight: Annotated[float, Field(gt=0, le=1e12)] = Field(
+        1.0, description="share of samples, relative to the other sources"
+    )
+    split: Text = Field("train", description="split to read when the path is a `datasets` folder")
+    media_dir: Text | None = Field(
         None, description="folder that relative paths of media in its rows start from; default: that of the data file"
     )
 
@@ -154,42 +179,49 @@ class Source(Section):
 class Data(Section):
     sources: Annotated[list[Source], Field(min_length=1)] = Field(description="what to train on, mixed by weight")
     eval_sources: list[Source] = Field([], description="held-out data for `train.eval_every`")
-    pack_tokens: Annotated[int, Field(ge=2)] = Field(2048, description="upper bound of tokens in one pack")
-    lanes: Annotated[int, Field(ge=1)] = Field(
+    pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = Field(2048, description="upper bound of tokens in one pack")
+    lanes: Annotated[int, Field(ge=1, le=2**16)] = Field(
         8,
         description="independent streams of packs; fix the order of data for any world size; best a multiple of it",
     )
-    look_ahead: Annotated[int, Field(ge=1)] = Field(256, description="samples a lane looks at to fill a pack")
+    look_ahead: Annotated[int, Field(ge=1, le=2**16)] = Field(256, description="samples a lane looks at to fill a pack")
     overlong: Literal["split", "drop"] = Field(
         "split", description="samples longer than a pack: cut into pieces, or left out; counted either way"
     )
     shuffle: bool = Field(True, description="new order each epoch, drawn from `train.seed`")
-    shuffle_rows: Annotated[int, Field(ge=1)] = Field(4096, description="rows a lane shuffles among each other")
+    shuffle_rows: Annotated[int, Field(ge=1, le=10**12)] = Field(
+        4096, description="rows a lane shuffles among each other"
+    )
     append_eos: bool = Field(True, description="end every `text` row with the tokenizer's end-of-sequence token")
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used: stop, or count it, list it in `bad_rows.jsonl` and go on"
     )
+    ignore: list[str] = Field(
+        [],
+        description="fields of rows, messages and content parts that may go unread, by name or glob pattern; a pattern "
+        "never hides a field that is read",
+    )
     media_outside: bool = Field(
         False, description="allow rows to name media files outside of their source's folder (`media_dir`)"
     )
-    workers: Annotated[int, Field(ge=0)] = Field(
+    workers: Annotated[int, Field(ge=0, le=256)] = Field(
         0, description="loader processes per rank; the data does not depend on it"
     )
-    prefetch: Annotated[int, Field(ge=1)] = Field(2, description="steps each loader worker works ahead")
+    prefetch: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="steps each loader worker works ahead")
 
 
 class Parallel(Section):
-    dp_replicate: Annotated[int, Field(ge=1)] = Field(1, description="copies of the sharded model (HSDP)")
-    dp_shard: int = Field(-1, description="ranks with packs of their own that share one copy (FSDP2); -1: what is left")
-    ulysses: Annotated[int, Field(ge=1)] = Field(
+    dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
+    dp_shard: Annotated[int, Field(le=2**20)] = Field(
+        -1, description="ranks with packs of their own that share one copy (FSDP2); -1: what is left"
+    )
+    ulysses: Count = Field(
         1, description="ranks that share a pack and split its attention by heads (sequence parallel, all-to-all)"
     )
-    ring: Annotated[int, Field(ge=1)] = Field(
+    ring: Count = Field(
         1, description="ranks that share a pack and pass keys and values around (sequence parallel, any head count)"
     )
-    ep: Annotated[int, Field(ge=1)] = Field(
-        1, description="ranks that split the experts; divides dp_shard x ulysses x ring"
-    )
+    ep: Count = Field(1, description="ranks that split the experts; divides dp_shard x ulysses x ring")
     overlap: bool = Field(
         True,
         description="start the all-to-alls of query, key and value together; false: one by one, same numbers",
@@ -217,36 +249,36 @@ class Parallel(Section):
 
 
 class Train(Section):
-    steps: Annotated[int, Field(ge=1)] = Field(1000, description="optimizer steps of the whole run")
-    global_batch: Annotated[int, Field(ge=1)] = Field(8, description="packs per optimizer step over all ranks")
-    micro_batch: Annotated[int, Field(ge=1)] = Field(1, description="packs per forward pass on one rank")
-    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="peak learning rate")
-    schedule: str = Field(
+    steps: Annotated[int, Field(ge=1, le=10**12)] = Field(1000, description="optimizer steps of the whole run")
+    global_batch: Count = Field(8, description="packs per optimizer step over all ranks")
+    micro_batch: Count = Field(1, description="packs per forward pass on one rank")
+    lr: Rate = Field(3e-4, description="peak learning rate")
+    schedule: Text = Field(
         "cosine",
         description="after warmup: `constant`, to `min_lr_ratio` by a line (`linear`) or a `cosine`, or `wsd`: "
         "warmup-stable-decay; or `package.module:function` of your own: (train config, step) -> learning rate",
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warmup from zero")
-    decay_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run"
-    )
+    warmup_steps: Steps = Field(0, description="steps of linear warmup from zero")
+    decay_steps: Steps = Field(0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
-    balance_loss: Annotated[float, Field(ge=0)] = Field(
+    balance_loss: Weight = Field(
         0.0, description="mixture of experts: weight of the load-balancing loss, taken per pack"
     )
-    router_z_loss: Annotated[float, Field(ge=0)] = Field(
+    router_z_loss: Weight = Field(
         0.0, description="mixture of experts: weight of the mean squared log-sum-exp of router logits"
     )
-    router_bias_rate: Annotated[float, Field(ge=0)] = Field(
+    router_bias_rate: Weight = Field(
         0.0, description="routers with a correction bias: how far a step moves it towards even load (no loss needed)"
     )
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="initial weights, data order and dropout")
-    max_bad_steps: Annotated[int, Field(ge=1)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="initial weights, data order and dropout")
+    max_bad_steps: Annotated[int, Field(ge=1, le=10**12)] = Field(
         3, description="stop after this many skipped (non-finite) steps in a row"
     )
-    eval_every: Annotated[int, Field(ge=0)] = Field(0, description="steps between held-out evaluations; 0: never")
-    eval_packs: Annotated[int, Field(ge=1)] = Field(16, description="packs of one evaluation, always the same ones")
+    eval_every: Steps = Field(0, description="steps between held-out evaluations; 0: never")
+    eval_packs: Annotated[int, Field(ge=1, le=10**12)] = Field(
+        16, description="packs of one evaluation, always the same ones"
+    )
 
     @field_validator("schedule")
     @classmethod
@@ -257,18 +289,18 @@ class Train(Section):
 class ParameterGroup(Section):
     """Parameters that are treated otherwise than the rest; what is not given is as for the whole run."""
 
-    match: str | Annotated[list[str], Field(min_length=1)] = Field(
+    match: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         description="glob pattern, or a list of them, over names of parameters: `model.layers.0.*`; the first group "
         "that matches a parameter decides"
     )
     freeze: bool = Field(False, description="do not train them")
-    lr: Annotated[float, Field(gt=0)] | None = Field(
+    lr: Rate | None = Field(
         None, description="peak learning rate; default: that of their part of the model, or `train.lr`"
     )
-    weight_decay: Annotated[float, Field(ge=0)] | None = Field(
+    weight_decay: Decay | None = Field(
         None, description="for all of them, norms and biases too; default: `optimizer.weight_decay` and `no_decay`"
     )
-    kind: str | None = Field(None, description="their optimizer, as `optimizer.kind`; default: the run's")
+    kind: Text | None = Field(None, description="their optimizer, as `optimizer.kind`; default: the run's")
     options: dict[str, Any] = Field({}, description="its arguments; with the run's own kind, added to the run's")
 
     @property
@@ -291,11 +323,11 @@ class Ema(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.999, description="share of the average that is kept when the weights are added to it"
     )
-    every: Annotated[int, Field(ge=1)] = Field(1, description="steps between updates of the average")
+    every: Annotated[int, Field(ge=1, le=10**12)] = Field(1, description="steps between updates of the average")
 
 
 class Optimizer(Section):
-    kind: str = Field(
+    kind: Text = Field(
         "adamw",
         description="`adamw`, `muon` (hidden matrices by Muon, the rest by AdamW), `adafactor`, `adamw_8bit` (needs "
         "torchao), or `package.module:Class` of your own",
@@ -303,7 +335,7 @@ class Optimizer(Section):
     options: dict[str, Any] = Field(
         {}, description="its arguments: `betas`, `eps`, `momentum`, ...; docs/optimizers.md"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="decoupled weight decay")
+    weight_decay: Decay = Field(0.1, description="decoupled weight decay")
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(
         ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
     )
@@ -320,23 +352,36 @@ class Optimizer(Section):
 
 
 class Checkpoint(Section):
-    every: Annotated[int, Field(ge=0)] = Field(
-        0, description="steps between checkpoints; 0: only at the end of the run"
+    every: Steps = Field(0, description="steps between checkpoints; 0: only at the end of the run")
+    keep: Annotated[int, Field(ge=1, le=10**12)] = Field(2, description="newest complete checkpoints to keep")
+    dir: Text | None = Field(None, description="where checkpoints go; default: `<log.dir>/checkpoints`")
+    resume: Text = Field(
+        "auto",
+        description="`auto`: the newest intact one in `dir`; `never`; a checkpoint folder; or `weights:PATH`: a new "
+        "run from the weights of a checkpoint or of a run",
     )
-    keep: Annotated[int, Field(ge=1)] = Field(2, description="newest complete checkpoints to keep")
-    dir: str | None = Field(None, description="where checkpoints go; default: `<log.dir>/checkpoints`")
-    resume: str = Field("auto", description="`auto`: the newest complete one in `dir`; `never`; or a checkpoint folder")
     on_save_error: Literal["stop", "continue"] = Field(
         "stop",
         description="a save fails (disk full ...): stop with an error, or warn and train on; older ones stay intact",
     )
 
+    @model_validator(mode="after")
+    def _weights_of_whom(self) -> "Checkpoint":
+        if self.resume in ("", "weights", "weights:"):
+            raise ValueError(
+                f"checkpoint.resume is {self.resume!r}; expected auto, never, a checkpoint folder, or weights:PATH "
+                "with the checkpoint or run folder that the weights are of"
+            )
+        return self
+
 
 class Log(Section):
-    dir: str = Field("runs/default", description="the run folder: config, metrics, TensorBoard, checkpoints, report")
-    every: Annotated[int, Field(ge=1)] = Field(1, description="steps between console lines where there is no terminal")
+    dir: Text = Field("runs/default", description="the run folder: config, metrics, TensorBoard, checkpoints, report")
+    every: Annotated[int, Field(ge=1, le=10**12)] = Field(
+        1, description="steps between console lines where there is no terminal"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events")
-    wandb: str | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
+    wandb: Text | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
 
 
 class Config(Section):
@@ -351,3 +396,12 @@ class Config(Section):
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
     log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
+
+    @model_validator(mode="after")
+    def _evaluates_on_something(self) -> "Config":
+        if self.train.eval_every and not self.data.eval_sources:
+            raise ValueError(
+                f"train.eval_every is {self.train.eval_every}, but data.eval_sources is empty: there is nothing to "
+                "evaluate on; name held-out data there, or set train.eval_every: 0"
+            )
+        return self

@@ -20,6 +20,18 @@ LOOK = 512  # samples to look at; fewer if there are fewer rows
 BINS = 12  # of the histogram of lengths
 
 
+class TooManyBadError(UserError):
+    """Rows are bad, one after the other."""
+
+    def __init__(self, reason: UserError, bad_rows: list[str], on_bad_row: str) -> None:
+        super().__init__(stops_at(bad_rows[0]) if bad_rows and on_bad_row == "error" else str(reason))
+        self.bad_rows = bad_rows
+
+
+def stops_at(bad_row: str) -> str:
+    return f"{bad_row} (data.on_bad_row: skip goes on without such rows)"
+
+
 @dataclass(frozen=True)
 class Piece:
     """Tokens that are shown together: as many as it takes for a character of text, or a run of an item's places."""
@@ -96,12 +108,16 @@ def one_lane(config: Config) -> Config:
 
 
 def inspect_data(reader: Reader, show: int) -> Inspection:
-    """Of the first few hundred samples that a lane packs. A bad row is a UserError, or skipped, as in training."""
-    data, lane = reader.config.data, reader.lane(0)
+    """Of the first few hundred samples that a lane packs. Bad rows are listed, also where training would stop at the
+    first one; many of them, and hardly a good one, are `TooManyBadError`."""
+    data, lane = reader.config.data, reader.lane(0, patience=LOOK)
     wanted = min(LOOK, sum(map(len, reader.sources)))
     packs: list[Pack] = []
     while sum(len(pack.samples) for pack in packs) < wanted:
-        pack = lane.next_pack()
+        try:
+            pack = lane.next_pack()
+        except UserError as error:
+            raise TooManyBadError(error, list(dict.fromkeys(lane.take_bad_rows())), data.on_bad_row) from None
         assert pack is not None, "a lane that is not read just once never ends"
         packs.append(pack)
     samples = [
@@ -147,8 +163,6 @@ def decodable(samples: Iterable[Found], reader: Reader, count: int, bad_rows: li
         if len(good) == count:
             break
         _, bad = flatten(0, Pack((found.sample,)), reader)
-        if bad and reader.config.data.on_bad_row == "error":
-            raise UserError(f"{bad[0]} (data.on_bad_row: skip goes on without such rows)")
         if not bad:
             good.append(found)
         bad_rows += bad

@@ -106,6 +106,7 @@ class Lane:
     seed: int
     lane: int
     once: bool = False
+    patience: int = 0  # bad rows to list before `data.on_bad_row: error` stops
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # skipped since they were last taken
 
@@ -148,7 +149,7 @@ class Lane:
             samples = self._read_samples(i, epoch, row)
         except BadRow as bad:
             samples, reason = [], str(bad)
-            if self.data.on_bad_row == "error":
+            if self.data.on_bad_row == "error" and len(self.bad_rows) >= self.patience:
                 raise UserError(
                     f"{source.where(row)}: {bad} (data.on_bad_row: skip goes on without such rows)"
                 ) from None
@@ -163,7 +164,7 @@ class Lane:
             self.packer.add(sample)
         cursor.fruitless = 0 if samples else cursor.fruitless + 1
         # an epoch of all lanes and then some: a lane's own share of a small source may well have no usable row
-        if cursor.fruitless >= len(source) + 64 * self.data.lanes:
+        if cursor.fruitless >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
                 f"data source {self.data.sources[i].path}: none of the last {cursor.fruitless} rows read was usable; "
                 f"the last one ({source.where(row)}): {reason}"

@@ -7,10 +7,12 @@ other.
 """
 
 import faulthandler
+import functools
 import itertools
 import logging
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,15 +27,18 @@ from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.data.fingerprint import content_of, reading_of
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Pack
 from omnizoo.data.render import Positions, Renderer
 from omnizoo.data.sources import RowSource, open_source
 from omnizoo.modalities.base import Decoder, Encoder, Inputs, Modality
 from omnizoo.modalities.media import BadMedia
+from omnizoo.models.build import tokenizer_folder
 
 log = logging.getLogger(__name__)
 
+WORKER_DEATH = re.compile(r"DataLoader worker \(pid\S* .*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 IGNORE = -100  # the label of a position without a target, as torch's cross entropy has it
 
 
@@ -147,8 +152,8 @@ class Reader:
         module: Encoder | Decoder = getattr(self.modalities[name], role)
         return module
 
-    def lane(self, number: int, once: bool = False) -> Lane:
-        return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once)
+    def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
+        return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)
 
 
 @dataclass(frozen=True)
@@ -161,10 +166,10 @@ class Share:
     global_batch: int
 
     @property
-    def own_lanes(self) -> list[int]:
+    def own_lanes(self) -> range:
         # a lane has a pack for a rank at some step exactly if both agree modulo the common divisor
         common = math.gcd(self.lanes, self.world)
-        return list(range(self.rank % common, self.lanes, common))
+        return range(self.rank % common, self.lanes, common)
 
     @property
     def counts(self) -> bool:
@@ -192,15 +197,19 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
     def run(self) -> Iterator[LaneStep]:
         reader, share, worker = self.reader, self.share, get_worker_info()
         numbers = share.own_lanes if worker is None else share.own_lanes[worker.id :: worker.num_workers]
-        lanes = {n: reader.lane(n) for n in numbers}
-        for number, state in self.states.items():
-            if number in lanes:
-                lanes[number].restore(state)
+        # Others are made when their first pack is due: there may be far more lanes than packs.
+        lanes = {n: reader.lane(n) for n in self.states if n in numbers}
+        for number, lane in lanes.items():
+            lane.restore(self.states[number])
         for step in itertools.count(self.first_step):
             packs, moved, undecodable = [], set(), []
             for index in range(step * share.global_batch, (step + 1) * share.global_batch):
-                if (lane := lanes.get(index % share.lanes)) is None:
+                number = index % share.lanes
+                if number not in numbers:
                     continue
+                if number not in lanes:
+                    lanes[number] = reader.lane(number)
+                lane = lanes[number]
                 pack = lane.next_pack()
                 assert pack is not None, "a lane that is not read just once never ends"
                 moved.add(lane.lane)
@@ -231,6 +240,29 @@ def start_worker(worker: int) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def worker_death(error: BaseException) -> str | None:
+    """How a loader worker died, if that is what `error` is about: torch raises it wherever the main thread is then.
+
+    torch 2.13 says it in a RuntimeError: "DataLoader worker (pid 7) is killed by signal: Killed. "; where it notices
+    later, "DataLoader worker (pid(s) 7) exited unexpectedly", with the first one as its cause.
+    """
+    seen: BaseException | None = error
+    found = None
+    while seen is not None:
+        if isinstance(seen, RuntimeError) and (match := WORKER_DEATH.match(str(seen))):
+            found = match[1] or found or ""
+        seen = seen.__cause__ or seen.__context__
+    if found is None:
+        return None
+    lighter = "use fewer data.workers, or a smaller data.prefetch, data.look_ahead or data.pack_tokens"
+    if found == "Killed":
+        return f"a loader worker was killed (SIGKILL), as the kernel does when memory runs out; {lighter}"
+    if found == "Bus error":
+        return f"a loader worker was out of shared memory (SIGBUS); make /dev/shm larger, or {lighter}"
+    how = f"was killed by a signal ({found})" if found else "ended"
+    return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {lighter}"
 
 
 def identity(item: Any) -> Any:
@@ -269,6 +301,7 @@ class Loader:
         return Step(packs, bad_rows + undecodable)
 
     def _start(self) -> Iterable[LaneStep | Failure]:
+        _ = self.fingerprint  # of the data as it is now, before the run
         steps = LaneSteps(self.reader, self.share, self.step, self.states)
         if not self.workers:
             return steps
@@ -295,10 +328,16 @@ class Loader:
         """JSON-able. Of this rank's lanes: `merge_states` of all ranks is what `load_state_dict` takes."""
         lanes = {str(lane): state for lane, state in self.states.items()}
         own = {"undecodable": self.undecodable, "lanes": lanes}
-        return {"step": self.step, "fingerprint": fingerprint(self.reader)} | own
+        return {"step": self.step, "fingerprint": self.fingerprint} | own
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """All that the order of the data depends on. On the first rank, which alone reads data for it; else empty."""
+        return fingerprint(self.reader) if self.share.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_fingerprint(state["fingerprint"], fingerprint(self.reader))
+        if self.fingerprint:
+            check_fingerprint(state["fingerprint"], self.fingerprint)
         own = {lane: state["lanes"][str(lane)] for lane in self.share.own_lanes if str(lane) in state["lanes"]}
         for lane in self.share.own_lanes:
             packs, expected = (
@@ -322,11 +361,14 @@ def build_reader(
     tokenizer: PreTrainedTokenizerBase,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    reserved: Sequence[int] = (),
 ) -> Reader:
-    """`modalities` and `positions`: what the model says about content other than text (`read_modalities`)."""
+    """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
+    are `reserved` for media which nobody feeds."""
     known = modalities or {}
     sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
-    renderer = Renderer(tokenizer, config.data.append_eos, known, positions, config.train.seed)
+    data = config.data
+    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, data.ignore, reserved)
     return Reader(config, sources, renderer, known)
 
 
@@ -337,6 +379,7 @@ def build_loader(
     world: int,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    reserved: Sequence[int] = (),
 ) -> Loader:
     lanes = config.data.lanes
     if lanes % world and rank == 0:
@@ -345,7 +388,7 @@ def build_loader(
             "avoid it, with another order of the data",
             *(lanes, world, -(-lanes // world) * world),
         )
-    reader = build_reader(config, tokenizer, modalities, positions)
+    reader = build_reader(config, tokenizer, modalities, positions, reserved)
     return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 
@@ -356,12 +399,13 @@ def read_held_out(
     world: int,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    reserved: Sequence[int] = (),
 ) -> list[FlatPack]:
     """This rank's part of the first `train.eval_packs` packs of `data.eval_sources`, in file order and read once."""
     if not config.data.eval_sources:
         return []
     data = config.data.model_copy(update={"sources": config.data.eval_sources, "lanes": 1, "shuffle": False})
-    reader = build_reader(config.model_copy(update={"data": data}), tokenizer, modalities, positions)
+    reader = build_reader(config.model_copy(update={"data": data}), tokenizer, modalities, positions, reserved)
     lane = reader.lane(0, once=True)
     packs, bad, read = [], [], 0
     for pack in itertools.islice(iter(lane.next_pack, None), config.train.eval_packs):
@@ -394,11 +438,11 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def fingerprint(reader: Reader) -> dict[str, Any]:
-    """All that the order of the data depends on."""
     config, sources = reader.config, reader.sources
     keys = ("lanes", "pack_tokens", "look_ahead", "overlong", "shuffle", "shuffle_rows", "append_eos")
     specs = [
-        {**spec.model_dump(), "rows": len(source)} for spec, source in zip(config.data.sources, sources, strict=True)
+        {**spec.model_dump(), "rows": len(source), **content_of(source)}
+        for spec, source in zip(config.data.sources, sources, strict=True)
     ]
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     return {
@@ -406,40 +450,61 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "model.modalities": _reading(config),
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
+        "model.tokenizer": reading_of(reader.renderer.tokenizer, tokenizer_folder(config.model)),
         "sources": specs,
     }
 
 
 def _reading(config: Config) -> dict[str, Any]:
-    """What the length of an item depends on."""
-    keys = ("kind", "path", "config", "options")
+    """What the tokens of an item depend on: its length, and what is written around it."""
+    keys = ("kind", "path", "config", "options", "begin", "placeholder", "end")
     return {
         f"{name}/{role}": {key: part[key] for key in keys if key in part}
         for name, modality in config.model.model_dump(mode="json")["modalities"].items()
         for role, part in modality.items()
-        if role in ("encoder", "projector", "decoder") and part
+        if role in ("encoder", "projector", "decoder", "marks") and part
     }
 
 
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to continue on other data: samples would be lost or repeated without a word."""
+    """Refuse to continue on other data: samples would be lost, repeated or changed without a word."""
 
-    def refuse(key: str, before: Any, after: Any) -> None:
+    def refuse(what: str) -> None:
         raise UserError(
-            f"{key} is {after!r}, but {before!r} in the checkpoint: its place in the data means nothing then; "
-            "restore the old value, or start a new run"
+            f"{what}: the checkpoint's place in the data means nothing then; restore it as it was, or start a new run "
+            "from its weights (checkpoint.resume: weights:CHECKPOINT, with a log.dir of its own)"
         )
 
-    for key in now.keys() - {"sources"}:
-        if saved.get(key, {}) != now[key]:
-            refuse(key, saved.get(key), now[key])
+    def refuse_value(key: str, before: Any, after: Any) -> None:
+        refuse(f"{key} is {after!r}, but {before!r} in the checkpoint")
+
+    for key in sorted((saved.keys() | now.keys()) - {"sources", "model.tokenizer"}):
+        if (saved.get(key) or None) != (now.get(key) or None):
+            refuse_value(key, saved.get(key), now.get(key))
+    before, after = saved["model.tokenizer"], now["model.tokenizer"]
+    changed = [name for name in after if name != "library" and after[name] != before.get(name)]
+    if changed == ["its definition"] and before["library"] != after["library"]:
+        log.warning(
+            "the tokenizer is written in another way than in the checkpoint, by tokenizers %s and then %s; its "
+            "vocabulary is the same, and it is taken to cut texts as before",
+            *(before["library"], after["library"]),
+        )
+    elif changed:
+        refuse(f"model.tokenizer is another one than in the checkpoint ({', '.join(changed)} changed)")
     if len(saved["sources"]) != len(now["sources"]):
-        refuse("the number of data.sources", len(saved["sources"]), len(now["sources"]))
+        refuse_value("the number of data.sources", len(saved["sources"]), len(now["sources"]))
     for i, (before, after) in enumerate(zip(saved["sources"], now["sources"], strict=True)):
-        for key in ("weight", "split", "rows"):
+        source = f"data.sources[{i}]"
+        for key in ("weight", "split", "rows", "bytes"):
             if before[key] != after[key]:
-                refuse(f"data.sources[{i}].{key} ({after['path']})", before[key], after[key])
+                refuse_value(f"{source}.{key} ({after['path']})", before[key], after[key])
+        for key, what in (("shape", "the lengths of its rows"), ("content", "its rows")):
+            if before[key] != after[key]:
+                refuse(f"{source} ({after['path']}) has changed since the checkpoint: {what} are other ones")
         if before["path"] != after["path"]:
+            log.warning("%s moved from %s to %s; its content is the same", source, before["path"], after["path"])
+        if before["media_dir"] != after["media_dir"]:
             log.warning(
-                "data.sources[%d] moved from %s to %s; taken to be the same rows", i, before["path"], after["path"]
+                "%s.media_dir is %s, but %s in the checkpoint; taken to hold the same media",
+                *(source, after["media_dir"], before["media_dir"]),
             )

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
+from omnizoo.data.fields import Fields, of_part
 from omnizoo.data.sources import BadRow, Row
 from omnizoo.modalities.base import Modality, Size
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.media import WELL_KNOWN, BadMedia, Media
 
 Find = Callable[[str], Path | bytes]  # the file, or the bytes, that a row calls by a name
 
 ENCODED, NAMED = ("bytes", "data", "base64"), ("url", "path")  # keys of an object that says where an item is
+DESCRIBES = ("format", "mime_type")  # keys that say what the bytes are, which the bytes say themselves
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 PATH_MAX = 4096  # characters; a longer string is no path
@@ -42,12 +44,16 @@ class Item:
 class Notation:
     """How media are written: content types and tags in rows, marks among the text that is tokenised."""
 
-    def __init__(self, modalities: Mapping[str, Modality]) -> None:
-        self.modalities = modalities
+    def __init__(self, modalities: Mapping[str, Modality], fields: Fields) -> None:
+        self.modalities, self.fields = modalities, fields
         self.types = {type: name for name in modalities for type in (name, f"{name}_url", f"input_{name}")}
         marks = {mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end) if mark}
         self.mark = re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")  # (?!) never matches
         self.tag = re.compile(f"<({'|'.join(map(re.escape, modalities)) or '(?!)'})>")
+        # Tags that other models read, where a place for media would be: where a line or the text begins, or at its end.
+        foreign = [name for name in WELL_KNOWN if name not in modalities and f"<{name}>" not in fields.names]
+        names = "|".join(foreign) or "(?!)"
+        self.stray = re.compile(rf"^[ \t]*<({names})>|<({names})>\s*\Z", re.MULTILINE)
 
 
 class RowMedia:
@@ -63,6 +69,8 @@ class RowMedia:
     def write(self, content: Any, is_learnt: bool, what: str) -> str:
         """A string, in which tags stand for items, or a list of parts. `what` names it in errors."""
         if isinstance(content, str):
+            if "<" in content:
+                self._refuse_strays(content, what)
             pieces = self.notation.tag.split(content)  # every other one is the name in a tag
             return "".join(self._item(p, None, {}, is_learnt) if i % 2 else self.text(p) for i, p in enumerate(pieces))
         if not isinstance(content, list):
@@ -74,6 +82,17 @@ class RowMedia:
             raise BadRow(f"its text contains {mark[0]!r}, which would be taken for media")
         return text
 
+    def _refuse_strays(self, content: str, what: str) -> None:
+        """A tag of a modality that this model does not have. With its end tag it is markup, and just text."""
+        for match in self.notation.stray.finditer(content):
+            name = match[1] or match[2]
+            if f"</{name}>" not in content:
+                known = ", ".join(self.notation.modalities) or "none"
+                raise BadRow(
+                    f"{what} has a <{name}>, which nothing reads: of media, this model reads {known}; if it is only "
+                    f"text, put it into a part of type text, or '<{name}>' into data.ignore"
+                )
+
     def _part(self, part: Any, is_learnt: bool, what: str) -> str:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise BadRow(f"{what} is not an object with a `type`")
@@ -83,6 +102,8 @@ class RowMedia:
         if kind == "text":
             if not isinstance(given.get("text"), str):
                 raise BadRow(f"`text` of {what} is {type(given.get('text')).__name__}, not a string")
+            if unread := of_part(given, ("text",), self.notation.fields):
+                raise BadRow(self.notation.fields.unread(unread, f" of {what}"))
             return self.text(given["text"])
         name = self.notation.types.get(kind)
         if name is None:
@@ -95,6 +116,7 @@ class RowMedia:
         key = next((key for key in (kind, name, f"{name}_url") if key in given), None)
         # without such a key, the part itself may say where the item is
         value = given.pop(key) if key else {key: given.pop(key) for key in ENCODED + NAMED if key in given} or None
+        given = {key: option for key, option in given.items() if not self.notation.fields.ignores(key)}
         return self._item(name, value, given, is_learnt)
 
     def _item(self, name: str, value: Any, options: dict[str, Any], is_learnt: bool) -> str:
@@ -112,8 +134,13 @@ class RowMedia:
         label = f"{name} (item {len(self.items)})"
         try:
             value, found = read_value(value, self.find)
-            media = Media(name, value, found | options, seed_of(*self.key, len(self.items)))
+            options = found | options
+            media = Media(name, value, options, seed_of(*self.key, len(self.items)))
             label = media.name
+            if module.item_options is not None:
+                unread = of_part(options, {*module.item_options, *DESCRIBES}, self.notation.fields)
+                if unread:
+                    raise BadRow(self.notation.fields.unread(unread, f" of {label}"))
             size = module.measure(media)
         except BadMedia as bad:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
@@ -15,10 +16,10 @@ from omnizoo.data.render import HERE, Renderer
 from omnizoo.data.sources import BadRow, Folder
 from omnizoo.modalities.base import Modality, Sampling
 from omnizoo.modalities.media import BadMedia
-from omnizoo.models.build import load_tokenizer, read_model_config
+from omnizoo.models.build import check_vocabulary, load_tokenizer
 from omnizoo.models.generate import Piece, PromptItem, generate
-from omnizoo.models.hf_private import auto_class
 from omnizoo.models.omni import OmniModel, modalities_of
+from omnizoo.models.weights import load_whole
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,18 @@ class Writer:
             ]
         except (BadRow, BadMedia) as reason:
             raise UserError(f"the prompt cannot be used: {reason}") from None
+        if not len(prompt.ids):
+            raise UserError("the prompt is empty: there is nothing to go on from")
         ids, stop = prompt.ids.tolist(), self._end_of_turn()
         return generate(self.model, self.tokenizer, self.modalities, ids, items, max_tokens, sampling, stop)
 
     def text(self, pieces: Sequence[Piece]) -> str:
-        """What was written, items as their names in brackets."""
-        return "".join(
-            self.tokenizer.decode(piece.ids) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces
-        )
+        """What was written, without special tokens; items as their names in brackets."""
+        return "".join(self.decode(piece) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces)
+
+    def decode(self, piece: Piece) -> str:
+        """A piece of text as a reader wants it: special tokens are for the model."""
+        return str(self.tokenizer.decode(piece.ids, skip_special_tokens=True))
 
     def _module(self, port: str) -> Any:
         name, _, role = port.partition("/")
@@ -68,14 +73,21 @@ class Writer:
         return [*ends, *self.renderer.end_of_turn()]
 
 
-def load_writer(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Writer:
-    """The model of a Hugging Face folder (as `omnizoo export` writes it), ready to write."""
-    spec = Model(path=str(folder))
-    config = read_model_config(spec)
-    builder = auto_class(config, trust_remote_code=False)
-    if builder is None:
-        raise UserError(f"{folder}: transformers has no model of type `{config.model_type}` that writes text")
-    model = builder.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device or torch.device("cpu"))
+def load_writer(
+    folder: str | Path,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    allow_code: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Writer:
+    """The model of a Hugging Face folder (as `omnizoo export` writes it), ready to write.
+
+    `allow_code`: modules that the folder may name as encoders and decoders; `trust_remote_code`: run code inside of it.
+    """
+    spec = Model(path=str(folder), allow_code=list(allow_code), trust_remote_code=trust_remote_code)
+    model = load_whole(spec, dtype)
+    nn.Module.to(model, device or torch.device("cpu"))
     tokenizer = load_tokenizer(spec)
+    check_vocabulary(model, tokenizer)
     modalities = modalities_of(model) if isinstance(model, OmniModel) else {}
     return Writer(model.eval(), tokenizer, Renderer(tokenizer, False, modalities), modalities)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 import numpy as np
@@ -21,19 +21,22 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template  # gives character spans; checked on 5.22.2
 
 from omnizoo.config.errors import UserError
+from omnizoo.data.fields import Fields
+from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.media import Find, Item, Notation, RowMedia
-from omnizoo.data.sources import CONVERSATION, BadRow, Folder, Row
+from omnizoo.data.messages import Conventions, Message, read_list, read_messages
+from omnizoo.data.sources import BadRow, Folder, Row
 from omnizoo.modalities.base import Modality
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 Ids = npt.NDArray[np.int32]
 Positions = Callable[[Ids, Sequence[Item]], npt.NDArray[Any]]  # of a sample: [R, L]
 HERE = Folder(Path(), None)
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # in `conversations`; others are called as in `messages`
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAGS_HINT = "put {% generation %} tags around what the model writes into the template"
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+# What a chat template may take to write one conversation; of the text, in characters. Far above what any needs.
+MOST_SECONDS, MOST_MEMORY, MOST_TEXT = 2.0, 1 << 30, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,10 @@ class Renderer:
         modalities: Mapping[str, Modality] | None = None,
         positions: Positions | None = None,
         seed: int = 0,
+        ignore: Sequence[str] = (),
+        reserved: Sequence[int] = (),
     ) -> None:
+        """`ignore`: fields of rows that may be left out. `reserved`: ids that stand for media which nobody feeds."""
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path} is a slow one ({type(tokenizer).__name__}): it cannot tell which "
@@ -75,8 +81,10 @@ class Renderer:
         self.backend.no_padding()
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
-        self.notation, self.positions, self.seed = Notation(modalities or {}), positions, seed
-        self.placeholders = self._check_marks()
+        self.fields = Fields(modalities or {}, ignore)
+        self.notation, self.positions, self.seed = Notation(modalities or {}, self.fields), positions, seed
+        self.placeholders, self.reserved = self._check_marks(), list(reserved)
+        self.conventions: dict[str, Conventions] = {}  # by chat template
 
     def _check_marks(self) -> list[int]:
         """Ids of the placeholders."""
@@ -92,15 +100,14 @@ class Renderer:
 
     def render(self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find) -> Rendered:
         """`key` is (source, epoch, row), which random numbers of its media depend on; `find` opens what it names."""
-        media = RowMedia(self.notation, row, find, (self.seed, *key))
-        field = next((name for name in CONVERSATION if row.get(name) is not None), None)
-        if field is None:
-            needed = "`messages`, `conversations` or `text`"
-            raise BadRow(f"a row needs {needed}; this one has {', '.join(map(repr, row)) or 'nothing'}")
-        if field == "text":
-            tokens = self._render_text(row["text"], media)
-        else:
-            tokens = self._render_chat(check_messages(row[field], field), row.get("tools"), media)
+        given = self.fields.given(row)
+        field = self.fields.conversation(given, row)
+        media = RowMedia(self.notation, given, find, (self.seed, *key))
+        render = self._render_text if field == "text" else self._render_chat
+        tokens = render(given, field, media)
+        if self.reserved and len(found := np.intersect1d(tokens.ids, self.reserved)):
+            token = self.tokenizer.convert_ids_to_tokens(int(found[0]))
+            raise BadRow(f"its text contains {token!r}, which stands for media that nothing feeds to this model")
         ids, targets, items = self._place(tokens, media)
         if not targets[1:].any() and not any(item.is_target for item in items):
             raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
@@ -116,12 +123,12 @@ class Renderer:
             text = media.text(value)
             encoding = self.backend.encode(text)
         else:
-            messages = check_messages(
-                [{"role": "user", "content": value}] if isinstance(value, str) else value, "messages"
-            )
+            template = self._template(None)
+            said = [{"role": "user", "content": value}] if isinstance(value, str) else value
+            messages = read_messages(said, "messages", None, self._conventions(template), self.fields)
             self._write(messages, media)
             try:
-                text = self._template(None).render(messages, prompt=True)[0]
+                text = template.render(messages, prompt=True)[0]
             except TEMPLATE_ERRORS as error:
                 raise BadRow(f"the chat template refuses these messages: {error}") from None
             encoding = self.backend.encode(text, add_special_tokens=False)
@@ -132,13 +139,31 @@ class Renderer:
         return Rendered(ids, targets, items, None if self.positions is None else self.positions(ids, items))
 
     def end_of_turn(self) -> list[int]:
-        """The special token that ends what the model writes, if the chat template has one."""
+        """The token that ends what the model writes, if the chat template has one: the first token after the answer
+        that is not written in letters (`<|im_end|>`, `<|eot_id|>`, `</s>`).
+
+        Tokenizers need not name it anywhere: often it is just one of the added tokens. Some templates end a turn by
+        the beginning of the next one.
+        """
         if not self.tokenizer.chat_template:
             return []
-        turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-        text, spans = self._template(None).target_spans(turns, [False, True])
-        last = self.backend.encode(text[slice(*spans[-1])], add_special_tokens=False).ids[-1]
-        return [last] if last in self.tokenizer.all_special_ids else []
+        answer, added = "answer0x", set(self.tokenizer.added_tokens_decoder)
+        turns: list[Message] = [
+            {"role": role, "content": answer if role == "assistant" else "question"}
+            for role in ("user", "assistant", "user")
+        ]
+        for conversation in (turns[:2], turns):
+            try:
+                text = self._template(None).render(conversation)[0]
+            except TEMPLATE_ERRORS:
+                continue
+            encoding = self.backend.encode(text, add_special_tokens=False)
+            after = text.rfind(answer) + len(answer)
+            tokens = zip(encoding.ids, encoding.offsets, strict=True)
+            ends = [token for token, (start, _) in tokens if start >= after and token in added]
+            if answer in text and ends:
+                return ends[:1]
+        return []
 
     def _template(self, tools: list[Any] | None) -> "ChatTemplate":
         if not self.tokenizer.chat_template:
@@ -148,6 +173,19 @@ class Renderer:
             )
         return ChatTemplate(self.tokenizer.get_chat_template(tools=tools), tools, self.special_tokens)
 
+    def _conventions(self, template: "ChatTemplate") -> Conventions:
+        """What is known of a template; asked anew for each, remembered for all rows."""
+
+        def render(messages: list[Message], tools: list[Any] | None) -> str:
+            try:
+                return ChatTemplate(template.source, tools, template.special_tokens).render(messages)[0]
+            except TEMPLATE_ERRORS as error:
+                raise BadRow(f"the chat template refuses these messages: {error}") from None
+
+        if template.source not in self.conventions:
+            self.conventions[template.source] = Conventions(template.source, render)
+        return self.conventions[template.source]
+
     def _write(self, messages: list[Message], media: RowMedia) -> list[bool]:
         """Contents become texts, in place; returns which messages are learnt."""
         wanted = [message.pop("loss") for message in messages]
@@ -156,7 +194,8 @@ class Renderer:
         media.check_counts()
         return wanted
 
-    def _render_text(self, content: Any, media: RowMedia) -> Tokens:
+    def _render_text(self, row: Row, field: str, media: RowMedia) -> Tokens:
+        content = row[field]
         # in a row without media, words in angle brackets are just that
         is_plain = isinstance(content, str) and not media.columns
         text = media.text(content) if is_plain else media.write(content, True, "`text`")
@@ -174,15 +213,18 @@ class Renderer:
                 offsets.append((len(text), len(text)))
         return Tokens(text, np.array(ids, np.int32), offsets, np.ones(len(ids), np.bool_))
 
-    def _render_chat(self, messages: list[Message], tools: Any, media: RowMedia) -> Tokens:
-        if tools is not None and not isinstance(tools, list):
-            raise BadRow(f"`tools` is {type(tools).__name__}, not a list")
-        template = self._template(tools)
+    def _render_chat(self, row: Row, field: str, media: RowMedia) -> Tokens:
+        tools = read_list(row["tools"], "`tools`") if "tools" in row else None
+        template = self._template(tools or None)
+        conventions = self._conventions(template)
+        messages = read_messages(row[field], field, row.get("system"), conventions, self.fields)
         wanted = self._write(messages, media)
+        conventions.check_fields(messages, tools, self.fields)
         try:
             text, spans = template.target_spans(messages, wanted)
         except TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses these messages: {error}") from None
+        conventions.check(messages, tools, text)
         encoding = self.backend.encode(text, add_special_tokens=False)
         targets = np.zeros(len(encoding), np.bool_)
         for first, last in tokens_of_spans(encoding.offsets, spans):
@@ -236,30 +278,12 @@ class Renderer:
         return tokens_of_spans([(int(start), int(stop)) for start, stop in offsets], spans)
 
 
-def check_messages(value: Any, field: str) -> list[Message]:
-    """Messages as the template shall see them, with a `loss` (is it learnt?) in each."""
-    if not isinstance(value, list) or not value:
-        raise BadRow(f"`{field}` is not a list of messages, or empty")
-    messages = []
-    for number, message in enumerate(value):
-        if isinstance(message, dict) and isinstance(speaker := message.get("from"), str):
-            rest = {key: item for key, item in message.items() if key not in ("from", "value")}
-            message = rest | {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value")}
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow(f"message {number} is not an object with a `role`")
-        # columnar files give every message every key; what is None was not there
-        message = {key: item for key, item in message.items() if item is not None}
-        if "content" not in message and "tool_calls" in message:
-            message["content"] = ""
-        message.setdefault("loss", message["role"] == "assistant")
-        if not isinstance(message["loss"], bool):
-            raise BadRow(f"`loss` of message {number} is {message['loss']!r}, not true or false")
-        messages.append(message)
-    return messages
-
-
 class ChatTemplate:
-    """A chat template with the tools of one row: finds the characters of a rendered conversation the loss is on."""
+    """A chat template with the tools of one row: finds the characters of a rendered conversation the loss is on.
+
+    Templates are programs that come with a tokenizer, so what they do is bounded, and whatever they raise is about
+    their row, or about themselves if they cannot even write two short messages.
+    """
 
     def __init__(self, source: str, tools: list[Any] | None, special_tokens: dict[str, Any]) -> None:
         self.source, self.tools, self.special_tokens = source, tools, special_tokens
@@ -268,10 +292,40 @@ class ChatTemplate:
         return self._render(list(conversations), add_generation_prompt=prompt)[0]
 
     def _render(self, conversations: list[list[Message]], **options: Any) -> tuple[list[str], list[list[Span]]]:
-        written: Any = render_jinja_template(  # its annotation (str) is not what it returns
-            conversations, tools=self.tools, chat_template=self.source, **options, **self.special_tokens
-        )
+        try:
+            texts, spans = self._run(conversations, **options)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"the chat template of the tokenizer is not valid, line {error.lineno}: {error}") from None
+        except TEMPLATE_ERRORS:
+            raise
+        except OutOfTime:
+            self._blame(f"takes more than {MOST_SECONDS:g} s of computing")
+        except MemoryError:
+            self._blame(f"takes more than {MOST_MEMORY >> 20:,} MiB of memory")
+        except Exception as error:
+            # e.g. ZeroDivisionError, RecursionError
+            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+        if (longest := max(map(len, texts))) > MOST_TEXT:
+            raise BadRow(f"the chat template writes {longest:,} characters for it, more than {MOST_TEXT:,}")
+        return texts, spans
+
+    def _run(self, conversations: list[list[Message]], **options: Any) -> tuple[list[str], list[list[Span]]]:
+        with limits(MOST_SECONDS * len(conversations), MOST_MEMORY):
+            written: Any = render_jinja_template(  # its annotation (str) is not what it returns
+                conversations, tools=self.tools, chat_template=self.source, **options, **self.special_tokens
+            )
         return written  # type: ignore[no-any-return]
+
+    def _blame(self, what: str) -> NoReturn:
+        """The row; or the template, if it is as bad on a conversation that has next to nothing in it."""
+        turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        try:
+            self._run([turns])
+        except (OutOfTime, MemoryError):
+            raise UserError(f"the chat template of the tokenizer {what}, whatever it is given") from None
+        except TEMPLATE_ERRORS:
+            pass
+        raise BadRow(f"the chat template {what} for it")
 
     def target_spans(self, messages: list[Message], wanted: list[bool]) -> tuple[str, list[Span]]:
         """The rendered conversation, and the spans of the wanted messages in it."""

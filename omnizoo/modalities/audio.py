@@ -17,11 +17,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.audio_utils import mel_filter_bank
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.projector import build_projector
-from omnizoo.modalities.reading import read_sound, sound_length
+from omnizoo.modalities.reading import SOUND_OPTIONS, read_sound, sound_length
 from omnizoo.modalities.tower import Work, preprocessor_settings, tower_skeleton
 
 FRAMES_PER_POSITION = 2  # the stride of the convolutions ahead of a whisper-type encoder's layers
@@ -33,6 +33,8 @@ class AudioEncoder(Encoder):
     """Options: `max_seconds`, above which sound is refused (give `start` and `end` in the row to take a part); and
     `sample_rate`, `hop_length` and `n_fft` of the spectrogram, which the folder's preprocessor config knows.
     """
+
+    item_options = SOUND_OPTIONS
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class AudioEncoder(Encoder):
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"encoder.config: {type(skeleton).__name__} is no whisper-type encoder: it takes no log-mel windows of "
-                f"twice max_source_positions ({str(error).splitlines()[0]})"
+                f"twice max_source_positions ({first_line(error)})"
             ) from error
         if self.frames * self.hop <= self.n_fft // 2 or self.n_fft < 2:
             raise UserError(f"encoder.n_fft: {self.n_fft} samples do not fit a window of {self.frames * self.hop}")

@@ -8,7 +8,7 @@ loader workers, on a copy of the module that has no weights; the rest runs on th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -59,6 +59,8 @@ class Sampling:
 class Encoder(nn.Module):
     """One modality in. Built as `Class(width, **options)`: the width is the foundation's, options are the config's."""
 
+    item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
+
     @property
     def pretrained(self) -> PreTrainedModel | None:
         """The part of it that published weights (`path` in the config) are for."""
@@ -88,6 +90,8 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """One modality out, and in again: what it produced is fed back through `embed`."""
 
+    item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
+
     @property
     def pretrained(self) -> PreTrainedModel | None:
         """The part of it that published weights (`path` in the config) are for."""
@@ -107,11 +111,13 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        """`[N, K]` -> `[N, width]`: rows as the foundation sees them. N may be 0."""
+        """`[N, K]` -> `[N, width]`: rows as the foundation sees them. N may be 0. Float targets come in the precision
+        of the computation."""
         raise NotImplementedError
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of N rows: `hidden [N, width]` is the foundation's at the place before each. N may be 0."""
+        """Sum of the losses of N rows: `hidden [N, width]` is the foundation's at the place before each. N may be 0.
+        Float targets come in fp32 or better, whatever the precision of the computation."""
         raise NotImplementedError
 
     def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:

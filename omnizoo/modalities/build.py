@@ -1,9 +1,15 @@
 """From a name in the config to a module: built-in encoders and decoders, or a class of the user's."""
 
+import traceback
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 from transformers import AutoConfig, PretrainedConfig
 
 from omnizoo.config.errors import UserError
@@ -21,12 +27,46 @@ BUILT_IN = {
         "flow": "omnizoo.modalities.flow:FlowHead",
     },
 }
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+RESERVED = ("config", "folder", "projector")  # given by other keys
+LARGEST = 2**31  # of the numbers that built-in parts take
+MOST_LAYERS = 10_000
+
+# What constructors raise for arguments that cannot be: of transformers, of torch, of a user's own class.
+BUILDING_ERRORS = (
+    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RuntimeError),
+    *(MemoryError, OSError, ImportError, StrictDataclassError),
+)
+
+
+def explain(error: BaseException) -> str:
+    """An error of somebody else's code in one line: what it says, and where it was raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, StrictDataclassError):  # its first line names a check, the second says what is wrong
+        return lines[-1] if lines else type(error).__name__
+    said = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{said} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else said
+
+
+def check_code(role: str, kind: str, key: str, allowed: Sequence[str]) -> None:
+    """Refuse to import what a folder names and the user does not allow; nothing is imported to find out."""
+    module, colon, _ = kind.partition(":")
+    if kind in BUILT_IN[role] or not colon:
+        return
+    if not any(module == name or module.startswith(f"{name}.") for name in allowed if name):
+        raise UserError(
+            f"{key}.kind: its config.json would have {kind} imported, which is code and not one of OmniZoo's own "
+            f"({', '.join(BUILT_IN[role])}); if you trust it, allow it: --allow-code {module} (in a config "
+            f"model.allow_code: [{module}], in Python allow_code=[{module!r}])"
+        )
 
 
 def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder | Decoder:
     """The encoder or decoder that `spec` (kind, options, config, folder, projector) describes; `key` is its name.
 
     What is built around a Hugging Face model also gets `config`, `folder` and `projector`, as far as they are given.
+    A class of the user's is imported: see `check_code` for a `spec` that is not the user's own.
     """
     kind = spec["kind"]
     target = BUILT_IN[role].get(kind, kind)
@@ -38,7 +78,7 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
         )
     try:
         cls = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except BUILDING_ERRORS as error:
         raise UserError(f"{key}.kind: cannot import {target}: {error}") from error
     contract: type[Encoder | Decoder] = Encoder if role == "encoder" else Decoder
     if not (isinstance(cls, type) and issubclass(cls, contract)):
@@ -46,13 +86,41 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
     given = {name: spec[name] for name in ("config", "folder", "projector") if spec.get(name) is not None}
     if "model_type" in given.get("config", {}):  # others are the class's own
         given["config"] = hf_config(given["config"], key)
-    given |= spec.get("options", {})
+    options = spec.get("options", {})
+    given |= options
     try:
         signature(cls).bind(width, **given)
     except TypeError as error:
         raise UserError(f"{key}: {target} does not take what it is given: {error}") from error
-    built: Encoder | Decoder = cls(width, **given)
+    _check_options(cls, options, f"{key}.options", is_built_in=kind in BUILT_IN[role])
+    try:
+        built: Encoder | Decoder = cls(width, **given)
+    except UserError as error:  # a part knows its role, and not whose it is
+        known = str(error).startswith((f"{role}.", f"{role}:", "projector."))
+        raise UserError(f"{key.removesuffix(role)}{error}" if known else f"{key}: {error}") from error
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}: {target} cannot be built from this: {explain(error)}") from error
     return built
+
+
+def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in: bool) -> None:
+    """Options against the types that the class declares; those of our own are sizes and rates, so above 0."""
+    hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+    for name, value in options.items():
+        if name in RESERVED:
+            raise UserError(f"{key}.{name}: is no option; it is a key of its own, next to options")
+        try:
+            TypeAdapter(hints.get(name, Any), config=STRICT).validate_python(value)
+        except ValidationError as error:
+            wanted = error.errors()[0]["msg"].lower()
+            raise UserError(f"{key}.{name} is {repr(value)[:60]}; {wanted}") from error
+        except PydanticUserError:  # a type of the user's own
+            continue
+        if not is_built_in or isinstance(value, bool):
+            continue
+        numbers = [value] if isinstance(value, int | float) else []
+        if any(number <= 0 or number > (MOST_LAYERS if name == "layers" else LARGEST) for number in numbers):
+            raise UserError(f"{key}.{name} is {value}; expected a number above 0 that a model can have")
 
 
 def hf_config(fields: dict[str, Any], key: str) -> PretrainedConfig:
@@ -61,6 +129,6 @@ def hf_config(fields: dict[str, Any], key: str) -> PretrainedConfig:
     model_type = rest.pop("model_type")
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **rest)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{key}.config: {str(error).splitlines()[0]}") from error
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}.config: {explain(error)}") from error
     return config

@@ -26,7 +26,7 @@ from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
 from omnizoo.modalities.codes import code_loss
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.media import Media
-from omnizoo.modalities.reading import optional, read_sound, sound_length
+from omnizoo.modalities.reading import SOUND_OPTIONS, optional, read_sound, sound_length
 
 
 class AudioCodec(Decoder):
@@ -34,6 +34,8 @@ class AudioCodec(Decoder):
 
     `max_seconds` is the longest sound that is taken or made.
     """
+
+    item_options = SOUND_OPTIONS
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
 from omnizoo.modalities.frozen import Diffusers, Frozen, read_settings
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.pixels import Array, PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
-from omnizoo.modalities.reading import picture_size
+from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
 
 Grid = tuple[int, int]
 
@@ -36,6 +36,8 @@ class ImageCodes(Decoder):
     `config` or `folder` say which tokeniser: a HF VQ model saved alone (`model.vqmodel.save_pretrained(...)`), a VQ
     model of diffusers, or what `save_patch_codebook` wrote. `size` is height and width of all pictures.
     """
+
+    item_options = PICTURE_OPTIONS
 
     def __init__(
         self,
@@ -242,18 +244,18 @@ class PatchTokenizer(Tokenizer):
         self.patch, self.codes, self.channels = config["patch"], config["codes"], config["channels"]
         self.size, self.grid = _sizes(size or config["size"], self.patch)
         self.register_buffer("codebook", torch.empty(self.codes, self.patch**2 * self.channels))
-        self.reset_parameters()
+        nn.init.uniform_(self.codebook)
+        if not self.codebook.is_meta:
+            self.load_state_dict(self.stored(), strict=False)
 
-    def reset_parameters(self) -> None:
-        """Read from the folder; without one a random codebook."""
+    def stored(self) -> dict[str, torch.Tensor]:
         if self.folder is None:
-            nn.init.uniform_(self.codebook)
-        elif not self.codebook.is_meta:
-            try:
-                stored = load_file(Path(self.folder) / "codebook.safetensors")["codebook"]
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"decoder.path: no codebook in {self.folder}: {error}") from error
-            self.codebook.copy_(torch.from_numpy(stored))
+            return {}
+        try:
+            stored = load_file(Path(self.folder) / "codebook.safetensors")["codebook"]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"decoder.path: no codebook in {self.folder}: {error}") from error
+        return {"codebook": torch.from_numpy(stored)}
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         patches = to_patches((pixels.to(self.codebook) / 255).movedim(0, -1), self.patch)

@@ -19,7 +19,7 @@ from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
 from omnizoo.modalities.frozen import Diffusers, diffusers_package, read_settings
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.pixels import PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
-from omnizoo.modalities.reading import picture_size
+from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
 
 SOLVERS = ("euler", "heun")
 Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,6 +32,8 @@ class FlowHead(Decoder):
     `folder` or `config`: an autoencoder of diffusers whose latents are the data. `solver`: `euler`, `heun`, or the name
     of a flow-matching scheduler of diffusers, with that many `steps`.
     """
+
+    item_options = PICTURE_OPTIONS
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class FlowHead(Decoder):
             self.autoencoder = Autoencoder(config) if config else Autoencoder(read_settings(folder), folder)
             cell = patch * self.autoencoder.factor
         self.series = len(self.size) == 1
-        if len(self.size) > 2 or any(side <= 0 or side % cell for side in self.size):
+        if len(self.size) not in (1, 2) or any(side <= 0 or side % cell for side in self.size):
             raise UserError(f"decoder.size: {size}: a picture or a series that patches of {cell} fill was expected")
         if self.series and self.autoencoder:
             raise UserError(f"decoder.size: {size} is a series, but the autoencoder is for pictures")
@@ -236,8 +238,9 @@ def _solve_by_diffusers(velocity: Velocity, noise: torch.Tensor, name: str, step
 
 
 def _scheduler(name: str) -> Any:
-    scheduler = getattr(diffusers_package(name), name, None)
-    if scheduler is None:
+    package = diffusers_package(name)
+    scheduler = getattr(package, name, None)
+    if not (isinstance(scheduler, type) and issubclass(scheduler, package.SchedulerMixin)):
         raise UserError(f"decoder.solver: `{name}` is neither {', '.join(SOLVERS)} nor a scheduler of diffusers")
     return scheduler()
 

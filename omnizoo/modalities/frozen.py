@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 
 
 class Frozen(nn.Module):
@@ -27,6 +27,10 @@ class Frozen(nn.Module):
     def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Weights that it reads from a folder of its own, by name."""
+        return {}
+
     @property
     def like(self) -> torch.Tensor:
         """An empty tensor with the dtype and device of its weights."""
@@ -38,16 +42,21 @@ class Diffusers(Frozen):
     """A model of diffusers, from its `config` (as in config.json) or its folder; random weights without a folder."""
 
     def __init__(self, config: Mapping[str, Any], folder: str | None) -> None:
-        model_class = getattr(diffusers_package(config["_class_name"]), config["_class_name"], None)
-        if model_class is None:
-            raise UserError(f"decoder: this diffusers has no `{config['_class_name']}`; see _class_name in config.json")
-        super().__init__(model_class.from_config(dict(config)))
+        package = diffusers_package(config["_class_name"])
+        model_class = getattr(package, str(config["_class_name"]), None)
+        if not (isinstance(model_class, type) and issubclass(model_class, package.ModelMixin)):
+            raise UserError(
+                f"decoder: this diffusers has no model `{config['_class_name']}`; see _class_name in config.json"
+            )
+        build: Any = model_class
+        super().__init__(build.from_config(dict(config)))
         self.folder = folder
-        self.reset_parameters()
+        if not self.like.is_meta:  # where there is no memory yet, weights are asked for later
+            self.load_state_dict(self.stored(), strict=False)
 
-    def reset_parameters(self) -> None:
-        if self.folder is None or self.like.is_meta:
-            return
+    def stored(self) -> dict[str, torch.Tensor]:
+        if self.folder is None:
+            return {}
         try:  # by diffusers' own loader, which knows older names of weights
             stored, info = type(self.model).from_pretrained(
                 self.folder,
@@ -57,12 +66,10 @@ class Diffusers(Frozen):
                 output_loading_info=True,
             )
         except OSError as error:
-            raise UserError(f"decoder.path: cannot load {self.folder}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"decoder.path: cannot load {self.folder}: {first_line(error)}") from error
         if info["missing_keys"]:
             raise UserError(f"decoder.path: {self.folder} lacks weights of its model: {info['missing_keys'][:3]}")
-        with torch.no_grad():
-            for mine, theirs in zip(self.model.state_dict().values(), stored.state_dict().values(), strict=True):
-                mine.copy_(theirs)
+        return {f"model.{name}": tensor for name, tensor in stored.state_dict().items()}
 
 
 def diffusers_package(wanted: str) -> Any:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.projector import Grid, build_projector
-from omnizoo.modalities.reading import picture_size, pixels, read_picture
+from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size, pixels, read_picture
 from omnizoo.modalities.tower import Work, preprocessor_settings, takes, tower_skeleton
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ class Look:
     std: Sequence[float]
     resample: int  # Pillow's number of the filter
     channels: int
+
+    def __post_init__(self) -> None:
+        if not all(value > 0 for value in self.std):
+            raise UserError(f"encoder.std: {list(self.std)}: numbers above 0 were expected")
 
     def resize(self, image: "Image", height: int, width: int) -> "Image":
         return image.resize((width, height), self.resample)
@@ -81,7 +85,7 @@ class FixedSize:
             with torch.no_grad():
                 seen = self._see(skeleton, torch.zeros(1, look.channels, *size, device="meta"))
         except (ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise UserError(f"encoder.image_size: the tower cannot take pictures of {list(size)}: {reason}") from error
         self.width = seen.shape[-1]
         patch = getattr(skeleton.config, "patch_size", None)
@@ -239,6 +243,7 @@ class VisionEncoder(Encoder):
     the others; `mean` and `std`. What is not given comes from the folder's preprocessor config.
     """
 
+    item_options = PICTURE_OPTIONS
     has_times = False  # of frames, to be embedded
 
     def __init__(

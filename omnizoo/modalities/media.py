@@ -2,6 +2,7 @@
 
 import io
 import mimetypes
+import stat
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +20,17 @@ for suffix, kind in {
     mimetypes.add_type(kind, suffix)
 
 
+WELL_KNOWN = ("image", "audio", "video")  # what datasets call media, whether or not a model reads them
+
+
 class BadMedia(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
     """An item that cannot be used; the message is the reason. Whoever reads the row adds where it is."""
+
+
+def kind_of_file(mode: int) -> str:
+    """What is no regular file, in words."""
+    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return names.get(stat.S_IFMT(mode), "a device")
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,10 @@ class Media:
         if not isinstance(self.value, Path):
             raise BadMedia(f"{self.name}: a path or encoded bytes were expected")
         try:
-            if self.value.stat().st_size == 0:
+            about = self.value.stat()
+            if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer, and a device may never end
+                raise BadMedia(f"{self.name} is {kind_of_file(about.st_mode)}, not a file")
+            if about.st_size == 0:
                 raise BadMedia(f"{self.name} is empty")
             return open(self.value, "rb")
         except OSError as error:

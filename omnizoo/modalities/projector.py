@@ -15,6 +15,7 @@ from torch import nn
 from omnizoo.config.errors import UserError
 
 Grid = tuple[int, ...]
+MOST = 2**16  # neighbours, rows or heads
 
 
 class Projector(nn.Module):
@@ -163,8 +164,8 @@ def build_projector(
     for name, value in options.items():
         if name not in takes:
             raise UserError(f"projector.{name}: {kind} takes {', '.join(sorted(takes)) or 'no options'}")
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"projector.{name}: {value!r} is not a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+            raise UserError(f"projector.{name}: {value!r} is not an integer from 1 to {MOST}")
     if kind == "pixel_shuffle":
         options["dimensions"] = dimensions
     return KINDS[kind](width_in, width_out, times, **options)

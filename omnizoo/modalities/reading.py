@@ -5,12 +5,13 @@ Media come from anywhere, so whatever a parser trips over becomes a `BadMedia` t
 
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 1 << 26  # of one picture or frame: 8192 x 8192, looked at before anything is decoded
+MOST_CLIP_PIXELS = 1 << 36  # of all frames decoded for one clip: 33,000 of 1920 x 1080
+MOST_CHANNELS = 64  # of sound
+SOUND_BLOCK = 1 << 20  # samples decoded at once: memory follows what a file has, not what its header promises
 SAMPLE_RATES = range(1_000, 400_000)  # outside of it a header is broken, or made to exhaust memory
+
+DEFLATE_RATIO = 1032  # bytes that one byte of deflate can stand for, at the very most
+PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 # No format that runs another program (PostScript) or opens other files (playlists).
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
+# What is read of `Media.options`, for each kind.
+PICTURE_OPTIONS: tuple[str, ...] = ()
+SOUND_OPTIONS = ("start", "end", "sampling_rate")
+CLIP_OPTIONS = ("start", "end", "fps")
 VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,flv,mpeg,mpegts,gif,ogg,asf"
 
 
@@ -68,7 +81,11 @@ def read_picture(media: Media, channels: int = 3) -> "Image":
     upright |= {5: transpose.TRANSPOSE, 6: transpose.ROTATE_270, 7: transpose.TRANSVERSE, 8: transpose.ROTATE_90}
     with _picture(media) as (image, orientation):
         image.load()
-        if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, not scale them
+        if image.format == "PNG":
+            _check_png_rows(media, image)
+        if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
+            raise BadMedia(f"{media.name}: pixels of 32 bits have no known range; store it with 8 or 16 bits")
+        if image.mode.startswith("I"):  # Pillow would clip 16 bits to 8, not scale them
             image = optional("PIL.Image").fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image = image.convert("L" if channels == 1 else "RGB")
         return image.transpose(upright[orientation]) if orientation in upright else image
@@ -88,13 +105,60 @@ def _picture(media: Media) -> Iterator[tuple["Image", int]]:
         if isinstance(media.value, library.Image):
             image = media.value
         elif isinstance(media.value, Path | bytes):
-            image = stack.enter_context(library.open(stack.enter_context(media.open()), formats=PICTURE_FORMATS))
+            raw = stack.enter_context(media.open())
+            image = stack.enter_context(library.open(raw, formats=PICTURE_FORMATS))
+            _check_promise(media, image, raw)
         else:
             image = library.fromarray(_picture_array(media))
         _check_pixels(media, image.height, image.width)
         # Pillow decodes a PNG to look for EXIF behind its pixels; what is there stays unused, here and in decoding.
         known = image.format != "PNG" or "exif" in image.info
         yield image, int(image.getexif().get(0x0112, 1)) if known else 1
+
+
+def _check_promise(media: Media, image: "Image", raw: BinaryIO) -> None:
+    """A header may promise what its few bytes cannot hold: to decode that takes long, and gives mostly black."""
+    place = raw.tell()
+    there = raw.seek(0, 2)
+    raw.seek(place)
+    if image.format == "PNG":
+        is_short = _png_bytes(raw) > DEFLATE_RATIO * there
+        raw.seek(place)
+    else:  # of a JPEG every square of 8 x 8 pixels takes a bit
+        is_short = image.format == "JPEG" and image.height * image.width // 64 > 8 * there
+    if is_short:
+        raise BadMedia(f"{media.name}: {image.width} x {image.height} pixels cannot be in {there} bytes: truncated")
+
+
+def _png_bytes(raw: BinaryIO) -> int:
+    """Of the pixels of a PNG, once they are inflated."""
+    raw.seek(16)
+    head = raw.read(13)
+    width, height = int.from_bytes(head[:4]), int.from_bytes(head[4:8])
+    bits = head[8] * PNG_CHANNELS[head[9]]
+    passes = ADAM7 if head[12] else ((0, 0, 1, 1),)
+    sizes = [(-(-(width - x) // dx), -(-(height - y) // dy)) for x, y, dx, dy in passes]
+    return sum(h * (1 + -(-w * bits // 8)) for w, h in sizes if w > 0 and h > 0)
+
+
+def _check_png_rows(media: Media, image: "Image") -> None:
+    """Pillow leaves rows black that a PNG does not have, if its data end in good order. A last row that is not all zero
+    has been read; otherwise what is there is inflated once more, to be counted.
+    """
+    last = image.crop((0, image.height - 1, image.width, image.height))
+    if last.getbbox() is not None and not image.info.get("interlace"):
+        return
+    with media.open() as raw:
+        promised = missing = _png_bytes(raw)
+        inflate = zlib.decompressobj()
+        raw.seek(8)
+        while missing > 0 and not inflate.eof and len(head := raw.read(8)) == 8:
+            chunk = raw.read(int.from_bytes(head[:4]) + 4)[:-4]
+            while head[4:] == b"IDAT" and chunk and missing > 0:
+                missing -= len(inflate.decompress(chunk, 1 << 20))
+                chunk = inflate.unconsumed_tail
+    if missing > 0:
+        raise BadMedia(f"{media.name}: {promised - missing} of {promised} bytes of its pixels are there: truncated")
 
 
 def _picture_array(media: Media) -> npt.NDArray[np.uint8]:
@@ -160,9 +224,7 @@ def read_sound(media: Media, sample_rate: int, max_seconds: float = math.inf) ->
             first, last = _sound_clip(media, file.frames, rate, max_seconds)
             if first:
                 file.seek(first)
-            wave = file.read(last - first, dtype="float32", always_2d=True).mean(1)
-            if len(wave) < last - first:
-                raise BadMedia(f"{media.name}: ends after {(first + len(wave)) / rate:.2f} s: truncated")
+            wave = _read_samples(media, file, first, last)
     else:
         wave, rate = _sound_array(media, sample_rate)
         first, last = _sound_clip(media, len(wave), rate, max_seconds)
@@ -172,20 +234,45 @@ def read_sound(media: Media, sample_rate: int, max_seconds: float = math.inf) ->
     return resample(wave, rate, sample_rate)
 
 
+def _read_samples(media: Media, file: Any, first: int, last: int) -> npt.NDArray[np.float32]:
+    blocks: list[npt.NDArray[np.float32]] = []
+    at = first
+    while at < last:
+        block = file.read(min(SOUND_BLOCK, last - at), dtype="float32", always_2d=True)
+        if not len(block):
+            raise BadMedia(f"{media.name}: ends after {at / file.samplerate:.2f} s: truncated")
+        blocks.append(block.mean(1))
+        at += len(block)
+    return np.concatenate(blocks)
+
+
 @contextmanager
 def _sound_file(media: Media) -> Iterator[Any]:
     library = optional("soundfile")
     with parsing(media), media.open() as raw:
-        # libsndfile takes a cut WAV for a shorter one; the size in its header tells (0 and all ones: streamed).
-        head = raw.read(8)
-        promised = int.from_bytes(head[4:], "little")
-        there = raw.seek(0, 2)
-        if head[:4] == b"RIFF" and 0 < promised < 0x7FFFFFFF and there < promised:
-            raise BadMedia(f"{media.name}: {there} of {promised + 8} bytes: truncated")
-        raw.seek(0)
+        _check_length(media, raw)
         with library.SoundFile(raw) as file:
             _check_rate(media, file.samplerate)
+            _check_promised_samples(media, file, raw)
+            if file.channels > MOST_CHANNELS:
+                raise BadMedia(f"{media.name}: {file.channels} channels, more than the {MOST_CHANNELS} that are read")
             yield file
+
+
+def _check_promised_samples(media: Media, file: Any, raw: BinaryIO) -> None:
+    """libsndfile takes what is cut for something shorter, and only its log tells (0 and all ones: streamed)."""
+    if file.format not in SOUND_FORMATS:
+        raise BadMedia(f"{media.name}: {file.format} is none of the formats that are read: {', '.join(SOUND_FORMATS)}")
+    for promised, there in re.findall(r": (\d+) \(should be (\d+)\)", file.extra_info):
+        if int(there) + 8 < int(promised) < 0x7FFFFFFF:  # some writers count their header, or do not
+            raise BadMedia(f"{media.name}: {there} of {promised} bytes: truncated")
+    if file.format == "NIST":
+        place = raw.tell()
+        raw.seek(0)
+        found = re.search(rb"sample_count -i (\d+)", raw.read(1024))
+        raw.seek(place)
+        if found and int(found[1]) > file.frames:
+            raise BadMedia(f"{media.name}: {file.frames} of {int(found[1])} samples: truncated")
 
 
 def _sound_array(media: Media, sample_rate: int) -> tuple[npt.NDArray[np.float32], int]:
@@ -198,6 +285,8 @@ def _sound_array(media: Media, sample_rate: int) -> tuple[npt.NDArray[np.float32
     _check_rate(media, rate)
     with parsing(media):
         wave = np.asarray(value)
+        if wave.size == 0:
+            raise BadMedia(f"{media.name}: has no samples")
         if wave.dtype == np.int16:
             wave = wave / 32768
         if wave.ndim == 2:
@@ -245,6 +334,24 @@ def resample(wave: npt.NDArray[np.float32], rate: int, new_rate: int) -> npt.NDA
     return out.astype(np.float32)
 
 
+def _check_length(media: Media, raw: BinaryIO) -> None:
+    """Parsers take a cut WAV, AVI or Matroska file for a shorter one; the size in its header tells."""
+    head = raw.read(64)
+    there = raw.seek(0, 2)
+    raw.seek(0)
+    promised, least = 0, 0  # bytes; some writers of RIFF count 8 too many
+    if head[:4] == b"RIFF" and int.from_bytes(head[4:8], "little") < 0x7FFFFFFF:  # all ones, as 0: streamed
+        least = int.from_bytes(head[4:8], "little")
+        promised = least + 8
+    elif head[:4] == b"\x1a\x45\xdf\xa3" and (at := head.find(b"\x18\x53\x80\x67")) > 0:  # EBML, and its segment
+        size = head[at + 4 : at + 12]
+        length = 9 - size[0].bit_length() if size else 9  # of the number that is the size: its leading zeros say
+        if length <= len(size) and (value := int.from_bytes(size[:length]) - (1 << 7 * length)) + 1 < 1 << 7 * length:
+            promised = least = at + 4 + length + value
+    if there < least:
+        raise BadMedia(f"{media.name}: {there} of {promised} bytes: truncated")
+
+
 # Video
 
 
@@ -262,10 +369,10 @@ def video_size(media: Media, fps: float, max_seconds: float = math.inf) -> tuple
         return end - begin, *picture_size(frames[0])
     with _video_file(media) as (container, stream):
         begin, end = _clip(media, _seconds(media, container, stream), max_seconds)
-        height, width = stream.codec_context.height, stream.codec_context.width
         first = next(container.decode(stream), None)  # only frames tell how a phone was held
         if first is None:
             raise BadMedia(f"{media.name}: has no frames")
+        height, width = first.height, first.width
         return end - begin, *((width, height) if first.rotation % 180 else (height, width))
 
 
@@ -297,15 +404,16 @@ def _frames_given(media: Media, fps: float) -> tuple[list[Media], float]:
 @contextmanager
 def _video_file(media: Media) -> Iterator[tuple[Any, Any]]:
     library = optional("av")
-    with (
-        parsing(media),
-        media.open() as raw,
-        library.open(raw, options={"format_whitelist": VIDEO_FORMATS}) as container,
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(parsing(media))
+        raw = stack.enter_context(media.open())
+        _check_length(media, raw)
+        container = stack.enter_context(library.open(raw, options={"format_whitelist": VIDEO_FORMATS}))
         if not container.streams.video:
             raise BadMedia(f"{media.name}: has no video in it")
         stream = container.streams.video[0]
         _check_pixels(media, stream.codec_context.height, stream.codec_context.width)
+        stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # frames may differ from the header
         yield container, stream
 
 
@@ -327,6 +435,7 @@ def _frames_at(media: Media, container: Any, stream: Any, times: Sequence[float]
     times = [time + 1e-6 for time in times]  # one that is meant to be a frame's own may have been rounded down
     images: list[Image] = []
     on_show = taken = None
+    decoded = 0  # pixels
 
     def take(frame: Any) -> None:
         nonlocal taken
@@ -336,8 +445,11 @@ def _frames_at(media: Media, container: Any, stream: Any, times: Sequence[float]
         taken = frame
 
     def decode(packet: Any) -> None:
-        nonlocal on_show
+        nonlocal on_show, decoded
         for frame in codec.decode(packet):
+            decoded += frame.height * frame.width
+            if decoded > MOST_CLIP_PIXELS:
+                raise BadMedia(f"{media.name}: more than the {MOST_CLIP_PIXELS:,} pixels that are decoded for one clip")
             while len(images) < len(times) and times[len(images)] < (frame.pts - begin) * tick:
                 take(on_show or frame)
             on_show = frame

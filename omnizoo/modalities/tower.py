@@ -32,8 +32,9 @@ def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrained
     with torch.device("meta"):
         try:
             whole = AutoModel.from_config(config, dtype=torch.float32)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"encoder.config: `{config.model_type}`: {str(error).splitlines()[0]}") from error
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"encoder.config: `{config.model_type}`: {reason}") from error
         tower = whole.get_encoder(modality)
         if tower is whole and config.is_encoder_decoder:
             tower = whole.get_encoder()

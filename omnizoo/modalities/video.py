@@ -13,7 +13,7 @@ from omnizoo.modalities.base import Inputs, Size
 from omnizoo.modalities.image import PatchGrid, VisionEncoder, thumbnail
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.projector import Grid
-from omnizoo.modalities.reading import read_frames, sample_times, video_size
+from omnizoo.modalities.reading import CLIP_OPTIONS, read_frames, sample_times, video_size
 
 FEATURES_PER_FRAME = 256
 
@@ -23,6 +23,8 @@ class VideoEncoder(VisionEncoder):
     clip); `max_seconds`, above which a clip is refused; `times`, to write the times of frames between them as text;
     `time_embedding`, to add an embedding of the time to their rows.
     """
+
+    item_options = CLIP_OPTIONS
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 No mask function goes with the name, so models build no mask. What attention needs to know of the pack travels through
 the model's own keyword arguments: its boundaries as `cu_seq_lens_q`, or, where its tokens are spread over ranks, the
-function `attend` that reaches across them. A model that loses them on the way is an error, not a leak.
+function `attend` that reaches across them. Some models lose them on the way: `carry_pack` leaves a copy where attention
+finds it. Without either it is an error, not a leak.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from omnizoo.config.errors import UserError
 from omnizoo.models.hf_private import PACKED
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
 
@@ -30,24 +32,44 @@ def packed(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     if attention_mask is not None or kwargs.get("position_bias") is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} brings a mask or bias of its own, which packed attention does not take; "
+        raise UserError(
+            f"model: {type(module).__name__} brings a mask or bias of its own, which packed attention does not take; "
             "set model.attention to `sdpa` or `eager` for this model"
         )
+    if not kwargs.keys() & {"attend", "cu_seq_lens_q"}:
+        kwargs |= getattr(module, "pack_carried", {})
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     pattern = Pattern(causal, scaling, sliding_window, softcap, s_aux, dropout)
     if "attend" in kwargs:  # sequence parallel: the tokens of a pack are spread over ranks
-        return kwargs["attend"](query, key, value, pattern), None
+        return kwargs["attend"](query, key, value, pattern).contiguous(), None
     if "cu_seq_lens_q" not in kwargs:
-        raise RuntimeError(
-            f"{type(module).__name__} did not pass the sample boundaries on to attention: the samples of a pack would "
-            "see each other; set model.attention to `sdpa` or `eager` for this model"
+        raise UserError(
+            f"model: {type(module).__name__} did not pass the sample boundaries on to attention: the samples of a pack "
+            "would see each other; hand the keyword arguments of forward on, or use another model"
         )
     boundaries = Boundaries(kwargs["cu_seq_lens_q"], kwargs["max_length_q"])
-    return packed_attention(query, key, value, boundaries, pattern), None
+    # Some models call `view` on what comes back, as transformers' own functions allow them to.
+    return packed_attention(query, key, value, boundaries, pattern).contiguous(), None
 
 
 AttentionInterface.register(PACKED, packed)
+
+
+def carry_pack(model: nn.Module) -> None:
+    """Keep what tells samples apart within reach of `model`'s attention, for models whose blocks do not hand it on.
+
+    It stays until the next forward pass: a block that is recomputed in backward needs it again.
+    """
+    carried: dict[str, Any] = {}
+
+    def keep(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        carried.clear()
+        carried.update((key, kwargs[key]) for key in ("attend", "cu_seq_lens_q", "max_length_q") if key in kwargs)
+
+    for module in model.modules():
+        if module is not model:
+            module.pack_carried = carried  # type: ignore[assignment]
+    model.register_forward_pre_hook(keep, with_kwargs=True)
 
 
 def attend(

@@ -8,37 +8,52 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
+from omnizoo.modalities.build import BUILDING_ERRORS, explain
+from omnizoo.models.artefact import check_settings, read_json
+from omnizoo.models.attention import carry_pack
+from omnizoo.models.fields import check_numbers, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
 
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 
 
-def build_model(model: Model, precision: str) -> nn.Module:
-    """The causal language model of `model`, on meta, in the dtype of the master weights of `precision`.
+def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module:
+    """The causal language model of `model`, on meta for a run, in the dtype of the master weights of `precision`.
 
     Its attention keeps the samples of a pack apart. A module of the user's own (`model.module`) is called as Hugging
     Face models are, and has to hand its keyword arguments on to `omnizoo.attend`.
     """
     if model.module is not None:
-        with torch.device("meta"):
+        with torch.device(device):
             return _own_module(model).to(MASTER_DTYPE[precision])
-    config = read_model_config(model)
+    built = build_from(read_model_config(model), model, precision, device)
+    folder = model.path or model.config
+    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
+        built.generation_config = read_generation_config(Path(folder))
+    return built
+
+
+def build_from(config: PretrainedConfig, model: Model, precision: str, device: str) -> PreTrainedModel:
+    """The model of `config`, which is that of `model` or one made from it."""
     key = "model.foundation" if model.foundation else "model.path" if model.path else "model.config"
     builder = auto_class(config, model.trust_remote_code)
     if builder is None:
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
-    _refuse_state_across_tokens(config, key)
-    with torch.device("meta"):
-        built = builder.from_config(config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code)
+    refuse_state_across_tokens(config, key)
+    try:
+        with torch.device(device):
+            built = builder.from_config(
+                config, dtype=MASTER_DTYPE[precision], trust_remote_code=model.trust_remote_code
+            )
+    except UserError:
+        raise
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
-    folder = model.path or model.config
-    if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
-        built.generation_config = GenerationConfig.from_pretrained(folder)
     _set_attention(language_model(built), model.attention)
     return built
 
@@ -48,11 +63,17 @@ def _own_module(model: Model) -> nn.Module:
     assert isinstance(model.config, dict)
     path, _, name = model.module.partition(":")
     try:
-        built = getattr(import_module(path), name)(**model.config)
-    except (ImportError, AttributeError) as error:
+        builder = getattr(import_module(path), name)
+    except BUILDING_ERRORS as error:
         raise UserError(f"model.module: cannot import {model.module}: {error}") from error
+    try:
+        built = builder(**model.config)
     except TypeError as error:
         raise UserError(f"model.module: {model.module} does not take the arguments in model.config: {error}") from error
+    except UserError:
+        raise
+    except BUILDING_ERRORS as error:
+        raise UserError(f"model.module: {model.module} fails: {explain(error)}") from error
     if not isinstance(built, nn.Module):
         raise UserError(f"model.module: {model.module} gave a {type(built).__name__}, not a torch.nn.Module")
     return built
@@ -62,6 +83,9 @@ def read_model_config(model: Model) -> Any:
     """The HF config of the model that `model` describes."""
     if model.foundation is None:
         config = _read_config(model, "model", model.trust_remote_code)
+        if isinstance(config, OmniConfig):
+            config.allow_code = tuple(model.allow_code)
+            list(config.parts())  # refused before anything else of the folder is looked at
         if model.part is None:
             return config
         if not isinstance(part := getattr(config, model.part, None), PretrainedConfig):
@@ -70,7 +94,9 @@ def read_model_config(model: Model) -> Any:
         return part
     foundation = _read_config(model.foundation, "model.foundation", model.trust_remote_code)
     modalities = {name: _describe(name, modality) for name, modality in model.modalities.items()}
-    return OmniConfig(foundation=foundation, modalities=modalities)
+    composed = OmniConfig(foundation=foundation, modalities=modalities)
+    composed.is_own = True
+    return composed
 
 
 def _describe(name: str, modality: Modality) -> dict[str, Any]:
@@ -80,16 +106,17 @@ def _describe(name: str, modality: Modality) -> dict[str, Any]:
     described: dict[str, Any] = {"marks": {role: marks[role] or default for role, default in defaults.items()}}
     for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder)):
         if part is not None:
-            described[role] = _describe_part(part, modality.projector if role == "encoder" else None)
+            projector = modality.projector if role == "encoder" else None
+            described[role] = _describe_part(part, projector, f"model.modalities.{name}.{role}")
     return described
 
 
-def _describe_part(part: EncoderPart, projector: Projector | None) -> dict[str, Any]:
+def _describe_part(part: EncoderPart, projector: Projector | None, key: str) -> dict[str, Any]:
     folder = part.path or (part.config if isinstance(part.config, str) else None)
     config = None
     if isinstance(part.config, dict) or (folder and (Path(folder) / "config.json").is_file()):
         try:
-            config = _read_config(part, "config of an encoder or decoder", trust_remote_code=False).to_dict()
+            config = _read_config(part, key, trust_remote_code=False).to_dict()
         except UserError:
             if part.config is not None:
                 raise
@@ -101,26 +128,37 @@ def _describe_part(part: EncoderPart, projector: Projector | None) -> dict[str, 
         "config": config,
         "folder": folder and str(Path(folder).resolve()),
     }
-    return spec | {"projector": {"kind": projector.kind, **projector.options} if projector else None}
+    return spec | {"projector": {**projector.options, "kind": projector.kind} if projector else None}
 
 
 def _read_config(model: Model | Part, section: str, trust_remote_code: bool) -> Any:
     """The HF config of `path` or `config` (folder or inline mapping)."""
     if isinstance(model.config, dict):
-        fields = dict(model.config)
-        model_type = fields.pop("model_type")
-        try:
-            return AutoConfig.for_model(model_type, **fields)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{section}.config: {str(error).splitlines()[0]}") from error
+        return config_of(model.config, f"{section}.config")
     key, folder = (f"{section}.path", model.path) if model.path else (f"{section}.config", model.config)
     assert isinstance(folder, str)
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"{key}: {folder} is not a Hugging Face model folder (no config.json in it)")
+    settings = check_settings(Path(folder), trust_remote_code, key)
+    if not isinstance(settings.get("model_type"), str) and not trust_remote_code:
+        raise UserError(f"{key}: {folder}/config.json has no `model_type`")
+    check_numbers(settings, f"{key}: {folder}/config.json")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: cannot read {folder}/config.json: {str(error).splitlines()[0]}") from error
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except UserError as error:
+        raise UserError(f"{key}: {folder}/config.json: {error}") from error
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}: cannot read {folder}/config.json: {explain(error)}") from error
+    check_shape(config, key)
+    return config
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    read_json(folder / "generation_config.json")
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except BUILDING_ERRORS as error:
+        raise UserError(f"cannot read {folder}/generation_config.json: {explain(error)}") from error
 
 
 def tokenizer_folder(model: Model) -> str | None:
@@ -135,12 +173,18 @@ def load_tokenizer(model: Model) -> Any:
         raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
         raise UserError(f"model.tokenizer: {folder} is not a folder")
+    if model.tokenizer is None:
+        read_model_config(model)  # AutoTokenizer reads it too, and would blame the tokenizer for what is wrong with it
+    check_settings(Path(folder), model.trust_remote_code, "model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.tokenizer: no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # the tokenizers library raises `Exception` itself for what it cannot read
+        raise UserError(f"model.tokenizer: no tokenizer in {folder}: {explain(error)}") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        # where there is no file, transformers makes an empty tokenizer of the family without a word
+        raise UserError(f"model.tokenizer: no tokenizer in {folder}: it has no vocabulary (a tokenizer.json, say)")
     if model.foundation is not None:
         marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]
         tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
@@ -160,10 +204,15 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def _refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
+def refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
     """Recurrent and linear-attention layers carry state from one packed sample into the next."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or [])
-    carried = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise UserError(f"{key}: `{config.model_type}` is no single language model: {error}") from error
+    kinds = set(getattr(text, "layer_types", None) or [])
+    stateless = {kind for kind in kinds if "attention" in kind and "linear" not in kind} | {"mlp", "moe"}
+    carried = sorted(kinds - stateless)
     if carried:
         raise UserError(
             f"{key}: `{config.model_type}` has {', '.join(carried)} layers, which carry state across packed samples; "
@@ -175,8 +224,8 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     if name != "auto":
         try:
             model.set_attn_implementation(name)
-        except (ValueError, ImportError) as error:
-            raise UserError(f"model.attention: `{name}` does not work here: {str(error).splitlines()[0]}") from error
+        except BUILDING_ERRORS as error:
+            raise UserError(f"model.attention: `{name}` does not work here: {explain(error)}") from error
         return
     if not uses_attention_interface(model) or carries_state(model):
         raise UserError(
@@ -184,3 +233,4 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
             "cannot be kept apart; use a family that does"
         )
     model.set_attn_implementation(PACKED)
+    carry_pack(model)

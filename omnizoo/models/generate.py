@@ -100,6 +100,8 @@ def generate(
     stops = {*stop, tokenizer.eos_token_id}
     pieces: list[Piece] = []
     for _ in range(max_tokens):
+        if not torch.isfinite(conversation.logits).all():
+            raise UserError("the model's logits are not finite: its weights are damaged, or training diverged")
         conversation.logits[never] = -torch.inf
         token = int(sampling.draw(conversation.logits[None])[0])
         if token in stops:

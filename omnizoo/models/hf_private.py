@@ -6,9 +6,11 @@ buffers that packing must not have.
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -16,10 +18,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
+from transformers.initialization import TORCH_INIT_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
-
-from omnizoo.config.errors import UserError
 
 PACKED = "packed"  # the name of our attention in transformers' interface
 
@@ -58,29 +59,17 @@ def carries_state(model: PreTrainedModel) -> bool:
     return bool(model._is_stateful)
 
 
-def init_module(owner: PreTrainedModel | None, module: nn.Module) -> None:
-    """Draw the weights of `module` (not of its children) by the rules of the HF model it belongs to.
+@contextmanager
+def rules_on_meta() -> Iterator[None]:
+    """Let models built on meta apply their rules for initial weights, which transformers leaves out there."""
 
-    A module that belongs to none says itself how: `reset_parameters()`, as all of torch's own modules have.
-    """
-    if owner is not None:
-        owner._init_weights(module)
-    elif callable(reset := getattr(module, "reset_parameters", None)):
-        reset()
-    elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
-        raise UserError(f"model.module: {type(module).__name__} has weights of its own: give it `reset_parameters()`")
+    def init_weights(self: PreTrainedModel) -> None:
+        self.initialize_weights()
+        self.tie_weights(recompute_mapping=False)
 
-
-def modules_children_first(model: nn.Module) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
-    """Modules in the order transformers initialises them, each with the HF (sub-)model whose rules apply to it."""
-
-    def walk(module: nn.Module, owner: PreTrainedModel | None) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        for child in module.children():
-            yield from walk(child, owner)
-        yield module, owner
-
-    return walk(model, None)
+    current = {name: getattr(nn.init, name) for name in TORCH_INIT_FUNCTIONS if hasattr(nn.init, name)}
+    with patch.object(PreTrainedModel, "init_weights", init_weights), patch.dict(TORCH_INIT_FUNCTIONS, current):
+        yield
 
 
 @dataclass(frozen=True)

@@ -1,66 +1,57 @@
-"""Initial weights as a stream of whole tensors, each a function of (seed, module name) alone.
+"""Initial weights as a stream of whole tensors, the same on every rank and in every layout.
 
-The model's own rules draw them, one unit of the model in memory at a time, with the generator reseeded per module: so
-every layout and every rank sees the same values, and no rank ever holds the whole model.
+The model is built once more on meta, with a recording of all that its constructor and its own rules do to tensors; each
+tensor is then made by itself. So no rank ever holds the whole model, and every tensor is what the model's authors say:
+drawn by their rule, or set by their constructor. One that nobody sets is refused by its name.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
-from omnizoo.models.hf_private import init_module, modules_children_first
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.frozen import Frozen
+from omnizoo.models.hf_private import rules_on_meta
+from omnizoo.models.recording import NotSetError, Recording, recording
 
 
 def initial_weights(
-    skeleton: nn.Module, units: Sequence[str], seed: int, wanted: set[str]
+    construct: Callable[[], nn.Module], seed: int, wanted: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the `wanted` parameters and buffers of `skeleton`, a model on meta that is never sharded.
+    """(name, tensor) of the `wanted` parameters and buffers of the model that `construct` builds on meta.
 
-    `units` names the modules to have in memory one at a time (the blocks); the rest of the model is the last unit.
-    A unit is drawn whole, since some modules rescale what their children drew.
+    Drawn in fp32 whatever the precision of the run, if `construct` builds so: fp64 then widens the same numbers.
     """
-    names = {module: name for name, module in skeleton.named_modules()}
-    unit_of = {module: unit for unit in units for module in skeleton.get_submodule(unit).modules()}
-    order = list(modules_children_first(skeleton))
-    for unit in [*units, None]:
-        members = [(module, owner) for module, owner in order if unit_of.get(module) == unit]
-        if wanted.isdisjoint(name for module, _ in members for name, _ in _own_tensors(module, names[module])):
-            continue
-        with _in_memory([module for module, _ in members]), torch.random.fork_rng(devices=[]), torch.no_grad():
-            for module, owner in members:
-                torch.manual_seed(_seed_of(seed, names[module]))
-                init_module(owner, module)
-            for module, _ in members:
-                yield from ((n, t) for n, t in _own_tensors(module, names[module]) if n in wanted)
+    if not wanted:
+        return
+    with recording() as record, rules_on_meta():
+        model = construct()
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    read = set()
+    for name, tensor in _read_from_folders(model, wanted):
+        read.add(name)
+        yield name, tensor
+    for name, tensor in tensors.items():
+        if name in wanted - read:
+            yield name, _value(record, model, name, tensor, seed)
 
 
-def _own_tensors(module: nn.Module, prefix: str) -> list[tuple[str, torch.Tensor]]:
-    own = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
-    return [(name, tensor) for name, tensor in own]
+def _read_from_folders(model: nn.Module, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What frozen tokenisers read from folders of their own."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, Frozen) and any(name.startswith(f"{prefix}.") for name in wanted):
+            stored = {f"{prefix}.{name}": tensor for name, tensor in module.stored().items()}
+            yield from ((name, tensor) for name, tensor in stored.items() if name in wanted)
 
 
-@contextmanager
-def _in_memory(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Give the modules' own tensors memory on the host for the length of the block, tied ones one memory."""
-    places = [(module, name, tensor) for module in modules for name, tensor in _own_tensors(module, "")]
-    real: dict[int, torch.Tensor] = {}
-    for _, _, tensor in places:
-        # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, it does not draw others.
-        drawn = isinstance(tensor, nn.Parameter)
-        dtype = torch.float32 if drawn and tensor.dtype == torch.float64 else tensor.dtype
-        empty = torch.empty_like(tensor, device="cpu", dtype=dtype, requires_grad=False)
-        real[id(tensor)] = nn.Parameter(empty) if drawn else empty
-    for module, name, tensor in places:
-        setattr(module, name, real[id(tensor)])
+def _value(record: Recording, model: nn.Module, name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
     try:
-        yield
-    finally:
-        for module, name, tensor in places:
-            setattr(module, name, tensor)
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
+        return record.value(tensor, seed)
+    except NotSetError:
+        owner, _, own = name.rpartition(".")
+        kind = type(model.get_submodule(owner)).__name__
+        raise UserError(
+            f"model: nobody sets the initial value of {name}: let the constructor of {kind} do it (`{own}` is "
+            "uninitialised memory when it ends), or start from weights that have it"
+        ) from None

@@ -39,10 +39,8 @@ class MediaBatch:
 
     @torch.no_grad()
     def targets(self, port: str, decoder: Decoder) -> torch.Tensor:
-        """Target rows `[n, K]` of this rank's items; made in fp32 at least, as codes depend on every digit."""
-        precise = torch.promote_types(self.dtype, torch.float32)
-        rows = self._run(port, decoder.targets, decoder.blank, precise)
-        return rows.to(self.dtype) if rows.is_floating_point() else rows
+        """Target rows `[n, K]` of this rank's items, in fp32 at least: codes and losses depend on every digit."""
+        return self._run(port, decoder.targets, decoder.blank, torch.promote_types(self.dtype, torch.float32))
 
     def _run(
         self,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,17 +19,27 @@ from transformers.utils import ModelOutput
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Encoder, Modality
-from omnizoo.modalities.build import build_part
+from omnizoo.modalities.build import build_part, check_code
 from omnizoo.models.media import MediaBatch
 
 PREPROCESSOR = "preprocessor_config.json"
+ROLES = ("encoder", "decoder")
+MARKS = ("begin", "placeholder", "end")
+NEVER_FROM_FILES = ("allow_code", "is_own", "_name_or_path")
 
 
 class OmniConfig(PretrainedConfig):
-    """`foundation`: the language model's config. `modalities`: name -> {encoder, decoder, marks}, plain mappings."""
+    """`foundation`: the language model's config. `modalities`: name -> {encoder, decoder, marks}, plain mappings.
+
+    Two things are said by whoever loads it and never by a file: `allow_code`, modules besides OmniZoo's own that it may
+    name as encoders and decoders (`from_pretrained(folder, allow_code=["my_package"])`); and `is_own`, that it is the
+    user's own config, which may name any module and any folder.
+    """
 
     model_type = "omnizoo"
     sub_configs = {"foundation": AutoConfig}  # noqa: RUF012 - as transformers declares it
+    allow_code = cast(tuple[str, ...], ())  # an annotation would make it a field of what transformers saves
+    is_own = False
 
     def __init__(
         self,
@@ -39,13 +49,65 @@ class OmniConfig(PretrainedConfig):
     ) -> None:
         if isinstance(foundation, dict):
             fields = dict(foundation)
-            foundation = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            foundation = AutoConfig.for_model(fields.pop("model_type", None), **fields)
         self.foundation = foundation
-        self.modalities = modalities or {}
-        super().__init__(**kwargs)
+        self.modalities = check_description(modalities or {})
+        # a file may say none of these: it would allow itself what it likes
+        super().__init__(**{key: value for key, value in kwargs.items() if key not in NEVER_FROM_FILES})
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
         return self.foundation if self.foundation is not None else self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_dict().items() if key not in NEVER_FROM_FILES}
+
+    def parts(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """(modality, role, description) of each, allowed to be built, its `folder` as a path that can be opened."""
+        if self.foundation is None:
+            raise UserError("a composed model needs a foundation: the config of its language model")
+        for name, spec in self.modalities.items():
+            for role in ROLES:
+                if part := spec.get(role):
+                    key = f"model.modalities.{name}.{role}"
+                    if not self.is_own:
+                        check_code(role, part["kind"], key, self.allow_code)
+                        check_folder(part, key)
+                    if part.get("folder"):  # inside of the model's own, where it was saved with it
+                        part = part | {"folder": str(Path(self.name_or_path or "") / part["folder"])}
+                    yield name, role, part
+
+
+def check_description(modalities: Any) -> dict[str, Any]:
+    """`modalities` as written in a config.json: of the shape that everything else takes for granted."""
+    wanted = "modalities of a composed model: a mapping of names to {encoder, decoder, marks} was expected"
+    if not isinstance(modalities, dict):
+        raise UserError(f"{wanted}, not {type(modalities).__name__}")
+    for name, spec in modalities.items():
+        marks = spec.get("marks") if isinstance(spec, dict) else None
+        if (
+            not isinstance(marks, dict)
+            or set(marks) != set(MARKS)
+            or not all(isinstance(m, str) for m in marks.values())
+        ):
+            raise UserError(f"{wanted}; `marks` of {name!r} must be the texts {', '.join(MARKS)}")
+        for role in ROLES:
+            part = spec.get(role)
+            if part is not None and not (isinstance(part, dict) and isinstance(part.get("kind"), str)):
+                raise UserError(f"{wanted}; the {role} of {name!r} has no kind")
+            given = part or {}
+            kinds = {"options": dict, "config": dict, "folder": str, "projector": dict}
+            for key, kind in kinds.items():
+                if given.get(key) is not None and not isinstance(given[key], kind):
+                    raise UserError(f"{wanted}; {role}.{key} of {name!r} is not a {kind.__name__}")
+    return modalities
+
+
+def check_folder(part: dict[str, Any], key: str) -> None:
+    """A folder may name what is inside of it, and nothing else."""
+    folders = [part.get("folder"), (part.get("options") or {}).get("folder")]
+    for folder in folders:
+        if folder and (Path(folder).is_absolute() or ".." in Path(folder).parts):
+            raise UserError(f"{key}.folder: its config.json names {folder}, which is outside of the model's folder")
 
 
 @dataclass
@@ -64,16 +126,14 @@ class OmniModel(PreTrainedModel):
 
     def __init__(self, config: OmniConfig, **kwargs: Any) -> None:
         super().__init__(config)
-        self.foundation: PreTrainedModel = AutoModelForCausalLM.from_config(config.foundation)
+        parts = list(config.parts())  # all of them are allowed before any is built
+        self.foundation: PreTrainedModel = AutoModelForCausalLM.from_config(config.foundation, trust_remote_code=False)
         config.foundation = self.foundation.config  # transformers copies what it builds from
         width = config.foundation.hidden_size
         self.encoders, self.decoders = nn.ModuleDict(), nn.ModuleDict()
-        for name, spec in config.modalities.items():
-            for role, modules in (("encoder", self.encoders), ("decoder", self.decoders)):
-                if part := spec.get(role):
-                    if part.get("folder"):  # inside of the model's own, where it was saved with it
-                        part = part | {"folder": str(Path(config.name_or_path or "") / part["folder"])}
-                    modules[name] = build_part(role, width, part, f"model.modalities.{name}.{role}")
+        for name, role, part in parts:
+            modules = self.encoders if role == "encoder" else self.decoders
+            modules[name] = build_part(role, width, part, f"model.modalities.{name}.{role}")
         self._no_split_modules = sorted(
             {block for part in self.parts() for block in getattr(part, "_no_split_modules", None) or ()}
         )
@@ -85,24 +145,25 @@ class OmniModel(PreTrainedModel):
         return [self.foundation, *(module.pretrained for module in modules if module.pretrained is not None)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Modules outside of Hugging Face models say themselves how they begin."""
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-        elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
-            raise UserError(f"{type(module).__name__} has weights of its own: give it `reset_parameters()`")
+        """Modules outside of Hugging Face models begin as their constructors leave them."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """One folder for all of it: weights, config, and how encoders and decoders were told to preprocess."""
         own = self.config
-        self.config = deepcopy(own)
-        for name, spec in self.config.modalities.items():
-            for role, modules in (("encoder", self.encoders), ("decoder", self.decoders)):
-                if name in modules:
-                    spec[role] |= _portable(spec[role], modules[name], Path(save_directory), f"{name}_{role}")
+        self.config = self.portable_config(Path(save_directory))
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             self.config = own
+
+    def portable_config(self, out: Path) -> OmniConfig:
+        """Its config without paths to elsewhere; what it needs from there is copied to `out`."""
+        config = deepcopy(self.config)
+        assert isinstance(config, OmniConfig)
+        for name, role, part in deepcopy(config).parts():
+            module = (self.encoders if role == "encoder" else self.decoders)[name]
+            config.modalities[name][role] |= _portable(part, module, out, f"{name}_{role}")
+        return config
 
     def get_input_embeddings(self) -> nn.Module:
         return self.foundation.get_input_embeddings()
@@ -133,7 +194,10 @@ class OmniModel(PreTrainedModel):
         produced = media.deliver(targets) if targets else {}
         for port, rows in [*arrived.items(), *produced.items()]:
             name, _, role = port.partition("/")
-            values = rows.rows if role == "encoder" else self.decoder(name).embed(rows.rows)
+            values = rows.rows
+            if role == "decoder":  # targets are precise; what is fed back in is an activation
+                given = values.to(media.dtype) if values.is_floating_point() else values
+                values = self.decoder(name).embed(given)
             embeddings = embeddings.index_put((torch.zeros_like(rows.index), rows.index), values.to(embeddings.dtype))
         labels = media.deliver_labels(targets) if targets else {}
         return embeddings, {port.partition("/")[0]: rows for port, rows in labels.items()}
@@ -149,6 +213,12 @@ class OmniModel(PreTrainedModel):
         return module
 
 
+def save_model_config(model: PreTrainedModel, out: Path) -> None:
+    """Write the config.json of `model` and what goes with it: a folder that means the same wherever it is moved to."""
+    config = model.portable_config(out) if isinstance(model, OmniModel) else model.config
+    config.save_pretrained(out)
+
+
 def _portable(spec: dict[str, Any], module: nn.Module, out: Path, name: str) -> dict[str, Any]:
     """`spec` without paths to elsewhere: weights are saved with the model, and preprocessing settings copied."""
     config = getattr(module, "config", None) or spec.get("config")
@@ -158,7 +228,10 @@ def _portable(spec: dict[str, Any], module: nn.Module, out: Path, name: str) -> 
     else:
         (out / name).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(settings, out / name / PREPROCESSOR)
-    return {"config": config.to_dict() if isinstance(config, PretrainedConfig) else config, "folder": name or None}
+    fields = config.to_dict() if isinstance(config, PretrainedConfig) else config
+    if fields is not None:
+        fields = {key: value for key, value in fields.items() if key != "_name_or_path"}
+    return {"config": fields, "folder": name or None}
 
 
 def modalities_of(model: OmniModel) -> dict[str, Modality]:

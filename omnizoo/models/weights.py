@@ -1,6 +1,5 @@
 """Published weights into a model on meta: finds the safetensors, loads them, and accounts for every key."""
 
-import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,9 +9,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line, is_out_of_memory
 from omnizoo.config.schema import Model
-from omnizoo.models.hf_private import conversion_mapping, drop_prefix, load_files, retie
+from omnizoo.models.artefact import inside, read_json, tensor_names
+from omnizoo.models.build import read_model_config
+from omnizoo.models.hf_private import auto_class, conversion_mapping, drop_prefix, load_files, retie
 from omnizoo.models.omni import OmniModel
 
 
@@ -56,8 +57,13 @@ def load_weights(model: nn.Module, origin: Origin, spec: Model, device: torch.de
     """
     assert isinstance(model, PreTrainedModel)
     path, key = origin.path, origin.key
+    if getattr(model.config, "quantization_config", None):
+        raise UserError(f"{key}: {path}/config.json has a quantization_config; quantised weights cannot be read")
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     loaded = load_files(model, weight_files(Path(path), key), origin.mapping, device)
     retie(model)
+    for name, parameter in model.named_parameters():  # loading makes new ones of what is not sharded: frozen tokenisers
+        parameter.requires_grad_(is_trained[name])
     missing = sorted(name for name in loaded.missing if not _allowed(name, spec.allow_missing))
     unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
     if loaded.mismatched:
@@ -75,11 +81,57 @@ def load_weights(model: nn.Module, origin: Origin, spec: Model, device: torch.de
     return loaded.missing
 
 
+def load_whole(spec: Model, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of the folder `spec.path` with its weights, whole and on the CPU, every weight accounted for."""
+    assert spec.path is not None
+    folder = Path(spec.path)
+    config = read_model_config(spec)
+    builder = auto_class(config, spec.trust_remote_code)
+    if builder is None:
+        raise UserError(f"{folder}: transformers has no model of type `{config.model_type}` that writes text")
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"{folder} holds an adapter (adapter_config.json), which is not read; merge it into its model")
+    tensors = sum(len(tensor_names(file)) for file in weight_files(folder, "its weights"))
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > tensors:  # building them would take for ever
+        raise UserError(f"{folder}: config.json says {layers} layers, but the files hold {tensors} weights")
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            f"{folder}: config.json has a quantization_config; only weights that are not quantised are read"
+        )
+    try:
+        model, info = builder.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=spec.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    except Exception as error:  # whatever a model's constructor or its loader makes of numbers that do not fit
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"{folder}: the model cannot be built as config.json says: {first_line(error)}") from error
+    assert isinstance(model, PreTrainedModel)
+    for kind in ("missing", "unexpected", "mismatched"):
+        if keys := sorted(str(key) for key in info[f"{kind}_keys"]):
+            what = {"missing": "lacks", "unexpected": "has unknown", "mismatched": "has other shapes of"}[kind]
+            raise UserError(f"{folder} {what} weights of the model that its config.json describes: {_some(keys)}")
+    return model
+
+
 def weight_files(folder: Path, key: str) -> list[Path]:
     """The safetensors of a HF folder: those of the index where there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise UserError(f"{key}: {index} has no weight_map: a mapping of weights to files")
+        files = sorted({inside(folder, name, f"{key}: {index}") for name in places.values()})
     else:
         files = [folder / "model.safetensors"]
     absent = [file.name for file in files if not file.is_file()]
@@ -87,6 +139,8 @@ def weight_files(folder: Path, key: str) -> list[Path]:
         raise UserError(
             f"{key}: {folder} has no {_some(absent)}; weights are read from safetensors only (never from pickles)"
         )
+    for file in files:
+        tensor_names(file)
     return files
 
 

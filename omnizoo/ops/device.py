@@ -6,6 +6,7 @@ Nothing here talks to other ranks; `backend_for` only names what `torch.distribu
 import logging
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 import torch
@@ -79,6 +80,16 @@ def memory_gb(device: torch.device) -> float:
     if device.type == "cpu":
         return float(psutil.Process().memory_info().rss) / 2**30
     return float(torch.get_device_module(device).max_memory_allocated(device)) / 2**30
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, whoever uses them now; of the CPU, what this container may use."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[1])
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    total = int(psutil.virtual_memory().total)
+    return min(total, int(allowed)) if allowed.isdecimal() else total
 
 
 def train_flops(parameters: int, tokens: int, attention_pairs: int, layers: int, attention_width: int) -> int:

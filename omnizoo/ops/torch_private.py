@@ -4,9 +4,12 @@ maps over nested arguments.
 Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -34,6 +37,14 @@ SCHEMAS = {
         "-> (Tensor, Tensor, Tensor)"
     ),
 }
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operator that it changes in place, by its schema."""
+    arguments = func._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
 def flash_cpu(

@@ -2,7 +2,7 @@
 brings tokens to their experts and back."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -69,10 +69,9 @@ def shard_experts(modules: Iterable[nn.Module], mesh: Mesh, reshard: bool, polic
     """Spread the experts of each module over `ep`, and make it a unit of FSDP2 over `ep_shard`, in place.
 
     Goes before the blocks around them are sharded. Parameters are `[experts, ...]`; a rank ends up with
-    1 / (ep x ep_shard) of each.
+    1 / (ep x ep_shard) of each. Routing weights keep the precision the router gave them; rows are cast where they meet
+    the experts' weights.
     """
-    # Routing weights keep the precision the router gave them; rows are cast where they meet the experts' weights.
-    policy = replace(policy, cast_forward_inputs=False)
     for module in modules:
         for child in module.children():
             if any(True for _ in child.parameters()):  # shared by all experts, so sharded like dense weights

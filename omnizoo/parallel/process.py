@@ -4,7 +4,7 @@ One process is a world of one: the same code path, with an in-memory store and n
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,8 +27,15 @@ class Process:
 
 
 @contextmanager
-def process_group(place: tuple[int, int, int] | None = None, store: dist.Store | None = None) -> Iterator[Process]:
-    """Join the world for the length of the block: as (rank, world size, local rank), or as the environment says."""
+def process_group(
+    place: tuple[int, int, int] | None = None,
+    store: dist.Store | None = None,
+    on_failure: Callable[[int, BaseException], None] | None = None,
+) -> Iterator[Process]:
+    """Join the world for the length of the block: as (rank, world size, local rank), or as the environment says.
+
+    `on_failure(rank, error)` is told what ended the block before any other rank can notice that this one is gone.
+    """
     rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
     device = pick_device(local_rank)
     # The device is bound lazily: a device_id here would let a CPU-only mesh of a test fail on accelerator machines.
@@ -36,6 +43,12 @@ def process_group(place: tuple[int, int, int] | None = None, store: dist.Store |
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
     try:
         yield Process(rank, world_size, local_rank, device)
+    except BaseException as error:
+        if world_size > 1:
+            error.add_note(f"on rank {rank} of {world_size}")  # the last line of a traceback
+        if on_failure is not None:
+            on_failure(rank, error)
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ sum is the gradient of the one-process run, whatever the layout.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,12 @@ from omnizoo.parallel.mesh import Mesh
 
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """bf16 computes on bf16 copies of fp32 weights and reduces gradients in fp32; fp32 and fp64 are so throughout."""
+    """bf16 computes on bf16 copies of fp32 weights and reduces gradients in fp32; fp32 and fp64 are so throughout.
+
+    FSDP2 would cast every float that enters a unit, positions and targets included: `cast_activations` does it instead.
+    """
     if precision == "bf16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     return MixedPrecisionPolicy()
 
 
@@ -37,10 +41,31 @@ def shard(
     stay as they are on every rank."""
     kept = set(whole)
     for block in blocks:
+        if policy.param_dtype is not None:
+            cast_activations(block, policy.param_dtype)
         sum_gradients(fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard), mesh.fsdp)
     # The root is needed again at once when backward starts: resharding it would only add an all-gather.
     root = fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=kept)
     sum_gradients(root, mesh.fsdp)
+
+
+def cast_activations(block: nn.Module, dtype: torch.dtype) -> None:
+    """Let `block` take its hidden states, the first of its arguments, in `dtype`; whatever else it is given stays.
+
+    Most models hand them over so; one that adds an fp32 buffer to them does not.
+    """
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (_cast(args[0], dtype), *args[1:]), kwargs
+        first = next(iter(kwargs), "")
+        return args, {key: _cast(value, dtype) if key == first else value for key, value in kwargs.items()}
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def sum_gradients(unit: FSDPModule, mesh: DeviceMesh) -> None:

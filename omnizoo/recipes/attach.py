@@ -5,7 +5,6 @@ The order is fixed: experts, recompute, shard, then memory and weights. Nothing 
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,12 @@ from transformers import PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
+from omnizoo.models.build import build_model
 from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import load_weights, weight_origins
+from omnizoo.ops.device import total_memory
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
@@ -35,8 +36,8 @@ from omnizoo.recipes.reading import attach_media, keep_logits
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:
     """Attach expert parallelism, recompute and FSDP2/HSDP to `model` (on meta), then give it weights.
 
-    Weights come from `model.path`, or are drawn by seed. Each rank only ever holds its shards and one tensor (drawn
-    weights: one block) besides. `load=False` leaves the weights undefined, for a checkpoint to fill; buffers that no
+    Weights come from `model.path`, or are drawn by seed. Each rank only ever holds its shards and one tensor
+    besides. `load=False` leaves the weights undefined, for a checkpoint to fill; buffers that no
     checkpoint holds are computed all the same.
     """
     facts = read_facts(model)
@@ -45,7 +46,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     treatments = Treatments(model, config.model, config.optimizer.groups)
     treatments.apply(model)
     treatments.keep_precision(model)
-    skeleton = deepcopy(model)
+    check_memory(model, mesh)
     origins = weight_origins(model, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
     blocks = [model.get_submodule(name) for name in facts.blocks]
@@ -73,7 +74,11 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
             own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
             wanted = (wanted - own) | {prefix + name for name in missing}
     allocate(model, mesh.device)
-    fill(model, initial_weights(skeleton, facts.blocks, config.train.seed, wanted))
+    # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
+    # computed, mostly, and so have all the digits of the run's precision.
+    computed = wanted & buffers if parallel.precision == "fp64" else set()
+    for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
+        fill(model, initial_weights(partial(build_model, config.model, precision), config.train.seed, names))
     attach_media(model, config.model)
     keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
@@ -90,9 +95,25 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
         if facts.heads:
             check_heads(layout, facts.heads, facts.kv_heads)
     if layout.ep > 1 and not facts.experts:
-        raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} has no experts; set parallel.ep: 1")
+        has = "does not compute its experts through transformers' interface" if facts.num_experts else "has no experts"
+        raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {has}; set parallel.ep: 1")
     if facts.experts:
         check_experts(layout, facts.num_experts)
+
+
+def check_memory(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model whose weights alone, with gradients and moments, are more than the machine has: it would be killed
+    somewhere in the middle of being allocated."""
+    copies = {True: 4, False: 1}  # AdamW: the weight, its gradient, two moments
+    needed = sum(p.numel() * p.element_size() * copies[p.requires_grad] for p in model.parameters())
+    each, there = needed // mesh.layout.fsdp, total_memory(mesh.device)
+    if each > there:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        raise UserError(
+            f"model: {count:,} parameters with gradients and AdamW's moments take {each / 2**30:,.0f} GiB on each of "
+            f"{mesh.layout.world} rank(s), and there are {there / 2**30:,.0f} GiB: see the sizes in model.config, or "
+            "shard it over more ranks (parallel.dp_shard)"
+        )
 
 
 def recompute(block: nn.Module, mode: str, precision: str) -> None:

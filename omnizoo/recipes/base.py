@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Modality
@@ -23,6 +23,10 @@ from omnizoo.models.media import Rows
 
 Options = Mapping[str, Mapping[str, Any]]  # by modality: `options` of its encoder in the config
 Ids = npt.NDArray[np.int32]
+
+# What configs call the number of experts in a layer, and of those that a token visits.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "ffn_config.moe_top_k")
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,27 @@ class Facts:
     """A recipe applied to one model: module names and sizes that distribution needs."""
 
     blocks: tuple[str, ...]  # modules to shard and recompute, in order of execution
-    experts: tuple[str, ...]  # modules that hold all experts of a layer
-    num_experts: int
+    experts: tuple[str, ...]  # modules that hold all experts of a layer, behind transformers' experts interface
+    num_experts: int  # also of a model whose experts are not behind it
     heads: int  # 0: not known
     kv_heads: int
+
+
+def count_experts(config: PretrainedConfig) -> tuple[int, int]:
+    """Experts of a layer, and how many of them a token visits; (0, 0) of a dense model. The most of any layer."""
+
+    def read(names: Sequence[str]) -> int:
+        for name in names:
+            value: Any = config
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            value = max(value, default=0) if isinstance(value, list) else value
+            if isinstance(value, int) and value > 0:
+                return value
+        return 0
+
+    experts = read(EXPERTS)
+    return (experts, read(VISITED) or 1) if experts > 1 else (0, 0)
 
 
 def recipe_of(model_type: str) -> Recipe:
@@ -97,10 +118,11 @@ def read_facts(model: nn.Module) -> Facts:
         )
     heads: int = getattr(config, "num_attention_heads", 0)
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    declared = count_experts(config)[0] if config is not None else 0
     return Facts(
         blocks=tuple(blocks),
         experts=tuple(experts),
-        num_experts=max((int(module.num_experts) for module in experts.values()), default=0),
+        num_experts=max((int(module.num_experts) for module in experts.values()), default=declared),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
     )

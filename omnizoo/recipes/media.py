@@ -23,6 +23,9 @@ from omnizoo.modalities.base import Encoder, Inputs, Modality, Size
 from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.reading import (
+    CLIP_OPTIONS,
+    PICTURE_OPTIONS,
+    SOUND_OPTIONS,
     picture_size,
     read_frames,
     read_picture,
@@ -62,6 +65,8 @@ class Tower(Encoder):
 
 class ImageTower(Tower):
     """Images of `min_pixels` to `max_pixels`; by default what the folder's preprocessor says."""
+
+    item_options = PICTURE_OPTIONS
 
     def __init__(
         self, model: PreTrainedModel, folder: str | None, min_pixels: int | None = None, max_pixels: int | None = None
@@ -125,6 +130,8 @@ class ImageTower(Tower):
 class VideoTower(ImageTower):
     """Clips as `fps` frames a second, `min_frames` to `max_frames` of them; a few frames together become a step."""
 
+    item_options = CLIP_OPTIONS
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -182,6 +189,8 @@ class VideoTower(ImageTower):
 
 class AudioTower(Tower):
     """Sound as mel frames, in chunks of a second that become 13 rows each."""
+
+    item_options = SOUND_OPTIONS
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 300.0) -> None:
         super().__init__(model, "model.audio_tower")

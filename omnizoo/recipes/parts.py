@@ -87,3 +87,13 @@ class Treatments:
                 parameter.data = parameter.data.to(treatment.dtype)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")
+
+
+def saved_bytes(model: nn.Module, spec: Model) -> int:
+    """What a checkpoint of `model` (on meta) takes, within a few per cent: weights, and two moments of trained ones."""
+    treatments = Treatments(model, spec)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    trained = sum(
+        p.nbytes for name, p in model.named_parameters() if p.requires_grad and not treatments.of(name).freeze
+    )
+    return weights + 2 * trained

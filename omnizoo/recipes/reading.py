@@ -1,5 +1,6 @@
 """What a model reads besides text: the modalities of a composed model, or those of a published one by its recipe."""
 
+import logging
 from copy import deepcopy
 from functools import partial
 from inspect import signature
@@ -15,6 +16,8 @@ from omnizoo.models.media import MediaBatch
 from omnizoo.models.omni import OmniModel, modalities_of
 from omnizoo.recipes.base import recipe_for
 
+log = logging.getLogger(__name__)
+
 
 def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
     """`modalities` and `positions`, as the loader takes them: copies without weights of what `model` has (on meta)."""
@@ -28,7 +31,12 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
                 f"model.modalities: {type(model).__name__} reads text only; compose it: move its path or config to "
                 "model.foundation"
             )
-        return {}
+        return _text_only(model, spec)
+    if spec.text_only:
+        raise UserError(
+            f"model.text_only: {type(model).__name__} has a recipe that feeds its media, and takes rows without them "
+            "as well; leave the key out"
+        )
     assert isinstance(model, PreTrainedModel)
     options = {name: m.encoder.options for name, m in spec.modalities.items() if m.encoder}
     skeleton = deepcopy(model)
@@ -39,6 +47,31 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
         )
     positions = partial(recipe.positions, skeleton) if recipe.positions else None
     return {"modalities": modalities, "positions": positions}
+
+
+def _text_only(model: nn.Module, spec: Model) -> dict[str, Any]:
+    """A model whose other inputs nobody feeds must be meant to be trained so. Their placeholders are reserved."""
+    if not (unread := unread_inputs(model)):
+        return {}
+    listed, family = ", ".join(unread), type(model).__name__
+    if not spec.text_only:
+        raise UserError(
+            f"model: {family} reads {listed} besides text, and has no recipe that feeds them; "
+            "model.text_only: true trains it on text alone"
+        )
+    log.warning("%s is trained on text alone: nothing feeds its %s", family, listed)
+    keys = [f"{name}_token_{kind}" for name in unread for kind in ("id", "index")]
+    ids = {getattr(model.config, key, None) for key in keys}
+    return {"reserved": sorted(id for id in ids if isinstance(id, int))}
+
+
+def unread_inputs(model: nn.Module) -> list[str]:
+    """What a published model reads besides text. Text models that share code with such a one say so, too, but their
+    configs have no parts."""
+    if not isinstance(model, PreTrainedModel) or not model.config.sub_configs:
+        return []
+    inputs = model.input_modalities
+    return [name for name in ((inputs,) if isinstance(inputs, str) else inputs) if name != "text"]
 
 
 def media_ports(model: nn.Module) -> list[str]:

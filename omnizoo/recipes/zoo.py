@@ -14,6 +14,19 @@ OMNI_PROOF = "tests/test_zoo.py::test_omni_family_agrees_with_one_process_on_any
 # HSDP shards as FSDP does, over half of the ranks: one layout shows both.
 CAPABILITIES = {"FSDP": "rep2.dp2", "HSDP": "rep2.dp2", "SP": "uly2.ring2", "EP": "dp2.uly2.ep4"}
 
+# Causal language models of transformers that `omnizoo verify --families many` goes through, with a recipe file or the
+# default recipe: docs/families.md is what it finds.
+MANY = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"),
+    *("glm4_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "starcoder2", "granite", "glm", "glm4", "smollm3", "cohere"),
+    *("cohere2", "exaone4", "gpt_neox", "gemma", "gemma2", "gemma3n_text", "ministral", "hunyuan_v1_dense", "helium"),
+    *("ernie4_5", "arcee", "apertus", "nemotron", "seed_oss", "gpt2", "gpt_bigcode", "opt", "persimmon", "bitnet"),
+    *("diffllama", "nanochat", "minicpm3", "lfm2", "modernbert-decoder", "qwen2_moe", "granitemoe", "phimoe", "dots1"),
+    *("deepseek_v2", "glm4_moe_lite", "hunyuan_v1_moe", "jetmoe", "ernie4_5_moe", "minimax_m2", "llama4_text"),
+    *("gemma4_text", "longcat_flash", "flex_olmo", "bloom", "falcon", "mpt", "gptj", "gpt_neo", "stablelm", "xglm"),
+    *("bert", "roberta", "electra", "mamba", "mamba2", "rwkv", "bamba", "jamba", "qwen3_next", "deepseek_v32"),
+)
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -20,6 +20,8 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route, deliver
 from omnizoo.parallel.sequence import SequenceParallel
 
+# A cache, or any 2-D attention mask, would silently switch off the isolation of packed samples.
+NO_CACHE: dict[str, Any] = {"use_cache": False}
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
@@ -33,21 +35,24 @@ class Local:
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
 
 
+def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
+    """What tells a model where the samples of a pack begin and end."""
+    lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return NO_CACHE | lengths | {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
+
+
 def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[str]) -> Local:
     """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included."""
-    # A cache, or any 2-D attention mask, would silently switch off the isolation of packed samples.
-    inputs: dict[str, Any] = {"use_cache": False}
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
     is_filler = False
     if mesh.layout.sp == 1:
-        inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-        inputs |= {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+        inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
     else:
         sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), parallel.overlap)
         index = sequence.index.cpu()
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
         is_filler = not len(index)
-        inputs["attend"] = Filler(sequence) if is_filler else sequence.attend
+        inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence.attend}
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
             ids, positions = torch.zeros_like(batch.input_ids[:, :1]), batch.position_ids[..., :1]
     # Logits are made only where there is a target.

@@ -5,9 +5,12 @@ read back bit for bit; where JSON has no number (NaN, infinity) there is a strin
 and null means "not known". Only rank 0 writes.
 """
 
+import errno
 import json
 import math
 import os
+import socket
+import time
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omnizoo.checkpoint.ownership import RUN_FILE
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 
@@ -30,6 +34,10 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def identity(self) -> Path:
+        return self.root / RUN_FILE
 
     @property
     def metrics(self) -> Path:
@@ -98,62 +106,91 @@ class MetricsWriter:
     Steps count from 1; `resume_step` is the last one in the loaded checkpoint (0: from the start). What an earlier
     process wrote past it is dropped, because those steps are about to be run again. To never lose a step either, the
     trainer writes step n and calls `flush` before it commits the checkpoint of step n.
+
+    What cannot be written raises OSError, and leaves whole lines only: later steps may follow once there is room.
     """
 
     def __init__(self, run: RunFolder, config: Config, resume_step: int) -> None:
         self._wandb = None if config.log.wandb is None else _start_wandb(run, config, new=resume_step == 0)
         rows = [row for row in read_metrics(run.metrics) if 0 < row["step"] <= resume_step]
         replace_file(run.metrics, "".join(map(_line, rows)))
-        # Unbuffered: a step is one write() of one whole line, so a kill can only tear the last one.
-        self._file = open(run.metrics, "ab", buffering=0)  # noqa: SIM115 - closed in close()
-        self._path, self._step = run.metrics, resume_step
+        self._file, self._step = _Appending(run.metrics), resume_step
         self._tensorboard = _TensorBoard(run.tensorboard, resume_step) if config.log.tensorboard else None
 
     def write(self, step: int, metrics: Metrics) -> None:
         assert step > self._step, f"step {step} after step {self._step}: a step is written once"
         self._step = step
         line = _line({"step": step, **metrics}).encode()
-        try:
-            written = self._file.write(line)
-        except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror}; make room and start again") from error
-        if written != len(line):
-            raise UserError(f"cannot write {self._path}: the disk is full; make room and start again")
-        if self._tensorboard is not None:
-            self._tensorboard.write(step, metrics)
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
+        self._file.write(line)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, metrics)
 
     def flush(self) -> None:
         """Bring everything written so far to the disk."""
-        os.fsync(self._file.fileno())
-        if self._tensorboard is not None:
-            self._tensorboard.writer.flush()
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.writer.close()
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
+class _Appending:
+    """A file to which whole records are added. Unbuffered: one write() each, so a kill can only tear the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+
+    def write(self, record: bytes) -> None:
+        """The whole record or, with an OSError, nothing of it: the next one must not follow half a one."""
+        before = os.fstat(self._file.fileno()).st_size
+        if (written := self._file.write(record)) != len(record):
+            os.ftruncate(self._file.fileno(), before)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(record)} bytes fit", str(self._path))
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _TensorBoard:
-    """All values of a step as one event: `add_scalar` for each of them took over 1 ms a step."""
+    """An event file, one event a step. Not torch's SummaryWriter: that writes in a thread, which dies of a full disk
+    with a traceback, and takes over 1 ms for a step of many values.
+    """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # it imports TensorFlow where that is installed
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
             from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-            from torch.utils.tensorboard import SummaryWriter
-        self._summary = Summary
-        self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
-        self._events: Any = self.writer.file_writer
+            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{rest:09d}"
+        self._file = _Appending(folder / name)
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+        # tells TensorBoard to forget what an earlier process wrote from here on
+        self._add(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, step: int, metrics: Metrics) -> None:
         values = [self._summary.Value(tag=k, simple_value=v) for k, v in metrics.items() if v is not None]
-        self._events.add_summary(self._summary(value=values), step)
+        self._add(step=step, summary=self._summary(value=values))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _start_wandb(run: RunFolder, config: Config, new: bool) -> Any:

@@ -1,13 +1,17 @@
 """What a run leaves behind and shows: one object that is silent on every rank but the first."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 
+from omnizoo.checkpoint.ownership import Identity
+from omnizoo.checkpoint.start import Origin
+from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
 from omnizoo.training.metrics import Metrics, MetricsWriter, RunFolder, replace_file
@@ -18,14 +22,19 @@ from omnizoo.training.report import write_report
 class Recorder:
     """`with Recorder(...) as recorder`: the run folder, the progress line, and the report however the run ends."""
 
-    def __init__(self, config: Config, run: RunFolder, start: int, facts: dict[str, str], active: bool) -> None:
-        self._run, self._active = run, active
+    def __init__(
+        self, config: Config, run: RunFolder, start: int, facts: dict[str, str], origin: Origin, active: bool
+    ) -> None:
+        self._run, self._active, self._warned = run, active, False
         if active:
-            run.root.mkdir(parents=True, exist_ok=True)
-            save_config(config, run.config)
-            self._writer = MetricsWriter(run, config, resume_step=start)
-            for file in (run.bad_steps, run.bad_rows):  # steps that are about to be run again
-                _drop_after(file, start)
+            try:
+                replace_file(run.identity, Identity(origin.run, origin.resume).text())
+                save_config(config, run.config)
+                self._writer = MetricsWriter(run, config, resume_step=start)
+                for file in (run.bad_steps, run.bad_rows):  # steps that are about to be run again
+                    _drop_after(file, start)
+            except OSError as error:
+                raise UserError(f"log.dir: {error.filename or run.root} cannot be written: {error.strerror}") from None
             show_start(Console(), facts)
             self._progress = Progress(config.train.steps, start, config.log.every)
 
@@ -39,12 +48,26 @@ class Recorder:
     ) -> None:
         if self._active:
             self._progress.__exit__(kind, error, trace)
-            self._writer.close()
-            write_report(self._run)
+            with self._despite_full_disk():
+                self._writer.close()
+            with self._despite_full_disk():
+                write_report(self._run)
+
+    @contextmanager
+    def _despite_full_disk(self) -> Iterator[None]:
+        """What is written about a run is not worth the run: if it cannot be, that is said once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                what = error.filename or self._run.root
+                self.say(f"warning: log.dir: {what} cannot be written: {error.strerror}; the run goes on without it")
+            self._warned = True
 
     def step(self, step: int, metrics: Metrics) -> None:
         if self._active:
-            self._writer.write(step, metrics)
+            with self._despite_full_disk():
+                self._writer.write(step, metrics)
             self._progress.update(step, metrics)
 
     def say(self, message: str) -> None:
@@ -60,11 +83,12 @@ class Recorder:
     def flush(self) -> None:
         """Before a checkpoint is committed: a step it holds must not be missing from the metrics."""
         if self._active:
-            self._writer.flush()
+            with self._despite_full_disk():
+                self._writer.flush()
 
     def _append(self, which: str, entries: Iterable[dict[str, Any]]) -> None:
         if self._active:
-            with open(getattr(self._run, which), "a", encoding="utf-8") as file:
+            with self._despite_full_disk(), open(getattr(self._run, which), "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 

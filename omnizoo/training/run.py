@@ -3,13 +3,17 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.checkpoint.save import SaveError, find, load, save
+from omnizoo.checkpoint.folder import checkpoints, clean
+from omnizoo.checkpoint.ownership import check_space, hold
+from omnizoo.checkpoint.save import SaveError, load, save
+from omnizoo.checkpoint.start import Origin, find
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
@@ -17,32 +21,36 @@ from omnizoo.data.loader import build_loader, merge_states, read_held_out
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, memory_gb, peak_flops
-from omnizoo.parallel.layout import micro_batches
+from omnizoo.parallel.layout import Layout, micro_batches
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
 from omnizoo.recipes.attach import parallelize
+from omnizoo.recipes.parts import saved_bytes
 from omnizoo.recipes.reading import media_ports, read_modalities
-from omnizoo.training.evaluate import evaluate
+from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.optimizer import build_optimizer, check_optimizer
+from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
 from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, raise_everywhere, train_step
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
-def train(config: Config) -> int:
+def train(config: Config, on_failure: Callable[[int, BaseException], None] | None = None) -> int:
     """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code."""
     stop = StopRequest()
-    with process_group() as process:
+    with process_group(on_failure=on_failure) as process, ExitStack() as folders:
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+        agreed(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
 
         check_optimizer(config)
         learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
@@ -50,34 +58,41 @@ def train(config: Config) -> int:
         model = build_model(config.model, config.parallel.precision)
         name = type(model).__name__  # FSDP renames the class
         check_vocabulary(model, tokenizer)
+        agreed(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
+        probed = agreed(mesh, lambda: probe(config.model) if mesh.is_first else None)
+        if probed is not None:
+            warn_of(probed, model, mesh.layout, config.train.micro_batch)
         reading = (config, tokenizer, mesh.rank, mesh.layout.world)
         media = read_modalities(model, config.model)
         loader = agreed(mesh, lambda: build_loader(*reading, **media))
-        held_out = agreed(mesh, lambda: read_held_out(*reading, **media))
+        held_out = agreed(mesh, lambda: read_held_out(*reading, **media) if config.train.eval_every else [])
         peak = peak_flops(mesh.device, config.parallel.precision)
-        checkpoint = agreed(mesh, lambda: find(config, directory) if mesh.is_first else None)
-        checkpoint = mesh.from_first(checkpoint)
-        agreed(mesh, lambda: parallelize(model, mesh, config, load=checkpoint is None))
+        origin = find(config, directory, mesh)
+        agreed(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
         optimizer = agreed(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
-        if checkpoint is not None:
-            state = load(checkpoint, model, optimizer)
+        if state := load(origin, model, optimizer):
             start, tokens_seen = state["step"], state.get("tokens_seen", 0)
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
-            loader.load_state_dict(state["loader"])
+            saved = state["loader"]
+            agreed(mesh, lambda: loader.load_state_dict(saved))
         if start >= config.train.steps:
             if mesh.is_first:
-                print(f"nothing to do: {checkpoint} is at step {start} of {config.train.steps}; raise train.steps")
+                at = f"{origin.checkpoint} is at step {start} of {config.train.steps}"
+                print(f"nothing to do: {at}; raise train.steps")
             return 0
 
         fetching = time.perf_counter()
         objective = Objective(model, mesh, config)
         eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
+        if config.train.eval_every:
+            check_held_out(objective, eval_data)
         data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
-        facts = describe(config, mesh, model, name, run, directory, checkpoint)
-        with Recorder(config, run, start, facts, active=mesh.is_first) as recorder:
+        facts = describe(config, mesh, model, name, run, directory, origin)
+        facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
+        with agreed(mesh, lambda: Recorder(config, run, start, facts, origin, active=mesh.is_first)) as recorder:
             for step in range(start + 1, config.train.steps + 1):
                 fetched = time.perf_counter()
                 result = train_step(objective, optimizer, data, step, stop=bool(stop))
@@ -95,11 +110,14 @@ def train(config: Config) -> int:
                     )
                 else:
                     bad_in_a_row = 0
+                is_learnt = any(data.totals.targets.values())
+                if not is_learnt:
+                    recorder.say(f"step {step}: nothing to learn in it, the loss is on none of its tokens")
                 if data.bad_rows:
                     recorder.bad_rows(step, sorted(set(data.bad_rows)))
 
                 metrics: dict[str, float | None] = {
-                    "loss": result.loss,
+                    "loss": result.loss if is_learnt else None,
                     **{f"loss/{name}": mean for name, mean in result.terms.items()},
                     "grad_norm": result.grad_norm,
                     "lr": result.lr,
@@ -128,7 +146,8 @@ def train(config: Config) -> int:
                 last = step == config.train.steps or result.stop
                 if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     recorder.flush()
-                    state = {"tokens_seen": tokens_seen, "bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
+                    state = {"run": origin.run, "tokens_seen": tokens_seen}
+                    state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
                     lanes = mesh.gather(loader.state_dict())
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
@@ -159,6 +178,35 @@ def agreed(mesh: Mesh, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def lock(run: RunFolder, directory: Path, folders: ExitStack) -> None:
+    """Keep other runs out of both folders, and see that they can be written to."""
+    folders.enter_context(hold(run.root, "log.dir"))
+    if directory.resolve() != run.root.resolve():
+        folders.enter_context(hold(directory, "checkpoint.dir"))
+    clean(directory)
+
+
+def leave_room(config: Config, model: nn.Module, directory: Path) -> None:
+    every, steps, keep = config.checkpoint.every, config.train.steps, config.checkpoint.keep
+    saves = -(-steps // every) if every else 1
+    check_space(directory, saved_bytes(model, config.model), len(checkpoints(directory)), saves, keep)
+
+
+def warn_of(probed: Probed, model: nn.Module, layout: Layout, micro_batch: int) -> None:
+    """Say what layouts do not agree on, and what could not be checked."""
+    if probed.unchecked:
+        log.warning("model.module: whether tokens see later ones or other samples is not checked: %s", probed.unchecked)
+    drawn = [*probed.random, *dropout_of_media(model)]
+    if drawn and (layout.sp > 1 or micro_batch > 1):
+        shared = "ranks share packs" if layout.sp > 1 else f"train.micro_batch is {micro_batch}"
+        log.warning(
+            "the model draws random numbers in training (%s), and %s: what is drawn depends on the layout, so losses "
+            "agree with those of another layout in distribution only (docs/step.md)",
+            ", ".join(drawn),
+            shared,
+        )
+
+
 def set_up_logging(mesh: Mesh) -> None:
     """Only the first rank talks."""
     logging.basicConfig(level=logging.INFO if mesh.is_first else logging.CRITICAL, format="%(levelname)s: %(message)s")
@@ -174,15 +222,16 @@ def describe(
     name: str,
     run: RunFolder,
     directory: Path,
-    checkpoint: Path | None,
+    origin: Origin,
 ) -> dict[str, str]:
     """The start-up table."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     held = local_bytes(model)
     train, layout = config.train, mesh.layout
+    drawn = (config.model.foundation or config.model).path or f"drawn from train.seed {train.seed}"
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
-        "weights": (config.model.foundation or config.model).path or f"drawn from train.seed {train.seed}",
+        "weights": str(origin.checkpoint or drawn),
         **({"modalities": ", ".join(media_ports(model))} if media_ports(model) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
@@ -197,7 +246,11 @@ def describe(
         "run folder": str(run.root),
         "checkpoints": f"{directory}, "
         + (f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"),
-        "starts from": str(checkpoint) if checkpoint else "step 0",
+        "starts from": (
+            f"the weights of {origin.checkpoint}, step 0" if origin.weights_only else str(origin.checkpoint)
+        )
+        if origin.checkpoint
+        else "step 0",
     }
 
 

@@ -42,7 +42,7 @@ class StepData:
 @dataclass(frozen=True)
 class StepResult:
     loss: float
-    terms: dict[str, float]  # each term's own mean, before its weight
+    terms: dict[str, float]  # each term's own mean, before its weight; only of terms with targets in this step
     grad_norm: float
     lr: float
     finite: bool  # False: the update was skipped
@@ -97,6 +97,7 @@ def train_step(
 
     norm = gradient_norm(model.parameters())
     *totals, stopping = mesh.sum([*(float(value) for value in sums.values()), float(stop)])
+    # A sum over no target is 0 times the outputs: nothing, or the NaN of a broken model, which must be seen.
     means = {name: total / max(1, data.counts[name]) for name, total in zip(sums, totals, strict=True)}
     total_loss, grad_norm = sum(weights[name] * mean for name, mean in means.items()), float(norm)
     finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
@@ -108,7 +109,8 @@ def train_step(
         set_learning_rate(optimizer, lr)
         optimizer.step()
         update_average(optimizer, config.optimizer.ema, step)
-    return StepResult(total_loss, means, grad_norm, lr, finite, stopping > 0, routers)
+    counted = {name: mean for name, mean in means.items() if data.counts[name]}
+    return StepResult(total_loss, counted, grad_norm, lr, finite, stopping > 0, routers)
 
 
 def raise_everywhere(error: UserError | None, mesh: Mesh) -> None:

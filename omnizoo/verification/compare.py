@@ -1,15 +1,18 @@
 """A layout's trial against the one-process trial: the largest differences, and where the first one arises."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.process import Process
-from omnizoo.verification.prepare import load_trial
+from omnizoo.verification.prepare import ROUNDED, load_trial
+from omnizoo.verification.rounding import allowed
 from omnizoo.verification.trial import Trial, run_trial
 from omnizoo.verification.world import in_world
 
@@ -43,12 +46,22 @@ def verdict_of(folder: Path, layout: Layout) -> Verdict:
     return Verdict(**json.loads((folder / "verdict.json").read_text()))
 
 
+def failed(layout: Layout, reason: str) -> Verdict:
+    """The verdict on a layout whose ranks did not come to an end."""
+    unknown = float("nan")
+    return Verdict(str(layout), False, unknown, unknown, unknown, "", unknown, {}, {}, reason)
+
+
 def try_layout(process: Process, folder: Path, layout: Layout) -> None:
     """What each rank of a layout does; the first one compares."""
     config = load_config(folder / "config.yaml", [])
     trial = run_trial(config, layout, process)
     if process.rank == 0:
-        verdict = compare(trial, load_trial(folder), str(layout), TOLERANCE[config.parallel.precision])
+        precision, reference = config.parallel.precision, load_trial(folder)
+        if precision == "bf16":
+            verdict = compare_rounded(trial, reference, load_trial(folder / ROUNDED), str(layout))
+        else:
+            verdict = compare(trial, reference, str(layout), TOLERANCE[precision])
         (folder / "verdict.json").write_text(json.dumps(asdict(verdict)))
 
 
@@ -86,6 +99,64 @@ def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -
         bytes=trial.bytes,
         reason="; ".join(reasons),
     )
+
+
+def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str) -> Verdict:
+    """A layout in bf16 against one process in fp32, by the errors of one process in bf16 (`rounded`)."""
+    errors = gradient_differences(trial.gradients, reference.gradients)
+    usual = gradient_differences(rounded.gradients, reference.gradients)
+    middle = median(usual.values())
+    excess = {name: error / allowed(usual.get(name, 0.0), middle) for name, error in errors.items()}
+    worst = max(excess, key=lambda name: excess[name])
+    losses, own_losses = (_relative(t.losses, reference.losses) for t in (trial, rounded))
+    norms, own_norms = (_relative(t.grad_norms, reference.grad_norms) for t in (trial, rounded))
+    reasons = trial.rounded[:4]
+    if len(trial.rounded) > len(reasons):
+        reasons.append(f"and so on, {len(trial.rounded) - len(reasons)} more")
+    if trial.tokens != reference.tokens:
+        reasons.append(f"tokens per step are {trial.tokens}, not {reference.tokens}")
+    if set(trial.gradients) != set(reference.gradients):
+        odd = sorted(set(trial.gradients) ^ set(reference.gradients))
+        reasons.append(f"gradients that only one of them has: {', '.join(odd[:3])}")
+    for what, error, own in (
+        ("loss", losses[0], own_losses[0]),
+        ("gradient norm", norms[0], own_norms[0]),
+        ("loss of a later step", max(losses), max(own_losses)),
+    ):
+        if not error <= allowed(own):
+            reasons.append(f"the {what} is {error:.1e} away from fp32 (one process in bf16: {own:.1e})")
+    if not excess[worst] <= 1:
+        own = usual.get(worst, 0.0)
+        reasons.append(
+            f"the gradient of {worst} is {errors[worst]:.1e} away from fp32 (one process in bf16: {own:.1e})"
+        )
+    if reasons and not trial.rounded:
+        reasons.append(_first_excess(trial, reference, rounded))
+    return Verdict(
+        layout=layout,
+        passed=not reasons,
+        loss=losses[0],
+        later_loss=max(losses[1:], default=0.0),
+        gradient=errors[worst],
+        worst=worst,
+        grad_norm=max(norms),
+        calls=trial.calls,
+        bytes=trial.bytes,
+        reason="; ".join(reasons),
+    )
+
+
+def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [abs(a - b) / abs(b) for a, b in zip(values, reference, strict=True)]
+
+
+def _first_excess(trial: Trial, reference: Trial, rounded: Trial) -> str:
+    for name, whole in reference.activations.items():  # in order of execution
+        if name in trial.activations and name in rounded.activations:
+            error, own = (relative(t.activations[name], whole) for t in (trial, rounded))
+            if not error <= allowed(own):
+                return f"first difference: the output of {name} ({error:.1e}; one process in bf16: {own:.1e})"
+    return "activations of the first pack are as near to fp32 as those of one process"
 
 
 def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from omnizoo.recipes.reading import read_modalities
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import next_step, train_step
+from omnizoo.verification.rounding import watching
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Trial:
     executed: list[str]  # modules in the order they finish
     calls: dict[str, int]  # collectives of the last step on the first rank
     bytes: dict[str, int]
+    rounded: list[str] = field(default_factory=list)  # floats that lose digits on their way into the model; first rank
 
 
 def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
@@ -56,7 +58,10 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     for step in range(1, config.train.steps + 1):
         data = next_step(loader, objective)
         if step == 1:
-            activations, executed = first_pack_activations(objective, data.micro_batches)
+            rounded: list[str] = []
+            with watching(model, rounded):
+                activations, executed = first_pack_activations(objective, data.micro_batches)
+            rounded = list(dict.fromkeys(note for notes in mesh.gather(rounded) for note in notes))
             result = train_step(objective, optimizer, data, step)
             # Clipping is undone: a norm that is off would show in every gradient, and hide where it comes from.
             clipped = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6)) if config.train.grad_clip else 1.0
@@ -67,7 +72,8 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
         losses.append(result.loss)
         norms.append(result.grad_norm)
         tokens.append(data.tokens)
-    return Trial(losses, norms, tokens, gradients, activations, executed, dict(counter.calls), dict(counter.bytes))
+    sent = dict(counter.calls), dict(counter.bytes)
+    return Trial(losses, norms, tokens, gradients, activations, executed, *sent, rounded)
 
 
 def whole_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:

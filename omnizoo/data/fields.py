@@ -1,0 +1,142 @@
+"""Which fields of a row are read. What nothing reads is a bad row, by name, unless it is known to be harmless.
+
+A run must not look fine while it trains on something other than the row says: an unread picture, a system prompt that
+vanishes, the rejected answer of a pair. So there is no field that is left out without a word.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from omnizoo.data.sources import CONVERSATION, BadRow, Row
+from omnizoo.modalities.media import WELL_KNOWN
+
+# What other tools write about a row: who it is, where it comes from, what it is about. docs/data.md lists these.
+# fmt: off
+HARMLESS = frozenset(
+    {
+        "id", "_id", "uid", "uuid", "guid", "key", "idx", "index", "hash", "md5", "sha256", "row_id", "sample_id",
+        "example_id", "doc_id", "document_id", "conversation_id", "conv_id", "dialog_id", "dialogue_id",
+        "session_id", "turn_id", "prompt_id", "question_id", "message_id",
+        "source", "source_id", "source_dataset", "data_source", "origin", "dataset", "dataset_name", "dataset_id",
+        "subset", "split", "shard",
+        "meta", "metadata", "__key__", "__url__", "__local_path__", "url", "uri", "file_name", "filename",
+        "file_path",
+        "task", "task_name", "task_type", "category", "domain", "topic", "subject", "difficulty", "language",
+        "lang", "language_score",
+        "license", "licence", "author", "date", "time", "timestamp", "created", "created_at", "created_utc",
+        "added", "updated_at", "dump", "crawl",
+        "num_tokens", "token_count", "n_tokens", "num_turns", "turns", "word_count", "quality_score",
+        "width", "height", "original_width", "original_height", "status", "error_message", "exif",
+    }
+)
+# fmt: on
+# Besides those, in a message: what ties the result of a tool to its call.
+HARMLESS_IN_MESSAGE = HARMLESS | {"tool_call_id"}
+EMPTY = (str, list, dict, bytes, tuple)  # of these, an empty one says nothing
+REMEMBERED = 4096  # sets of fields; data with more of them is checked anew
+
+PAIRS = "it is one of a preference pair, which is not trained on yet"
+WEIGHTS = "weights of the loss are not supported yet; `weight` of a source in data.sources is, and `loss` of a message"
+TOKENS = "rows that are tokenised already are not supported yet"
+COLUMNS = "prompts and answers in columns of their own are not supported yet: write them as `messages`"
+FEEDBACK = "labels and scores of answers are not trained on yet"
+# Fields that mean something, and are refused by name.
+MEANT = {
+    **dict.fromkeys(
+        ("chosen", "chosen_*", "rejected", "rejected_*", "*_chosen", "*_rejected", "preferred", "dispreferred"), PAIRS
+    ),
+    **dict.fromkeys(("kto_tag", "label", "reward", "rewards", "score", "scores", "margin"), FEEDBACK),
+    **dict.fromkeys(("weight", "weights", "*_weight", "loss_scale", "loss_mask"), WEIGHTS),
+    **dict.fromkeys(("input_ids", "token_ids", "tokens", "labels", "attention_mask", "position_ids"), TOKENS),
+    **dict.fromkeys(
+        (
+            *("instruction", "input", "output", "prompt", "completion", "response", "query", "question", "answer"),
+            *("history", "inputs", "targets", "context"),
+        ),
+        COLUMNS,
+    ),
+}
+
+
+def says_nothing(value: Any) -> bool:
+    """Columnar files give every row every key; what is None, or empty, was not there."""
+    if value is None:
+        return True
+    if not isinstance(value, EMPTY):
+        return False
+    return not value or (isinstance(value, dict) and all(part is None for part in value.values()))
+
+
+class Fields:
+    """What is read of a row by a model with these modalities; `ignore` (data.ignore) are names and glob patterns."""
+
+    def __init__(self, modalities: Collection[str] = (), ignore: Sequence[str] = ()) -> None:
+        self.modalities = sorted(modalities)
+        self.names = frozenset(ignore)
+        self.patterns = [pattern for pattern in ignore if any(sign in pattern for sign in "*?[")]
+        self.media = {column for name in modalities for column in (name, f"{name}s")}
+        self.verdicts: dict[tuple[str, ...], tuple[str, str]] = {}  # by fields: the conversation's, what is wrong
+
+    def ignores(self, name: str) -> bool:
+        return name in self.names or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def given(self, row: Row) -> Row:
+        """What the row says: fields that are not empty, not named in data.ignore (patterns hide only the unread)."""
+        there = {name: value for name, value in row.items() if not says_nothing(value) and name not in self.names}
+        if not any(name in there for name in CONVERSATION):  # an empty conversation is worth its own message
+            there |= {name: row[name] for name in CONVERSATION if row.get(name) is not None and name not in self.names}
+        return there
+
+    def conversation(self, given: Row, row: Row) -> str:
+        """The field that is the text or chat of the row; whatever else nothing reads is a bad row."""
+        key = tuple(given)
+        verdict = self.verdicts.get(key)
+        if verdict is None:
+            if len(self.verdicts) >= REMEMBERED:
+                self.verdicts.clear()
+            verdict = self.verdicts[key] = self._judge(key)
+        field, wrong = verdict
+        if wrong and "weight" in given and given["weight"] == 1:  # as if it were not there
+            return self.conversation({name: value for name, value in given.items() if name != "weight"}, row)
+        if wrong:
+            raise BadRow(wrong)
+        if not field:
+            needed = "`messages`, `conversations` or `text`"
+            hint = next((f" ({why})" for name in given if (why := meaning(name)) is not None), "")
+            raise BadRow(f"a row needs {needed}; this one has {', '.join(map(repr, row)) or 'nothing'}{hint}")
+        return field
+
+    def _judge(self, names: tuple[str, ...]) -> tuple[str, str]:
+        found = [name for name in CONVERSATION if name in names]
+        if len(found) > 1:
+            both = " and ".join(f"`{name}`" for name in found)
+            return "", f"it has {both}, and only one is read; name the others in data.ignore"
+        doubled = [name for name in self.modalities if name in names and f"{name}s" in names]
+        if doubled:
+            return "", f"it has `{doubled[0]}` and `{doubled[0]}s`, and only one is read; name the other in data.ignore"
+        field = found[0] if found else ""
+        read = {*found, *self.media} | ({"system", "tools"} if field != "text" else set())
+        unread = [name for name in names if name not in read and name not in HARMLESS and not self.ignores(name)]
+        if not field and not any(meaning(name) == PAIRS for name in unread):
+            return "", ""  # what is missing is said instead
+        return field, self.unread(unread) if unread else ""
+
+    def unread(self, names: Sequence[str], of: str = "") -> str:
+        """Why nothing reads these fields, and what to do."""
+        listed = ", ".join(f"`{name}`" for name in names)
+        reasons = [why for name in names if (why := meaning(name)) is not None]
+        why = PAIRS if PAIRS in reasons else next(iter(reasons), None)
+        if why is None and any(name.removesuffix("s") in WELL_KNOWN for name in names):
+            why = f"of media, this model reads {', '.join(self.modalities) or 'none'}"
+        return f"nothing reads {listed}{of}{f': {why}' if why else ''} (data.ignore leaves out fields by name)"
+
+
+def meaning(name: str) -> str | None:
+    """What a field is known to stand for, where that is not trained on."""
+    return MEANT.get(name) or next((why for pattern, why in MEANT.items() if fnmatchcase(name, pattern)), None)
+
+
+def of_part(part: Mapping[str, Any], read: Collection[str], fields: Fields) -> list[str]:
+    """Keys of a content part that nothing reads."""
+    return [name for name in part if name not in read and name not in HARMLESS and not fields.ignores(name)]

@@ -1,0 +1,101 @@
+"""What the data of a run is, in a few hashes: the same wherever it lies, another if rows or their reading change.
+
+Up to `WHOLE` bytes of a source are hashed, beyond that blocks spread evenly over it. The length of every row (JSONL),
+the table of contents (tar) and the footers (Parquet) are hashed in full: an edit outside of the blocks is found if it
+changes any length.
+"""
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from omnizoo.data.sources import Concatenation, DatasetRows, JsonLines, ParquetRows, RowSource, TarSamples
+
+WHOLE = 256 << 20  # bytes
+BLOCK = 256 << 10
+BLOCKS = 256  # of a source that is larger
+DATASET_ROWS = 512  # of what `datasets` has opened
+
+
+def content_of(source: RowSource) -> dict[str, Any]:
+    """Size and hashes of a source; nothing in it depends on where the files are."""
+    parts = source.parts if isinstance(source, Concatenation) else [source]
+    shape, digest = xxhash.xxh3_128(), xxhash.xxh3_128()
+    files: list[Path] = []
+    for part in parts:
+        shape.update(f"{type(part).__name__}/{len(part)};".encode())
+        if isinstance(part, JsonLines):
+            shape.update(np.ascontiguousarray(part.stops - part.starts).data)
+        elif isinstance(part, TarSamples):
+            shape.update("\0".join(map(repr, zip(part.keys, part.kinds, strict=True))).encode("utf-8", "replace"))
+            shape.update(np.ascontiguousarray(part.spans).data)
+        elif isinstance(part, ParquetRows):
+            shape.update(_footer(part.path))
+        elif isinstance(part, DatasetRows):
+            for row in _spread(len(part), DATASET_ROWS):
+                digest.update(repr(part.dataset[row].to_pylist()).encode("utf-8", "replace"))
+        else:
+            continue  # a source of a kind that is not ours: known by its number of rows
+        if not isinstance(part, DatasetRows):
+            files.append(part.path)
+    sizes = [file.stat().st_size for file in files]
+    for file, start, count in _blocks(files, sizes):
+        digest.update(_read(file, start, count))
+    return {"bytes": sum(sizes), "shape": shape.hexdigest(), "content": digest.hexdigest()}
+
+
+def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path, int, int]]:
+    """(file, first byte, bytes) of what is hashed: all of it, or evenly spaced blocks, each inside one file."""
+    total = sum(sizes)
+    if total <= WHOLE:
+        for file, size in zip(files, sizes, strict=True):
+            for start in range(0, size, 1 << 24):
+                yield file, start, 1 << 24
+        return
+    firsts = list(accumulate(sizes, initial=0))
+    for place in _spread(total - BLOCK + 1, BLOCKS):
+        number = int(np.searchsorted(firsts, place, side="right")) - 1
+        yield files[number], place - firsts[number], BLOCK
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most `most` numbers below `count`, evenly spaced, the first and the last among them."""
+    return sorted({int(place) for place in np.linspace(0, max(0, count - 1), min(count, most))})
+
+
+def _footer(path: Path) -> bytes:
+    """Where each column of each row group of a Parquet file is, how large, and often its extremes."""
+    size = path.stat().st_size
+    length = int.from_bytes(_read(path, size - 8, 4), "little")  # then four letters end the file
+    return _read(path, max(0, size - 8 - length), length)
+
+
+def _read(path: Path, start: int, count: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(count)
+
+
+def reading_of(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> dict[str, Any]:
+    """What turns rows into tokens and items: the tokenizer, its chat template, and how media are preprocessed."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    processors = sorted(Path(folder).glob("*processor_config.json")) if folder else []
+    return {
+        "its vocabulary": _hash(repr(vocabulary)),
+        "its special tokens": _hash(repr(special)),
+        "its chat template": _hash(repr(tokenizer.chat_template)),
+        "its definition": _hash(tokenizer.backend_tokenizer.to_str()),
+        "library": version("tokenizers"),  # which may write the same definition in another way
+        "its preprocessing of media": _hash("".join(path.name + path.read_text() for path in processors)),
+    }
+
+
+def _hash(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,99 @@
+"""Bounds on code that comes with data: how long it may compute, and how much memory it may take.
+
+Chat templates are programs. The sandbox they run in keeps them from files and processes, but not from loops without end
+or from texts that double with every line.
+"""
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+EVERY = 1000  # lines between two looks at the clock
+
+
+class OutOfTime(BaseException):
+    """No `Exception`: jinja2 swallows those while it folds constants, and may fail while it reports others."""
+
+
+@contextmanager
+def limits(seconds: float, memory: int) -> Iterator[None]:
+    """Raises `OutOfTime`, or MemoryError, in what runs inside. `seconds` are of the processor: what a busy machine
+    makes slow is not refused.
+    """
+    with ExitStack() as stack:
+        in_main = threading.current_thread() is threading.main_thread()
+        stack.enter_context(_alarm(seconds) if in_main else _watched(seconds))
+        if get_worker_info() is not None or not _has_busy_threads():
+            stack.enter_context(_memory(memory))
+        yield
+
+
+def _has_busy_threads() -> bool:
+    """The limit of memory is the whole process's: it could fail another thread that does real work, like one that
+    writes a checkpoint. Daemon threads draw a progress line or watch a parent.
+    """
+    own = (threading.current_thread(), threading.main_thread())
+    return any(not thread.daemon for thread in threading.enumerate() if thread not in own)
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """By a signal: costs nothing, and stops long arithmetic too. Only the main thread gets signals."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _watched(seconds: float) -> Iterator[None]:
+    """By a look at the clock every so many lines of what is called inside; makes Python several times slower."""
+    end, lines, before = time.thread_time() + seconds, 0, sys.gettrace()
+
+    def look(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += 1
+        if lines % EVERY == 0 and time.thread_time() > end:
+            raise OutOfTime
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def _memory(most: int) -> Iterator[None]:
+    """So many bytes more than the process has now; where the system does not tell (not Linux), no bound."""
+    sizes = Path("/proc/self/statm")
+    if not sizes.exists():
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + most
+    if before != resource.RLIM_INFINITY:
+        limit = min(limit, before)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))

@@ -1,0 +1,152 @@
+"""The fields of a Hugging Face config, checked before a model is built from them: one line that names the field.
+
+transformers takes any field and any value; what cannot work ends deep inside of it, later, or never.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.build import BUILDING_ERRORS, explain
+
+LARGEST = 2**53  # what follows from larger numbers overflows
+MOST = {r"(layers?|depth|blocks)$": 10_000, r"experts?$": 100_000}  # a module each: building them would never end
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "sliding_window"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("patch_size", "temporal_patch_size", "spatial_merge_size", "num_channels", *EXPERTS),
+}
+
+
+def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
+    """The config that a mapping with `model_type` describes. `key` is where the mapping stands, for messages."""
+    given = deepcopy(dict(inline))  # transformers changes nested mappings in place
+    check_numbers(given, key)
+    model_type = given.pop("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        close = get_close_matches(str(model_type)[:100], list(CONFIG_MAPPING), n=1)
+        hint = f"did you mean {close[0]}?" if close else "this transformers has no such family"
+        raise UserError(f"{key}.model_type: {_short(model_type)} is not known; {hint}")
+    family = CONFIG_MAPPING[model_type]
+    for name, cls, place in unknown_fields(family, given):
+        close = get_close_matches(name, sorted(declared(cls)), n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__} of transformers for those it has"
+        raise UserError(f"{key}.{place}{_name(name)} is not a field of `{cls.model_type or model_type}`; {hint}")
+    _check_given(given, key)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(model_type, **given)
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}: no `{model_type}` can have this config: {explain(error)}") from error
+    check_shape(config, key)
+    return config
+
+
+def check_numbers(fields: Mapping[str, Any], key: str) -> None:
+    """Refuse what would take for ever, or overflow: by the names that counts of modules have in all families."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            check_numbers(value, f"{key}.{_name(name)}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}.{_name(name)} is {value}; expected a finite number")
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            raise UserError(f"{key}.{_name(name)} is too large: {_short(value)}")
+        elif isinstance(value, int):
+            for pattern, most in MOST.items():
+                if value > most and re.search(pattern, str(name)):
+                    raise UserError(f"{key}.{name} is {value}; expected at most {most:,}")
+
+
+def _check_given(fields: Mapping[str, Any], key: str) -> None:
+    """Values that a user gave, which nothing can be computed with. A folder's may be unused there, and so are not."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_given(value, f"{key}.{name}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if name in SIZES and value < 1:
+            raise UserError(f"{key}.{name} is {value}; expected at least 1")
+        if ("drop" in name and not 0 <= value < 1) or (name.endswith(("eps", "epsilon", "range", "std")) and value < 0):
+            wanted = "a share, at least 0 and below 1" if "drop" in name else "at least 0"
+            raise UserError(f"{key}.{name} is {value}; expected {wanted}")
+        if name in ("rope_theta", "factor") and value <= 0:
+            raise UserError(f"{key}.{name} is {value}; expected a number above 0")
+
+
+def check_shape(config: PretrainedConfig, key: str) -> None:
+    """Sizes that only fail when the model runs."""
+    text = config.get_text_config()
+    # Not the attributes: a family whose layers differ refuses to say what holds for some of them only.
+    fields = text.to_dict()
+
+    def size(name: str) -> int | None:
+        value = fields.get(text.attribute_map.get(name, name))
+        return value if isinstance(value, int) else None
+
+    heads, kv_heads = size("num_attention_heads"), size("num_key_value_heads")
+    if heads is not None and kv_heads and kv_heads > 0 and heads % kv_heads:
+        raise UserError(f"{key}.num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+    experts, visited = next((n for name in EXPERTS if (n := size(name))), None), size("num_experts_per_tok")
+    if experts and visited is not None and not 1 <= visited <= experts:
+        raise UserError(f"{key}.num_experts_per_tok is {visited}; expected 1 to the number of experts, {experts}")
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return
+    for settings in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
+        theta = settings.get("rope_theta", 1.0)
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise UserError(f"{key}.rope_theta is {_short(theta)}; expected a number above 0")
+
+
+def unknown_fields(
+    cls: type[PretrainedConfig], fields: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[str, type[PretrainedConfig], str]]:
+    """(field, class it is not a field of, where it stands) for what `cls` neither declares nor its code mentions."""
+    for name in fields:
+        if name not in declared(cls) and not _mentioned(cls, str(name)):
+            yield name, cls, place
+    for name, part in cls.sub_configs.items():
+        inner = fields.get(name)
+        if isinstance(inner, Mapping):
+            part = CONFIG_MAPPING.get(str(inner.get("model_type"))) if part is AutoConfig else part
+            if isinstance(part, type) and issubclass(part, PretrainedConfig):
+                yield from unknown_fields(part, inner, f"{place}{name}.")
+
+
+def declared(cls: type[PretrainedConfig]) -> set[str]:
+    own = {field.name for field in dataclass_fields(cls)} if is_dataclass(cls) else set()
+    return own | set(cls.attribute_map) | set(inspect.signature(cls).parameters) | set(cls.sub_configs) | {"model_type"}
+
+
+def _mentioned(cls: type[PretrainedConfig], name: str) -> bool:
+    """True for a field that is read without being declared: an older name, or a setting that only the model reads."""
+    quoted = rf"[\"']{re.escape(name)}[\"']|\b(config|self)\.{re.escape(name)}\b"
+    return name.isidentifier() and any(re.search(quoted, text) for text in _sources(inspect.getfile(cls)))
+
+
+@cache
+def _sources(file: str) -> tuple[str, ...]:
+    """The code of the family whose config is in `file`, and of what all configs have in common."""
+    family = sorted(Path(file).parent.glob("*.py"))
+    common = [base for base in PretrainedConfig.__mro__ if base.__module__.startswith("transformers.")]
+    return (*(file.read_text(encoding="utf-8") for file in family), *(inspect.getsource(base) for base in common))
+
+
+def _name(field: Any) -> str:
+    return str(field) if str(field).isidentifier() and len(str(field)) <= 60 else _short(field)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,282 @@
+"""Causality and isolation, tried before a run: does a token see later ones, or those of other samples in its pack?
+
+A small copy of the model with random weights, in one process, is run as training runs it. Changing a token must leave
+all that may not see it as it was; and a sample must give the same in a pack as alone, or the model
+counts positions from the beginning of the pack.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.schema import Model
+from omnizoo.models.build import build_from, build_model, read_model_config, refuse_state_across_tokens
+from omnizoo.models.experts import expert_modules, use_dispatched
+from omnizoo.models.hf_private import language_model, uses_attention_interface
+from omnizoo.models.omni import OmniConfig, OmniModel
+from omnizoo.recipes.base import read_facts, recipe_for
+from omnizoo.recipes.reading import attach_media, keep_logits
+from omnizoo.recipes.shrink import Shrinking, random_fields, shrink_config
+from omnizoo.training.forward import packed_inputs
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+LENGTHS = (19, 23, 13)  # of the samples in the pack: longer than the windows of a shrunken model
+VOCABULARY = 256
+LARGEST = 50_000_000  # weights; a copy of more would take seconds, and memory that a host may not have
+ALONE = 1e-4  # of a sample's logits, alone against in a pack: shapes differ, and so does rounding
+SHRINKINGS = (Shrinking(), Shrinking(widths=False), Shrinking(widths=False, depth=False))
+# What a model says, in the words of Python, when it cannot be built or run like this.
+FAILURES = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+    StrictDataclassError,
+)
+
+
+@dataclass(frozen=True)
+class Probed:
+    shrinking: Shrinking  # one that the family can have
+    random: tuple[str, ...]  # settings by which the model itself draws random numbers in training
+    stubborn: bool = False  # it draws some that no setting of its config turns off
+    unchecked: str = ""  # why nothing could be said, if so
+
+
+def probe(spec: Model) -> Probed:
+    """Refuse a model that sees what it may not see. One process, no collectives, a second or less."""
+    with _quiet():
+        return _probe(spec)
+
+
+def _probe(spec: Model) -> Probed:
+    failure: BaseException | None = None
+    if spec.module is None:
+        refuse_state_across_tokens(_language_config(spec), _key(spec))
+    for shrinking in SHRINKINGS if spec.module is None else SHRINKINGS[:1]:
+        small = replace(shrinking, vocabulary=VOCABULARY)
+        try:
+            model = _small_copy(spec, small)
+            if model is None:
+                continue
+            run = _Run(model, spec)
+            is_random = run.is_random()
+        except FAILURES as error:
+            if spec.module is not None or isinstance(error, UserError):
+                raise  # a user's own code: its traceback says more than we could
+            failure = failure or error
+            continue
+        model.train(not is_random)
+        _refuse_leaks(run, spec)
+        if is_random or spec.module is not None:
+            return Probed(shrinking, ("by code of its own",) if is_random else (), stubborn=is_random)
+        return Probed(shrinking, _active(spec, small))
+    if failure is not None:
+        raise UserError(
+            f"{_key(spec)}: {_name(spec)} cannot be run as training runs models, packed and without a mask: "
+            f"{named_line(failure)}"
+        )
+    return Probed(
+        SHRINKINGS[0], (), unchecked=f"it has more than {LARGEST // 10**6} M weights, and no small copy of it works"
+    )
+
+
+def active_dropout(model: nn.Module) -> dict[str, float]:
+    """Dropout modules of `model` that drop something, by name."""
+    return {name: module.p for name, module in model.named_modules() if isinstance(module, DROPOUT) and module.p > 0}
+
+
+def dropout_of_media(model: nn.Module) -> list[str]:
+    """Dropout in the encoders and decoders of a composed model, which the probe does not build."""
+    if not isinstance(model, OmniModel):
+        return []
+    parts = [*model.encoders.items(), *model.decoders.items()]
+    return [f"{name}.{inner} {p:g}" for name, part in parts for inner, p in active_dropout(part).items()]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers says about a model, it has said about the real one."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _active(spec: Model, shrinking: Shrinking) -> tuple[str, ...]:
+    """The settings of the model by which it draws random numbers in training; none if they have no effect."""
+    named = random_fields(_language_config(spec).to_dict())
+    if not named:
+        return ()
+    model = _small_copy(spec, replace(shrinking, random=True))
+    is_random = model is not None and _Run(model, spec).is_random()
+    return tuple(f"{name} {value:g}" for name, value in named.items()) if is_random else ()
+
+
+def _language_config(spec: Model) -> PretrainedConfig:
+    """Of a composed model, that of its foundation."""
+    config: PretrainedConfig = read_model_config(spec)
+    return config.get_text_config() if isinstance(config, OmniConfig) else config
+
+
+def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
+    """The language model of `spec` with random weights in fp32 on the host; None if even so it is too large."""
+    model = _build(spec, shrinking, "meta")
+    read_facts(model)  # refuses what cannot be sharded
+    if sum(weight.numel() for weight in model.parameters()) > LARGEST:
+        return None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _build(spec, shrinking, "cpu")
+        for module in () if isinstance(model, PreTrainedModel) else model.modules():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+        for weight in model.parameters():
+            # A matrix that begins as zero would hide what goes through it.
+            weight.add_(0.05 * torch.randn(weight.shape))
+    if isinstance(model, PreTrainedModel) and expert_modules(model):
+        use_dispatched(language_model(model))
+    attach_media(model, spec)
+    keep_logits(model)
+    return model.train()
+
+
+def _build(spec: Model, shrinking: Shrinking, device: str) -> nn.Module:
+    if spec.module is not None:
+        return build_model(spec, "fp32", device)
+    published = _language_config(spec)
+    config = type(published)(**shrink_config(published, shrinking))
+    config.name_or_path = published.name_or_path  # where code that ships with the model is
+    return build_from(config, spec, "fp32", device)
+
+
+class _Run:
+    """A model, and packs of token ids to run it on."""
+
+    def __init__(self, model: nn.Module, spec: Model) -> None:
+        self.model, self.composed = model, spec.foundation is not None
+        if isinstance(model, PreTrainedModel):
+            rows, special = len(model.get_input_embeddings().get_parameter("weight")), _special(model.config.to_dict())
+        else:  # which table is that of the tokens is not known; one of a few rows is for something else
+            tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+            rows, special = min([size for size in tables if size >= 16], default=16), set()
+        self.tokens = np.array([token for token in range(min(VOCABULARY, rows)) if token not in special])
+        self.drawn = np.random.default_rng(0).integers(0, len(self.tokens), sum(LENGTHS))
+
+    def samples(self) -> list[np.ndarray[Any, Any]]:
+        return np.split(self.tokens[self.drawn], list(accumulate(LENGTHS))[:-1])
+
+    @torch.no_grad()
+    def logits(self, samples: Sequence[np.ndarray[Any, Any]], seed: int = 0) -> list[torch.Tensor]:
+        """`[L, V]` of each sample, all of them in one pack."""
+        positions = recipe_for(self.model).positions
+        rows = [
+            positions(self.model, ids.astype(np.int32), []) if positions else np.arange(len(ids))[None]  # type: ignore[arg-type]
+            for ids in samples
+        ]
+        lengths = [len(ids) for ids in samples]
+        inputs = packed_inputs(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths))
+        inputs |= {
+            "input_ids": torch.as_tensor(np.concatenate(samples))[None],
+            "position_ids": _as_batch(np.concatenate(rows, axis=1)),
+            "logits_to_keep": torch.arange(sum(lengths)),
+        }
+        if self.composed:  # as a composed model calls its foundation
+            assert isinstance(self.model, PreTrainedModel)
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            logits: torch.Tensor = self.model(**inputs).logits
+        return list(logits.squeeze(0).split(lengths))
+
+    def is_random(self) -> bool:
+        """Does the model draw random numbers in training?"""
+        first, second = (torch.cat(self.logits(self.samples(), seed)) for seed in (1, 2))
+        return not _same(first, second)
+
+    def changed(self, sample: int | None = None, place: int = 0) -> list[np.ndarray[Any, Any]]:
+        """The pack with other tokens in all of one sample, or at one place in all samples."""
+        others = np.split(self.tokens[(self.drawn + 1) % len(self.tokens)], list(accumulate(LENGTHS))[:-1])
+        ids = self.samples()
+        for number, (each, other) in enumerate(zip(ids, others, strict=True)):
+            if sample is None:
+                each[place] = other[place]
+            elif number == sample:
+                each[:] = other
+        return ids
+
+
+def _special(fields: Mapping[str, Any]) -> set[int]:
+    """Tokens with a meaning, such as the place of an item, by a config's own words."""
+    found: set[int] = set()
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            found |= _special(value)
+        elif str(key).endswith(("_token_id", "_token_index")):
+            found |= {id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)}
+    return found
+
+
+def _as_batch(positions: np.ndarray[Any, Any]) -> torch.Tensor:
+    """[1, T], or [R, 1, T] where a token has several positions."""
+    tensor = torch.as_tensor(positions)
+    return tensor if len(tensor) == 1 else tensor[:, None]
+
+
+def _refuse_leaks(run: _Run, spec: Model) -> None:
+    who = f"{_key(spec)}: {type(run.model).__name__}"
+    told = "" if spec.attention == "auto" else f" with model.attention: {spec.attention}"
+    whole = run.logits(run.samples())
+    for sample in range(len(LENGTHS)):
+        seen = run.logits(run.changed(sample=sample))
+        if not all(_same(a, b) for number, (a, b) in enumerate(zip(whole, seen, strict=True)) if number != sample):
+            can = isinstance(run.model, PreTrainedModel) and uses_attention_interface(language_model(run.model))
+            way = "set model.attention: auto" if spec.attention != "auto" and can else "use another model"
+            raise UserError(f"{who}{told} lets the samples of a pack see each other; {way}")
+        if _same(whole[sample], seen[sample]):
+            raise UserError(f"{who}{told} gives the same logits whatever its tokens are")
+    for place in (1, min(LENGTHS) // 2, -1):
+        seen = run.logits(run.changed(place=place))
+        if not all(_same(a[:place], b[:place]) for a, b in zip(whole, seen, strict=True)):
+            encoder = getattr(getattr(run.model, "config", None), "is_decoder", None) is False
+            way = "set is_decoder: true in its config, or use" if encoder else "use"
+            raise UserError(f"{who}{told} sees later tokens, so it cannot learn to predict them; {way} a causal model")
+    for ids, packed in zip(run.samples()[1:], whole[1:], strict=True):
+        (alone,) = run.logits([ids])
+        if not (alone - packed).norm() <= ALONE * alone.norm():
+            raise UserError(
+                f"{who}{told} gives a sample other logits in a pack than alone: its positions do not begin anew with "
+                "each sample, or it chooses among the tokens of the whole pack; use another family"
+            )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the last bit, but for kernels that group rows by what is in other rows (experts)."""
+    return not a.numel() or bool((a - b).abs().max() <= 1e-5 * b.abs().max())
+
+
+def _key(spec: Model) -> str:
+    if spec.module is not None:
+        return "model.module"
+    return "model.foundation" if spec.foundation else "model.path" if spec.path else "model.config"
+
+
+def _name(spec: Model) -> str:
+    return f"`{_language_config(spec).model_type}`"

@@ -1,0 +1,99 @@
+"""When a rank fails, the last line says which one and why, whatever the other ranks fail with afterwards."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from failing_module import FAILURES
+from processes import Running, run_omnizoo, start_omnizoo
+from tiny import read_steps, write_config
+
+from omnizoo.cli.failure import foreseen
+from omnizoo.cli.main import main
+from omnizoo.data.loader import worker_death
+
+OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "width": 16, "heads": 2, "layers": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "expected", "has_traceback"),
+    [
+        ("device", ("rank 1 is out of memory", "CUDA out of memory", "data.pack_tokens", "recompute"), False),
+        ("bug", ("rank 1 failed: IndexError: row 7 of a table of 5",), True),
+    ],
+)
+def test_a_rank_that_fails_is_named_in_the_last_line_with_the_cause(
+    failure: str, expected: tuple[str, ...], has_traceback: bool, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, model=OWN, train={"steps": 3, "global_batch": 2})
+    result = run_omnizoo(["train", path, "--nproc", 2], FAILS_WITH=failure)
+    last = result.stderr.splitlines()[-1]
+    assert result.code == 1
+    assert last.startswith("error: ")
+    for words in expected:
+        assert words in last, result.stderr
+    assert ("IndexError" in "".join(result.stderr.splitlines()[:-1])) == has_traceback
+
+
+@pytest.mark.parametrize("failure", ["memory", "device", "allocator"])
+def test_whatever_says_that_memory_ran_out_is_one_line_with_a_way_out(failure: str) -> None:
+    line = foreseen(3, FAILURES[failure])
+    assert line is not None
+    assert "\n" not in line
+    assert line.startswith("rank 3 is out of memory")
+    assert "parallel.dp_shard" in line
+
+
+def test_one_process_out_of_memory_is_one_line_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FAILURES["allocator"]
+
+    monkeypatch.setattr("omnizoo.training.run.train_step", fail)
+    assert main(["train", str(write_config(tmp_path))]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "rank 0 is out of memory" in err
+    assert "137438953472 bytes" in err
+
+
+def worker_of(run: Running, rank: int) -> psutil.Process:
+    """A loader worker of that rank."""
+    process = next(process for process in run.ranks() if process.environ()["RANK"] == str(rank))
+    return process.children()[0]
+
+
+@pytest.mark.slow
+def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path: Path) -> None:
+    path = write_config(tmp_path, train={"steps": 100_000, "global_batch": 2}, data={"workers": 1})
+    run = start_omnizoo(["train", path, "--nproc", 2])
+    assert run.wait_until(lambda: len(read_steps(tmp_path / "run")) > 2, 120)
+    worker_of(run, 1).send_signal(signal.SIGKILL)
+    result = run.wait(60)
+    last = result.stderr.splitlines()[-1]
+    assert result.code == 1
+    assert last.startswith("error: rank 1: a loader worker was killed (SIGKILL), as the kernel does when memory runs")
+    assert "data.workers" in last
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "SIGKILL"),
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ...", "/dev/shm"),
+        ("DataLoader worker (pid 7) is killed by signal: Segmentation fault. ", "Segmentation fault"),
+        ("DataLoader worker (pid 7) exited unexpectedly with exit code 1. Details are lost ...", "data.workers: 0"),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "data.workers: 0"),
+    ],
+)
+def test_every_way_torch_tells_of_a_dead_worker_is_understood(said: str, expected: str) -> None:
+    death = worker_death(RuntimeError(said))
+    assert death is not None
+    assert expected in death
+    later = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    later.__cause__ = RuntimeError(said)
+    assert worker_death(later) == death
+    assert worker_death(RuntimeError("another one")) is None

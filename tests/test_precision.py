@@ -1,0 +1,207 @@
+"""bf16 rounds activations, and nothing else: positions and targets keep their digits, on any layout."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from faults import FAULTS, try_with_cast, try_with_fault
+from omni import SENSOR, write_omni_config
+from processes import run_on_ranks, train_in_this_world
+from tiny import read_steps, write_config
+from torch import nn
+
+from omnizoo.config.load import load_config
+from omnizoo.modalities.flow import FlowHead
+from omnizoo.models.media import MediaBatch
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.process import Process, process_group
+from omnizoo.parallel.shard import cast_activations
+from omnizoo.verification.compare import verdict_of
+from omnizoo.verification.prepare import parse, prepare
+from omnizoo.verification.rounding import watching
+from omnizoo.verification.trial import run_trial
+from omnizoo.verification.world import in_world
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(ROOT)
+        prepare(load_config("examples/published/qwen3_omni.yaml", []), 2, "dp2", "bf16", folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["uly2", "dp2.ep2"])
+def test_published_omni_model_in_bf16_is_as_near_to_fp32_on_a_layout_as_in_one_process(
+    layout: str, published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    verdict = verdict_of(published, parse(layout, 2))
+    assert verdict.reason == ""
+    assert 1e-5 < verdict.gradient < 0.5  # it is bf16 that was compared
+
+
+@pytest.mark.slow
+def test_positions_that_are_cast_on_entry_are_found_and_named(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    in_world(2, try_with_cast, published, parse("dp2", 2))
+    verdict = json.loads((published / "verdict.json").read_text())
+    assert not verdict["passed"]
+    assert "position_ids (float32) reach the model rounded to bfloat16" in verdict["reason"]
+    assert "position_ids (float32) reach model.language_model.rotary_emb rounded to bfloat16" in verdict["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["wrong_divide_factor_on_experts", "packed_samples_see_each_other"])
+def test_a_fault_is_found_in_bf16_too(fault: str, tmp_path: Path) -> None:
+    assert fault in FAULTS
+    prepare(load_config(ROOT / "examples/qwen3_moe_tiny.yaml", []), 4, "dp2.uly2.ep2", "bf16", tmp_path)
+    in_world(4, try_with_fault, tmp_path, parse("dp2.uly2.ep2", 4), fault)
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert not verdict["passed"]
+    assert "away from fp32 (one process in bf16:" in verdict["reason"]
+
+
+def test_targets_of_a_decoder_reach_its_loss_with_all_their_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SENSOR))
+    path = write_omni_config(tmp_path, "qwen3", train={"steps": 1, "global_batch": 8})
+    config = load_config(path, ["--parallel.precision", "bf16", "--data.lanes", "1"])
+    made: list[torch.Tensor] = []
+    lost: list[torch.Tensor] = []
+    fed: list[torch.dtype] = []
+    targets, loss, embed = FlowHead.targets, FlowHead.loss, FlowHead.embed
+
+    def keep_targets(self: FlowHead, items: Any) -> torch.Tensor:
+        made.append(targets(self, items))
+        return made[-1]
+
+    def keep_loss(self: FlowHead, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        assert hidden.dtype == torch.bfloat16
+        lost.append(rows)
+        return loss(self, hidden, rows)
+
+    def keep_embed(self: FlowHead, rows: torch.Tensor) -> torch.Tensor:
+        fed.append(rows.dtype)
+        return embed(self, rows)
+
+    with (
+        patch.multiple(FlowHead, targets=keep_targets, loss=keep_loss, embed=keep_embed),
+        process_group() as process,
+    ):
+        trial = run_trial(config, Layout(), process)
+    assert trial.rounded == []
+    rows = torch.cat(lost)
+    assert rows.dtype == torch.float32
+    assert len(rows) > 0
+    assert not torch.equal(rows, rows.bfloat16().float())
+    known = {tuple(row) for row in torch.cat(made).tolist()}
+    assert {tuple(row) for row in rows.tolist()} <= known
+    assert set(fed) == {torch.bfloat16}
+
+
+class Block(nn.Module):
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+        return hidden.dtype, position_ids
+
+
+def test_a_block_takes_its_hidden_states_in_bf16_and_everything_else_as_it_comes() -> None:
+    block, positions = Block(), torch.arange(257, 264) + 0.5
+    cast_activations(block, torch.bfloat16)
+    for args, kwargs in (((torch.ones(2),), {}), ((), {"hidden": torch.ones(2)})):
+        dtype, arrived = block(*args, **kwargs, position_ids=positions)
+        assert dtype == torch.bfloat16
+        assert arrived is positions
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.block(input_ids.float(), position_ids.bfloat16())
+
+
+def test_a_model_that_rounds_positions_deep_inside_is_found() -> None:
+    found: list[str] = []
+    model = Rounding()
+    with watching(model, found):
+        model(input_ids=torch.ones(1, 2, dtype=torch.int64), position_ids=torch.ones(1, 2))
+    assert found == ["position_ids (float32) reach block rounded to bfloat16"]
+
+
+class Reading(nn.Module):
+    def forward(self, media: MediaBatch) -> None: ...
+
+
+def test_media_that_are_cast_on_entry_are_found() -> None:
+    def cast(_: nn.Module, args: Any, kwargs: dict[str, MediaBatch]) -> Any:
+        items = {
+            port: [{"noise": item["noise"].bfloat16()} for item in of] for port, of in kwargs["media"].items.items()
+        }
+        return args, {"media": replace(kwargs["media"], items=items)}
+
+    items = {"image/decoder": [{"noise": torch.tensor([-0.806])}]}
+    media = MediaBatch(items, lambda rows: {}, lambda rows: {}, torch.device("cpu"), torch.bfloat16)
+    found: list[str] = []
+    model = Reading()
+    with watching(model, found):
+        model(media=media)
+        assert found == []
+        model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+    with watching(model, found):
+        model(media=media)
+    assert found == ["noise of image/decoder (float32) reach the model rounded to bfloat16"]
+
+
+def train(process: Process, config: Path, run: Path) -> None:
+    assert train_in_this_world([config, "--log.dir", run]) == 0
+
+
+def train_and_die(process: Process, config: Path, run: Path) -> None:
+    from omnizoo.training import run as running
+
+    original = running.train_step
+
+    def step(objective: Any, optimizer: Any, data: Any, number: int, **kwargs: Any) -> Any:
+        if process.rank == 1 and number == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(objective, optimizer, data, number, **kwargs)
+
+    with patch.object(running, "train_step", step):
+        train(process, config, run)
+
+
+@pytest.mark.slow
+def test_a_killed_bf16_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": STEPS, "global_batch": 4},
+        "checkpoint": {"every": 2},
+        "parallel": {"precision": "bf16"},
+    }
+    config = write_config(tmp_path, **sections)
+    assert run_on_ranks(train, 2, config, tmp_path / "whole").code == 0
+    run_on_ranks(train_and_die, 2, config, tmp_path / "killed")
+    assert len(read_steps(tmp_path / "killed")) == 3
+    resumed = run_on_ranks(train, 2, config, tmp_path / "killed")
+    assert resumed.code == 0, resumed.stdout + resumed.stderr
+    assert "step_00000002" in resumed.stdout
+    whole, killed = (
+        [[row[key] for key in ("step", "loss", "grad_norm", "tokens")] for row in read_steps(tmp_path / name)]
+        for name in ("whole", "killed")
+    )
+    assert len(whole) == STEPS
+    assert killed == whole
