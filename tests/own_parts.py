@@ -17,6 +17,10 @@ def negative(train, step):
     return -1.0
 
 
+def divides(train, step):
+    return 1 / (step - step)
+
+
 class NotAnOptimizer:
     pass
 
@@ -60,3 +64,13 @@ class KeepsShards(_Sgd):
 class CountsInGroups(_Sgd):
     def keep(self, p, group):
         group["count"] = group.get("count", 0) + 1
+
+
+class Raises(_Sgd):
+    def __init__(self, params, lr, weight_decay=0.0):
+        raise KeyError("inside")
+
+
+class RaisesInAStep(_Sgd):
+    def keep(self, p, group):
+        p.no_such_attribute()

@@ -156,6 +156,11 @@ def test_words_that_yaml_1_1_would_convert_are_text(load, word):
         (["--data.shuffle", "1"], "command line: data.shuffle is 1; expected true or false"),
         (["--data.overlong", "cut"], 'command line: data.overlong is "cut"; expected split or drop'),
         (["--train.weight_decay", "-1"], "command line: optimizer.weight_decay is -1; expected number >= 0"),
+        (["--train.betas", "[0.9]"], "command line: optimizer.options.betas is [0.9]; expected two numbers >= 0, < 1"),
+        (
+            ["--optimizer.options.eps", "9e99"],
+            "command line: optimizer.options.eps is 9e+99; expected number > 0",
+        ),
         (["--optimizer.no_decay", "[x]"], 'optimizer.no_decay is ["x"]; expected list of norm or bias or embedding'),
         (
             ["--train.eps", "1", "--optimizer.options.eps", "1"],

@@ -1,9 +1,11 @@
 """Optimizers as parts: each kind is what its formulas say, on every layout, over a save and a resume; groups by name,
 the average of weights, optimizers and schedules of one's own, and mistakes in one line."""
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from torch.distributed.tensor import distribute_tensor
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
+from omnizoo.config.optimizers import OPTIMIZERS
 from omnizoo.config.schema import Config
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
 from omnizoo.recipes.attach import parallelize
+from omnizoo.recipes.parts import saved_bytes
+from omnizoo.training.optimizer import KINDS as BUILT_IN
 from omnizoo.training.optimizer import build_optimizer, set_learning_rate, update_average
 
 ROOT = Path(__file__).parents[1]
@@ -380,6 +385,34 @@ def test_the_average_is_exported_by_a_flag(tmp_path: Path, capfd: pytest.Capture
     assert "is of another `optimizer` section: it has no ema." in capfd.readouterr().err
 
 
+def test_a_run_from_the_weights_of_another_starts_its_average_there(tmp_path: Path) -> None:
+    path = config_of(tmp_path, train={"steps": 1})
+    assert main(["train", str(path)]) == 0
+    more = ["--checkpoint.resume", f"weights:{tmp_path / 'run'}", "--optimizer.ema", "{decay: 0.75}"]
+    assert main(["train", str(path), *more, "--log.dir", str(tmp_path / "next")]) == 0
+    step = Path("checkpoints", "step_00000001", "tensors")
+    first, then = (load_file(next((tmp_path / run / step).glob("*.safetensors"))) for run in ("run", "next"))
+    averages = [name for name in then if name.startswith("ema.")]
+    assert averages
+    for name in averages:
+        weight = name.replace("ema.", "model.", 1)
+        expected = first[weight].lerp(then[weight], 0.25)
+        torch.testing.assert_close(then[name], expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor", "own_parts:NoDecay"])
+def test_the_room_that_is_asked_for_before_a_run_is_what_its_checkpoint_takes(kind: str, tmp_path: Path) -> None:
+    frozen = {"match": "model.layers.0.*", "freeze": True}
+    optimizer = {"ema": {}, "groups": [frozen], "weight_decay": 0}
+    path = config_of(tmp_path, kind, optimizer=optimizer, train={"steps": 1}, model={"config": EXPERTS})
+    config = load_config(path, [])
+    needed = saved_bytes(build_model(config.model, "fp32"), config)
+    assert main(["train", str(path)]) == 0
+    tensors = (tmp_path / "run" / "checkpoints" / "step_00000001" / "tensors").iterdir()
+    taken = sum(tensor.nbytes for file in tensors for tensor in load_file(file).values())
+    assert 0.75 * taken < needed <= taken
+
+
 # One's own, and mistakes.
 
 
@@ -397,7 +430,10 @@ def test_the_example_is_under_80_lines_and_learns(tmp_path: Path) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kind": "adamx"}, r"optimizer.kind: 'adamx' is no built-in optimizer .*did you mean adamw"),
     ({"kind": "no_such_package.x:Y"}, r"optimizer.kind: cannot import no_such_package.x:Y: .*expected a torch.optim"),
-    ({"kind": "own_parts:CountInInts"}, r"optimizer.kind: own_parts has no 'CountInInts'; did you mean CountsInInts"),
+    (
+        {"kind": "own_parts:CountInInts"},
+        r"kind: cannot import .*: own_parts has no 'CountInInts'; did you mean Counts",
+    ),
     ({"kind": "own_parts:NotAnOptimizer"}, r"own_parts:NotAnOptimizer is not a subclass of torch.optim.*expected"),
     ({"kind": "own_parts:NoRate"}, r"optimizer.options: own_parts:NoRate\(params, speed\) does not take .*'lr'"),
     ({"kind": "own_parts:NoDecay"}, r"own_parts:NoDecay takes no weight_decay; set optimizer.weight_decay: 0"),
@@ -405,22 +441,49 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kind": "own_parts:KeepsShards"}, r"the state 'shard' of own_parts:KeepsShards is a Tensor, which cannot be"),
     ({"kind": "own_parts:CountsInGroups"}, r"own_parts:CountsInGroups changes 'count' of its parameter groups"),
     ({"kind": "adamw_8bit"}, r"optimizer.kind: adamw_8bit needs the package torchao: pip install torchao"),
-    ({"options": {"beta": [0.9, 0.9]}}, r"optimizer.options: adamw\(.*unexpected keyword.*did you mean betas"),
-    ({"options": {"betas": [0.9]}}, r"optimizer.options: adamw does not take .*betas"),
-    ({"options": {"betas": [0.9, 1.5]}}, r"optimizer.options: adamw does not take .*Invalid beta"),
+    ({"kind": "own_parts:Raises"}, r"optimizer.options: own_parts:Raises does not take {}: KeyError: .*inside"),
+    ({"kind": "own_parts:RaisesInAStep"}, r"options: own_parts:RaisesInAStep does not take {}: AttributeError: "),
+    ({"kind": "own_broken:Sgd"}, r"optimizer.kind: cannot import own_broken:Sgd: NameError: name 'nothing'"),
+    ({"options": {"beta": [0.9, 0.9]}}, r"optimizer.options.beta is no option of adamw \(.*did you mean betas"),
+    ({"options": {"betas": [0.9]}}, r"tiny.yaml:\d+: optimizer.options.betas is \[0.9\]; expected two numbers >= 0"),
+    ({"options": {"betas": [0.9, 1.5]}}, r"optimizer.options.betas is \[0.9, 1.5\]; expected two numbers >= 0, < 1"),
+    ({"options": {"eps": float("nan")}}, r"optimizer.options.eps is NaN; expected number > 0"),
+    ({"options": {"amsgrad": 1}}, r"optimizer.options.amsgrad is 1; expected true or false"),
+    ({"options": {"capturable": True}}, r"optimizer.options.capturable is no option of adamw"),
     ({"options": {"lr": 0.1}}, r"optimizer.options.lr: it is set by train.lr"),
-    ({"kind": "muon", "options": {"momentun": 0.9}}, r"optimizer.options: muon\(.*did you mean momentum"),
-    ({"kind": "muon", "options": {"ns_steps": 0}}, r"optimizer.options: muon does not take .*from 1 to 99"),
-    ({"kind": "adafactor", "options": {"d": 0.5}}, r"optimizer.options: adafactor does not take .*at least 1"),
+    ({"kind": "own_parts:NoDecay", "options": {"lr": 0.1}}, r"optimizer.options.lr: it is set by train.lr"),
+    ({"kind": "muon", "options": {"momentun": 0.9}}, r"momentun is no option of muon .*did you mean momentum"),
+    ({"kind": "muon", "options": {"dtype": "bf16"}}, r"optimizer.options.dtype is no option of muon"),
+    ({"kind": "muon", "options": {"ns_steps": 0}}, r"optimizer.options.ns_steps is 0; expected integer >= 1"),
+    ({"kind": "adafactor", "options": {"d": 0.5}}, r"optimizer.options.d is 0.5; expected number >= 1"),
+    ({"kind": "adafactor", "options": {"eps": 1e-8}}, r"optimizer.options.eps is 1e-08; expected two numbers"),
+    ({"weight_decay": 1e30}, r"optimizer.weight_decay is 1e\+?30; expected number >= 0, <= 1000"),
     ({"groups": [{"match": "modle.layers.0.*", "lr": 1.0}]}, r"groups.0.match: 'modle.layers.0.\*' matches no .*model"),
     ({"groups": [{"match": ["*norm*", "zzz"], "lr": 1.0}]}, r"optimizer.groups.0.match: 'zzz' matches no parameter"),
     ({"groups": [{"match": "*", "lr": 1.0}, {"match": "*norm*", "lr": 2.0}]}, r"groups.1.match: .* a group before it"),
     ({"groups": [{"match": "*", "freeze": True}]}, r"every parameter is frozen"),
     ({"groups": [{"match": "*", "freeze": True, "lr": 1.0}]}, r"optimizer.groups: what is frozen has no lr"),
     ({"groups": [{"match": "*", "kind": "sgd"}]}, r"optimizer.groups.0.kind: 'sgd' is no built-in optimizer"),
-    ({"groups": [{"match": "*", "kind": "muon", "options": {"x": 1}}]}, r"optimizer.groups.0.options: muon"),
+    (
+        {"groups": [{"match": "*", "kind": "muon", "options": {"x": 1}}]},
+        r"groups.0.options.x is no option of muon",
+    ),
+    ({"groups": [{"match": "*", "options": {"eps": -1.0}}]}, r"optimizer.groups.0.options.eps is -1.0; expected"),
+    ({"groups": [{"match": "*", "lr": 1e30}]}, r"optimizer.groups.0.lr is 1e\+?30; expected number > 0, <= 1000"),
+    ({"groups": [{"match": "*", "lr": float("nan")}]}, r"optimizer.groups.0.lr is NaN; expected number"),
+    ({"groups": [{"match": []}]}, r"optimizer.groups.0.match is \[\]; expected text or list of text"),
+    ({"groups": [{"match": "z" * 4000, "lr": 1.0}]}, r"^optimizer.groups.0.match: 'zz.{0,200} matches no parameter"),
     ({"ema": {"decay": 1.0}}, r"optimizer.ema.decay is 1.0; expected number > 0, < 1"),
 ]
+
+
+def test_the_options_that_the_config_knows_are_those_of_the_classes() -> None:
+    assert set(BUILT_IN) == set(OPTIMIZERS)
+    for kind, options in OPTIMIZERS.items():
+        module, _, name = BUILT_IN[kind].target.partition(":")
+        if BUILT_IN[kind].package is None:
+            taken = set(inspect.signature(getattr(import_module(module), name)).parameters)
+            assert set(options) - ({"betas", "eps"} if kind == "muon" else set()) <= taken  # AdamW's, next to Muon
 
 
 @pytest.mark.parametrize(("optimizer", "says"), WRONG, ids=[json.dumps(wrong) for wrong, _ in WRONG])
@@ -443,11 +506,14 @@ def test_a_mistake_is_one_line(
         ("cosin", r"train.schedule: 'cosin' is no built-in schedule .*did you mean cosine"),
         (
             "own_parts:straigt",
-            r"train.schedule: own_parts has no 'straigt'; did you mean straight\?.*expected a function",
+            r"train.schedule: cannot import .*: own_parts has no 'straigt'; did you mean straight\?.*expected a func",
         ),
         ("own_parts:NOT_CALLABLE", r"train.schedule: own_parts:NOT_CALLABLE is a int; expected a function"),
         ("own_parts:no_step", r"train.schedule: own_parts:no_step\(train\) does not take what it is given"),
         ("own_parts:negative", r"train.schedule: own_parts:negative gave -1.0 at step 1"),
+        ("own_parts:divides", r"train.schedule: own_parts:divides fails at step 1: ZeroDivisionError"),
+        ("own_broken:straight", r"train.schedule: cannot import own_broken:straight: NameError"),
+        ("builtins:max", r"train.schedule: builtins:max "),
     ],
 )
 def test_a_wrong_schedule_is_one_line(schedule: str, says: str, tmp_path: Path) -> None:

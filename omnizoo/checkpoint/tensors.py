@@ -1,6 +1,7 @@
 """Sharded tensors on disk: torch's distributed checkpoint (DCP) over safetensors, so nothing is ever unpickled.
 
-Names are flat: `model.<parameter>` and `optimizer.<parameter>.<state>`; any layout reads what any other wrote.
+Names are flat: `model.<parameter>`, `optimizer.<parameter>.<state>` and `ema.<parameter>`; any layout reads what any
+other wrote.
 """
 
 import os
@@ -68,6 +69,13 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
                 local_of(value).copy_(torch.zeros(local_of(value).shape, dtype=torch.float32))
             else:
                 value.zero_()
+
+
+@torch.no_grad()
+def begin_average(optimizer: torch.optim.Optimizer) -> None:
+    """Start the average of weights, if there is one, at what the weights are now: they came after the optimizer."""
+    for parameter, average in getattr(optimizer, "average", {}).items():
+        average.copy_(parameter)
 
 
 def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:

@@ -10,7 +10,13 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, named_line
+
+# What somebody else's code raises when it is imported, or called with what it cannot use.
+CODE_ERRORS = (
+    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RuntimeError),
+    *(NameError, SyntaxError, ImportError, OSError, MemoryError),
+)
 
 
 def check_name(value: str, built_in: Iterable[str], what: str) -> str:
@@ -20,7 +26,7 @@ def check_name(value: str, built_in: Iterable[str], what: str) -> str:
     if value in names or (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         return value
     raise ValueError(
-        f"{value!r} is no built-in {what} ({', '.join(names)}), and one of your own is "
+        f"{repr(value)[:80]} is no built-in {what} ({', '.join(names)}), and one of your own is "
         f"`package.module:name`{nearest(value, names)}"
     )
 
@@ -30,12 +36,12 @@ def resolve(spec: str, key: str, expected: str) -> Any:
     path, _, name = spec.partition(":")
     try:
         module = import_module(path)
-    except (ImportError, SyntaxError) as error:
-        raise UserError(f"{key}: cannot import {spec}: {error}; expected {expected}") from error
-    if not hasattr(module, name):
-        close = nearest(name, [known for known in vars(module) if not known.startswith("_")])
-        raise UserError(f"{key}: {path} has no {name!r}{close}; expected {expected}")
-    return getattr(module, name)
+        if name in vars(module) or hasattr(module, name):  # some packages import a name when it is asked for
+            return getattr(module, name)
+    except CODE_ERRORS as error:
+        raise UserError(f"{key}: cannot import {spec}: {named_line(error)}; expected {expected}") from error
+    close = nearest(name, [known for known in vars(module) if not known.startswith("_")])
+    raise UserError(f"{key}: cannot import {spec}: {path} has no {name!r}{close}; expected {expected}")
 
 
 def resolve_class(spec: str, key: str, base: type, expected: str) -> Any:
@@ -52,6 +58,8 @@ def check_call(target: Callable[..., Any], spec: str, key: str, args: Iterable[A
     """Refuse arguments that `target` (`spec` in the config) does not take, or ones that are missing, before calling."""
     try:
         signature(target).bind(*args, **given)
+    except ValueError:  # some functions in C tell nothing about themselves
+        return
     except TypeError as error:
         known = takes(target)
         odd = [name for name in given if known is not None and name not in known]
@@ -60,8 +68,11 @@ def check_call(target: Callable[..., Any], spec: str, key: str, args: Iterable[A
 
 
 def takes(target: Callable[..., Any]) -> set[str] | None:
-    """The names of the arguments that `target` takes; None: any."""
-    parameters = signature(target).parameters.values()
+    """The names of the arguments that `target` takes; None: any, or nobody knows."""
+    try:
+        parameters = signature(target).parameters.values()
+    except ValueError:
+        return None
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return {p.name for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}

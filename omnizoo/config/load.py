@@ -310,14 +310,22 @@ def _move(data: dict[str, Any], lines: dict[str, int], path: str) -> None:
         if not isinstance(data.get(section), dict) or name not in data[section]:
             continue
         where = f"{path}:{lines[old]}" if old in lines else path
-        if new in lines:
+        if _holds(data, new):
             raise UserError(f"{where}: {old} is now {new}, and both are given; keep {new}")
         data[section] = dict(data[section])  # a YAML alias may show the same object elsewhere
         if problem := _override(data, new, data[section].pop(name)):
-            raise UserError(problem)
+            raise UserError(problem.replace(COMMAND_LINE, where, 1))
         if old in lines:
             lines[new] = lines[old]
         logger.warning("%s: %s is now %s; the old name still works", where, old, new)
+
+
+def _holds(data: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return False
+        data = data[part]
+    return True
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from omnizoo.config.doors import check_name
+from omnizoo.config.optimizers import OPTIMIZERS, check_options
 
-OPTIMIZERS = ("adamw", "muon", "adafactor", "adamw_8bit")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 LONGEST_TEXT = 4096  # no path is longer
@@ -349,6 +349,13 @@ class Optimizer(Section):
     @classmethod
     def _known_kind(cls, value: str) -> str:
         return check_name(value, OPTIMIZERS, "optimizer")
+
+    @model_validator(mode="after")
+    def _known_options(self) -> "Optimizer":
+        check_options(self.kind, self.options, "optimizer.options")
+        for i, group in enumerate(self.groups):
+            check_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
+        return self
 
 
 class Checkpoint(Section):

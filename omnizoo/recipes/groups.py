@@ -20,10 +20,12 @@ class Groups:
             names.setdefault(parameter, []).append(name)
         for i, group in enumerate(groups):
             for pattern in group.patterns:
-                key = f"optimizer.groups.{i}.match: {pattern!r}"
+                key = f"optimizer.groups.{i}.match: {repr(pattern)[:80]}"
                 matched = [own[0] for own in names.values() if any(fnmatchcase(name, pattern) for name in own)]
                 if not matched:
-                    close = get_close_matches(pattern, [name for own in names.values() for name in own], n=3, cutoff=0)
+                    close = get_close_matches(
+                        pattern[:200], [name for own in names.values() for name in own], n=3, cutoff=0
+                    )
                     raise UserError(f"{key} matches no parameter; the nearest names are {', '.join(close)}")
                 if all(self._group.get(name, group) is not group for name in matched):
                     raise UserError(

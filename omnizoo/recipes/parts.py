@@ -1,6 +1,6 @@
 """How the parts of a model are treated: frozen or trained, how fast, in which precision, recomputed or not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,13 +8,16 @@ import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model, ParameterGroup, Part, Projector
+from omnizoo.config.schema import Config, Model, Optimizer, ParameterGroup, Part, Projector
 from omnizoo.modalities.base import Encoder
 from omnizoo.models.omni import OmniModel
 from omnizoo.ops.precision import compute_in
 from omnizoo.recipes.base import recipe_for
 from omnizoo.recipes.groups import Groups
 
+# What an optimizer keeps of a trained parameter, in copies of it; 8-bit state is saved as fp32.
+HELD_STATE = {"adamw": 2, "muon": 1, "adafactor": 0, "adamw_8bit": 0.5}
+SAVED_STATE = HELD_STATE | {"adamw_8bit": 2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -89,11 +92,19 @@ class Treatments:
             raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")
 
 
-def saved_bytes(model: nn.Module, spec: Model) -> int:
-    """What a checkpoint of `model` (on meta) takes, within a few per cent: weights, and two moments of trained ones."""
-    treatments = Treatments(model, spec)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    trained = sum(
-        p.nbytes for name, p in model.named_parameters() if p.requires_grad and not treatments.of(name).freeze
-    )
-    return weights + 2 * trained
+def state_copies(group: ParameterGroup | None, run: Optimizer, sizes: Mapping[str, float]) -> float:
+    """The optimizer's state of a parameter, and its average, in copies of it; what a class of one's own keeps is not
+    known, and counts as nothing."""
+    kind = group.kind if group is not None and group.kind is not None else run.kind
+    return sizes.get(kind, 0) + (run.ema is not None)
+
+
+def saved_bytes(model: nn.Module, config: Config) -> int:
+    """What a checkpoint of `model` (on meta) takes, about: weights, and of trained ones what the optimizer keeps."""
+    treatments = Treatments(model, config.model, config.optimizer.groups)
+    needed = 0.0
+    for name, parameter in model.named_parameters():
+        group = treatments.groups.of(name)
+        frozen = treatments.of(name).freeze or (group is not None and group.freeze) or not parameter.requires_grad
+        needed += parameter.nbytes * (1 + (0 if frozen else state_copies(group, config.optimizer, SAVED_STATE)))
+    return int(needed)

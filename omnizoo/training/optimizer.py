@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.config.doors import check_call, resolve_class, takes
-from omnizoo.config.errors import UserError
+from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class, takes
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.optimizers import tuple_of
 from omnizoo.config.schema import Config, Ema
 from omnizoo.models.hf_private import is_experts, routers
 from omnizoo.recipes.parts import Treatments
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
-ELSEWHERE = {"params": "optimizer.groups", "lr": "train.lr", "weight_decay": "optimizer.weight_decay"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class Choice:
     @property
     def arguments(self) -> dict[str, Any]:
         defaults = dict(KINDS[self.kind].defaults) if self.kind in KINDS else {}
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(self.options).items()}
-        return defaults | given
+        return defaults | {name: tuple_of(value) for name, value in json.loads(self.options).items()}
 
     def only(self, names: Iterable[str], kind: str) -> "Choice":
         options = {name: value for name, value in json.loads(self.options).items() if name in names}
@@ -162,18 +161,14 @@ def _text(options: Mapping[str, Any]) -> str:
 
 
 def _class_of(choice: Choice) -> Any:
-    """The class, with its options looked at."""
+    """The class; of one's own, with its options looked at (the config knows those of the others)."""
     key, kind = choice.key, KINDS.get(choice.kind)
     if kind and kind.package and find_spec(kind.package) is None:
         raise UserError(f"{key}.kind: {choice.kind} needs the package {kind.package}: pip install {kind.package}")
     spec = kind.target if kind else choice.kind
     found = resolve_class(spec, f"{key}.kind", torch.optim.Optimizer, EXPECTED)
-    for name, other in ELSEWHERE.items():
-        if name in choice.arguments:
-            raise UserError(f"{key}.options.{name}: it is set by {other}; leave it out of the options")
-    if choice.kind == "muon":
-        _class_of(_half_of_muon(choice, False))
-        choice = Choice("muon", _half_of_muon(choice, True).options, key)
+    if kind:
+        return found
     known = takes(found)
     given: dict[str, Any] = {"lr": 1.0} | choice.arguments
     if known is None or "weight_decay" in known:
@@ -207,8 +202,11 @@ def _build(
         if choice.kind not in KINDS:
             check_state(found, arguments, settings, choice, config)
         built: torch.optim.Optimizer = found(settings, lr=config.train.lr, **arguments)
-    except (TypeError, ValueError, IndexError) as error:
-        raise UserError(f"{choice.key}.options: {choice.kind} does not take {choice.options}: {error}") from error
+    except UserError:
+        raise
+    except CODE_ERRORS as error:
+        given = choice.options if len(choice.options) <= 80 else choice.options[:77] + "..."
+        raise UserError(f"{choice.key}.options: {choice.kind} does not take {given}: {named_line(error)}") from error
     return built
 
 

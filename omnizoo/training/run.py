@@ -189,7 +189,7 @@ def lock(run: RunFolder, directory: Path, folders: ExitStack) -> None:
 def leave_room(config: Config, model: nn.Module, directory: Path) -> None:
     every, steps, keep = config.checkpoint.every, config.train.steps, config.checkpoint.keep
     saves = -(-steps // every) if every else 1
-    check_space(directory, saved_bytes(model, config.model), len(checkpoints(directory)), saves, keep)
+    check_space(directory, saved_bytes(model, config), len(checkpoints(directory)), saves, keep)
 
 
 def warn_of(probed: Probed, model: nn.Module, layout: Layout, micro_batch: int) -> None:

@@ -2,8 +2,8 @@
 
 import math
 
-from omnizoo.config.doors import check_call, resolve
-from omnizoo.config.errors import UserError
+from omnizoo.config.doors import CODE_ERRORS, check_call, resolve
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import SCHEDULES, Train
 
 EXPECTED = "a function (train config, step) -> learning rate, the step counted from 1"
@@ -32,7 +32,10 @@ def _own(train: Train, step: int) -> float:
     if not callable(function):
         raise UserError(f"train.schedule: {spec} is a {type(function).__name__}; expected {EXPECTED}")
     check_call(function, spec, "train.schedule", [train, step], {})
-    rate = function(train, step)
+    try:
+        rate = function(train, step)
+    except CODE_ERRORS as error:
+        raise UserError(f"train.schedule: {spec} fails at step {step}: {named_line(error)}") from error
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise UserError(f"train.schedule: {spec} gave {rate!r} at step {step}; expected {EXPECTED}, at least 0")
     return float(rate)
