@@ -108,8 +108,8 @@ def rank(folder: Path, out: Path) -> None:
                     "global_batch": process.world_size,
                     "lr": LR,
                     "schedule": "constant",
-                    "no_decay": ["norm", "bias"],
                 },
+                "optimizer": {"no_decay": ["norm", "bias"]},
             }
         )
         mesh = build_mesh(config, process)

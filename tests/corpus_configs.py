@@ -74,6 +74,10 @@ def composed() -> dict[str, Any]:
     return config
 
 
+def grouped() -> dict[str, Any]:
+    return base() | {"optimizer": {"groups": [{"match": "*norm*"}]}}
+
+
 def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     """`config` with a value at a dotted key, whatever was there."""
     config = copy.deepcopy(config)
@@ -165,6 +169,7 @@ def wrong_types() -> Iterator[Case]:
         key = known.key.replace(".NAME", ".image").replace(".N", ".0")
         wrong = next((values for name, values in of_type.items() if known.type.startswith(name)), ("neither",))
         start = composed if key.startswith(("model.modalities", "model.foundation")) else base
+        start = grouped if key.startswith("optimizer.groups.") else start
         for value in wrong:
             yield setting(key, value, start=start)
 
@@ -219,16 +224,16 @@ BEYOND: list[tuple[str, Any]] = [
     ("train.decay_steps", 10**30),
     ("train.min_lr_ratio", 1.5),
     ("train.min_lr_ratio", -0.1),
-    ("train.betas", [0.9, 1.0]),
-    ("train.betas", [-0.1, 0.9]),
-    ("train.betas", [0.9, NAN]),
-    ("train.betas", [0.9, 0.95, 0.99]),
-    ("train.betas", []),
-    ("train.betas", [0.9, "x"]),
-    ("train.eps", 0.0),
-    ("train.eps", 1e30),
-    ("train.weight_decay", -1.0),
-    ("train.weight_decay", 1e30),
+    ("optimizer.options.betas", [0.9, 1.0]),
+    ("optimizer.options.betas", [-0.1, 0.9]),
+    ("optimizer.options.betas", [0.9, NAN]),
+    ("optimizer.options.betas", [0.9, 0.95, 0.99]),
+    ("optimizer.options.betas", []),
+    ("optimizer.options.betas", [0.9, "x"]),
+    ("optimizer.options.eps", 0.0),
+    ("optimizer.options.eps", 1e30),
+    ("optimizer.weight_decay", -1.0),
+    ("optimizer.weight_decay", 1e30),
     ("train.grad_clip", -1.0),
     ("train.grad_clip", INFINITE),
     ("train.balance_loss", 1e300),
@@ -237,8 +242,8 @@ BEYOND: list[tuple[str, Any]] = [
     ("train.seed", -1),
     ("train.seed", 2**64),
     ("train.seed", 10**100),
-    ("train.no_decay", ["junk"]),
-    ("train.no_decay", [["norm"]]),
+    ("optimizer.no_decay", ["junk"]),
+    ("optimizer.no_decay", [["norm"]]),
     ("train.max_bad_steps", 0),
     ("train.eval_every", -1),
     ("train.eval_packs", 0),
@@ -293,7 +298,7 @@ FINE: list[tuple[str, Any]] = [
     ("train.grad_clip", 1e30),
     ("train.seed", 2**63 - 1),
     ("train.steps", 1),
-    ("train.no_decay", []),
+    ("optimizer.no_decay", []),
 ]
 
 
@@ -642,6 +647,117 @@ def modules() -> Iterator[Case]:
         yield Case(f"model.module = {module}", prepare, ("model.module",) if "corpus" in module else (said,))
 
 
+# Optimizers that cannot be
+
+OPTIMIZER_FILE = """
+import torch
+number = 3
+def function(train): return 1.0
+def nothing(train, step): return None
+class Bare(torch.optim.Optimizer):
+    def __init__(self, speed): super().__init__(speed, {})
+class Fails(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay): super().__init__(params, {'lr': lr / 0})
+class Idle(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay): super().__init__(params, {'lr': lr})
+"""
+OWN = "corpus_optimizer"
+OPTIMIZERS: list[tuple[str, Any, str]] = [
+    ("kind", "sgd", "optimizer.kind"),
+    ("kind", "AdamW", "did you mean adamw"),
+    ("kind", ":x", "optimizer.kind"),
+    ("kind", "os:", "optimizer.kind"),
+    ("kind", ".os:system", "optimizer.kind"),
+    ("kind", "a b:c", "optimizer.kind"),
+    ("kind", LONG, "optimizer.kind"),
+    ("kind", "os:system", "not a subclass"),
+    ("kind", "nowhere:Class", "nowhere"),
+    ("kind", "torch.optim:AdaamW", "did you mean AdamW"),
+    ("kind", f"{OWN}:number", "not a subclass"),
+    ("kind", f"{OWN}:function", "not a subclass"),
+    ("kind", f"{OWN}:Bare", "Bare(speed)"),
+    ("kind", f"{OWN}:Fails", "division"),
+    ("kind", f"{OWN}:Idle", "Idle"),
+    ("kind", "torch.optim:LBFGS", "LBFGS"),
+    ("options", {"betas": "x"}, "optimizer.options.betas"),
+    ("options", {"betas": {"a": 1}}, "optimizer.options.betas"),
+    ("options", {"eps": True}, "optimizer.options.eps"),
+    ("options", {"eps": NAN}, "optimizer.options.eps"),
+    ("options", {"momentum": 0.9}, "optimizer.options.momentum"),
+    ("options", {"foreach": True}, "optimizer.options.foreach"),
+    ("options", {"params": []}, "optimizer.options.params"),
+    ("options", {"lr": 1}, "train.lr"),
+    ("options", {"nonsense": [[[[]]]]}, "optimizer.options.nonsense"),
+    ("options", {3: 4}, "optimizer.options"),
+    ("groups", [{"match": "nothing.*", "lr": 1.0}], "optimizer.groups.0.match"),
+    ("groups", [{"match": "[", "lr": 1.0}], "optimizer.groups.0.match"),
+    ("groups", [{"match": "\x1b[31m\n", "lr": 1.0}], "optimizer.groups.0.match"),
+    ("groups", [{"match": "*a" * 2000, "lr": 1.0}], "optimizer.groups.0.match"),
+    ("groups", [{"match": "*", "lr": 1.0}, {"match": "*", "lr": 2.0}], "optimizer.groups.1.match"),
+    ("groups", [{"match": "*", "freeze": True}], "frozen"),
+    ("groups", [{"match": "*", "freeze": True, "lr": 1.0}], "frozen"),
+    ("groups", [{"match": ""}], "optimizer.groups.0.match"),
+    ("groups", [{"lr": 1.0}], "optimizer.groups.0.match"),
+    ("groups", [{"match": "*", "lr": 0.0}], "optimizer.groups.0.lr"),
+    ("groups", [{"match": "*", "lr": INFINITE}], "optimizer.groups.0.lr"),
+    ("groups", [{"match": "*", "weight_decay": -1}], "optimizer.groups.0.weight_decay"),
+    ("groups", [{"match": "*", "kind": "nonsense"}], "optimizer.groups.0.kind"),
+    ("groups", [{"match": "*", "learning_rate": 1.0}], "optimizer.groups.0.learning_rate"),
+    ("groups", ["*"], "optimizer.groups"),
+    ("ema", {"decay": 2}, "optimizer.ema.decay"),
+    ("ema", {"decay": 0}, "optimizer.ema.decay"),
+    ("ema", {"decay": NAN}, "optimizer.ema.decay"),
+    ("ema", {"every": 0}, "optimizer.ema.every"),
+    ("ema", {"every": 10**30}, "optimizer.ema.every"),
+    ("ema", 0.999, "optimizer.ema"),
+]
+
+
+def optimizers() -> Iterator[Case]:
+    def start() -> dict[str, Any]:
+        (shared() / f"{OWN}.py").write_text(OPTIMIZER_FILE)
+        if str(shared()) not in sys.path:
+            sys.path.append(str(shared()))
+        return base()
+
+    def of_kind(kind: str) -> Callable[[], dict[str, Any]]:
+        return lambda: base() | {"optimizer": {"kind": kind}}
+
+    for key, value, said in OPTIMIZERS:
+        yield setting(f"optimizer.{key}", value, said, start=start)
+    for kind, name, value in (
+        ("muon", "ns_steps", 10**30),
+        ("muon", "ns_steps", 2.0),
+        ("muon", "ns_coefficients", [1, 2]),
+        ("muon", "ns_coefficients", [1, 2, INFINITE]),
+        ("muon", "adjust_lr_fn", "none"),
+        ("muon", "dtype", "bf16"),
+        ("adafactor", "eps", [0.1]),
+        ("adafactor", "eps", [None, None]),
+        ("adafactor", "betas", [0.9, 0.95]),
+        ("adafactor", "d", NAN),
+        ("adamw_8bit", "block_size", 0),
+    ):
+        yield setting(f"optimizer.options.{name}", value, start=of_kind(kind), note=f"{kind}: ")
+    for name in ("function", "nothing", "number", "missing"):
+        yield setting("train.schedule", f"{OWN}:{name}", start=start)
+    yield setting("train.schedule", "builtins:print", "gave None")
+    both = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "no_decay": ["norm"]}
+    for old, value in both.items():
+        place = "options." if old in ("betas", "eps") else ""
+
+        def prepare(folder: Path, old: str = old, value: Any = value, place: str = place) -> list[object]:
+            config = put(put(base(), f"train.{old}", value), f"optimizer.{place}{old}", value)
+            return ["train", write(folder, config)]
+
+        yield Case(f"train.{old} under both of its names", prepare, (f"train.{old}", f"optimizer.{place}{old}", "both"))
+    yield setting("train.betas", [0.9, 1.0], "optimizer.options.betas")
+    yield setting("train.eps", NAN, "optimizer.options.eps")
+    yield setting("train.weight_decay", -1.0, "optimizer.weight_decay")
+    yield setting("train.betas", [0.9, 0.95], "case.yaml", "optimizer", start=lambda: base() | {"optimizer": 3})
+    yield setting("train.weight_decay", 0.2, "")
+
+
 # Files that are no config
 
 
@@ -907,5 +1023,6 @@ CASES: list[Case] = [
     *shapes(),
     *parts(),
     *modules(),
+    *optimizers(),
     *LINES,
 ]

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config, parse_overrides, save_config
-from omnizoo.config.schema import Config, Data, EncoderPart, Marks, Modality, Model, Part, Source, Train
+from omnizoo.config.schema import (
+    Config,
+    Data,
+    EncoderPart,
+    Marks,
+    Modality,
+    Model,
+    Optimizer,
+    ParameterGroup,
+    Part,
+    Source,
+    Train,
+)
 
 SMALL = """\
 model:
@@ -92,9 +104,9 @@ def test_overrides_reach_the_parts_of_a_composed_model_whether_or_not_the_file_h
 
 
 def test_a_whole_list_can_be_given_as_yaml(load):
-    config = load(SMALL, "--data.sources", "[{path: x, weight: 2}, {path: y}]", "--train.betas", "[0.8, 0.9]")
+    config = load(SMALL, "--data.sources", "[{path: x, weight: 2}, {path: y}]", "--optimizer.no_decay", "[norm]")
     assert config.data.sources == [Source(path="x", weight=2.0), Source(path="y")]
-    assert config.train.betas == (0.8, 0.9)
+    assert config.optimizer.no_decay == ["norm"]
 
 
 def test_negative_numbers_and_null_are_values(load):
@@ -143,8 +155,17 @@ def test_words_that_yaml_1_1_would_convert_are_text(load, word):
         (["--data.shuffle", "yes"], 'command line: data.shuffle is "yes"; expected true or false'),
         (["--data.shuffle", "1"], "command line: data.shuffle is 1; expected true or false"),
         (["--data.overlong", "cut"], 'command line: data.overlong is "cut"; expected split or drop'),
-        (["--train.betas", "[0.9]"], "command line: train.betas is [0.9]; expected [number >= 0, < 1, number"),
-        (["--train.betas", "[0.9, x]"], 'command line: train.betas is [0.9, "x"]; expected [number >= 0, < 1, number'),
+        (["--train.weight_decay", "-1"], "command line: optimizer.weight_decay is -1; expected number >= 0"),
+        (["--train.betas", "[0.9]"], "command line: optimizer.options.betas is [0.9]; expected two numbers >= 0, < 1"),
+        (
+            ["--optimizer.options.eps", "9e99"],
+            "command line: optimizer.options.eps is 9e+99; expected number > 0",
+        ),
+        (["--optimizer.no_decay", "[x]"], 'optimizer.no_decay is ["x"]; expected list of norm or bias or embedding'),
+        (
+            ["--train.eps", "1", "--optimizer.options.eps", "1"],
+            "train.eps is now optimizer.options.eps, and both are given",
+        ),
         (
             ["--model.config", "5"],
             "command line: model.config is 5; expected text or mapping or null; put it in quotes",
@@ -301,7 +322,8 @@ def test_a_saved_config_loads_to_an_equal_one(tmp_path_factory, inline, name, lr
     config = Config(
         model=Model(config=inline | {"model_type": name}),
         data=Data(sources=[Source(path=name, weight=lr)]),
-        train=Train(lr=lr, betas=(0.1, 1e-8)),
+        train=Train(lr=lr),
+        optimizer=Optimizer(options={"betas": [0.1, 1e-8]}, groups=[ParameterGroup(match=name, lr=lr)]),
     )
     save_config(config, path)
     assert load_config(path) == config
@@ -330,7 +352,7 @@ def test_loading_a_config_imports_neither_torch_nor_transformers(load):
 
 
 def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
-    data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\n"
+    data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\noptimizer: {groups: [{match: c}], ema: {}}\n"
     whole = "model: {path: a, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
     composed = "model: {foundation: {path: a}}\n" + data
     keys = reference.keys()
@@ -348,6 +370,40 @@ def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
 def test_the_configuration_page_is_up_to_date():
     page = Path(__file__).parent.parent / "docs" / "configuration.md"
     assert page.read_text() == reference.markdown(), "run `python -m omnizoo.config.reference > docs/configuration.md`"
+
+
+OLD = """
+train: {betas: [0.8, 0.9], eps: 1e-7, weight_decay: 0.2, no_decay: [norm], lr: 1.0}
+"""
+NEW = """
+train: {lr: 1.0}
+optimizer: {options: {betas: [0.8, 0.9], eps: 1e-7}, weight_decay: 0.2, no_decay: [norm]}
+"""
+
+
+def test_keys_that_have_moved_work_under_their_old_names_with_a_notice(load, caplog):
+    assert load(SMALL + OLD) == load(SMALL + NEW)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "train.betas is now optimizer.options.betas; the old name still works",
+        "train.eps is now optimizer.options.eps; the old name still works",
+        "train.weight_decay is now optimizer.weight_decay; the old name still works",
+        "train.no_decay is now optimizer.no_decay; the old name still works",
+    ]
+    caplog.clear()
+    assert load(SMALL, "--train.weight_decay", "0.2").optimizer.weight_decay == 0.2
+    assert "command line: train.weight_decay is now optimizer.weight_decay" in caplog.text
+
+
+def test_the_command_line_wins_over_the_file_whichever_name_it_uses(load):
+    assert load(SMALL + NEW, "--train.weight_decay", "0").optimizer.weight_decay == 0
+    assert load(SMALL + OLD, "--optimizer.weight_decay", "0").optimizer.weight_decay == 0
+    assert load(SMALL + OLD, "--optimizer.options.eps", "1").optimizer.options == {"betas": [0.8, 0.9], "eps": 1}
+
+
+def test_a_moved_key_under_both_names_is_an_error(load):
+    both = SMALL + "train: {weight_decay: 0.2}\noptimizer: {weight_decay: 0.1}\n"
+    with pytest.raises(UserError, match=r"train.weight_decay is now optimizer.weight_decay, and both are given"):
+        load(both)
 
 
 @pytest.mark.parametrize(

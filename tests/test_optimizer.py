@@ -8,7 +8,7 @@ from tiny import model_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Config, Data, Model, Source, Train
+from omnizoo.config.schema import Config, Data, Model, Optimizer, Source
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
@@ -21,18 +21,17 @@ def plain_model(family: str, **changes: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
 
 
-def with_train(train: Train) -> Config:
-    return Config(
-        model=Model(config={"model_type": "llama"}), data=Data(sources=[Source(path="rows.jsonl")]), train=train
-    )
+def config_with(optimizer: Optimizer) -> Config:
+    data = Data(sources=[Source(path="rows.jsonl")])
+    return Config(model=Model(config={"model_type": "llama"}), data=data, optimizer=optimizer)
 
 
-def decayed(model: PreTrainedModel, train: Train) -> set[str]:
+def decayed(model: PreTrainedModel, optimizer: Optimizer) -> set[str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = build_optimizer(model, with_train(train)).param_groups
+    groups = build_optimizer(model, config_with(optimizer)).param_groups
     grouped = [parameter for group in groups for parameter in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(names)  # each once
-    assert {group["weight_decay"] for group in groups} <= {train.weight_decay, 0.0}
+    assert {group["weight_decay"] for group in groups} <= {optimizer.weight_decay, 0.0}
     return {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
 
 
@@ -43,13 +42,13 @@ def matrices(model: PreTrainedModel) -> set[str]:
 
 def test_norms_biases_and_embeddings_do_not_decay() -> None:
     model = plain_model("llama", attention_bias=True, mlp_bias=True)
-    assert decayed(model, Train()) == matrices(model)
+    assert decayed(model, Optimizer()) == matrices(model)
     assert "lm_head.weight" in matrices(model)
 
 
 def test_a_tied_head_is_an_embedding() -> None:
     model = plain_model("qwen3")
-    assert decayed(model, Train()) == matrices(model)
+    assert decayed(model, Optimizer()) == matrices(model)
     assert not [name for name in matrices(model) if "lm_head" in name]
 
 
@@ -65,20 +64,20 @@ def test_a_tied_head_is_an_embedding() -> None:
 def test_what_is_spared_can_be_chosen(no_decay: list[str], extra: list[str]) -> None:
     model = plain_model("llama", attention_bias=True)
     spared_no_more = {name for name, _ in model.named_parameters() if any(part in name for part in extra)}
-    assert decayed(model, Train(no_decay=no_decay)) == matrices(model) | spared_no_more
+    assert decayed(model, Optimizer(no_decay=no_decay)) == matrices(model) | spared_no_more
 
 
 def test_frozen_parameters_are_left_out() -> None:
     model = plain_model("llama")
     model.get_input_embeddings().requires_grad_(False)
-    groups = build_optimizer(model, with_train(Train())).param_groups
+    groups = build_optimizer(model, config_with(Optimizer())).param_groups
     assert model.get_input_embeddings().weight not in {p for group in groups for p in group["params"]}
 
 
 @pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-6), ("fp64", 1e-13)])
 def test_steps_are_those_of_torchs_adamw_on_an_unsharded_copy(precision: str, within: float, tmp_path: Path) -> None:
-    options = {"lr": 1e-2, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
-    path = write_config(tmp_path, parallel={"precision": precision}, train=options)
+    options = {"options": {"betas": [0.8, 0.9], "eps": 1e-6}, "weight_decay": 0.3}
+    path = write_config(tmp_path, parallel={"precision": precision}, train={"lr": 1e-2}, optimizer=options)
     config = load_config(path, [])
     with process_group() as process:
         model = build_model(config.model, config.parallel.precision)

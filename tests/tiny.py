@@ -62,6 +62,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
             "look_ahead": 8,
         },
         "train": {"steps": 20, "global_batch": 8, "lr": 3e-3, "warmup_steps": 5},
+        "optimizer": {},
         "parallel": {},
         "checkpoint": {},
         "log": {"dir": str(folder / "run"), "tensorboard": False},

@@ -19,12 +19,14 @@ def export(
     checkpoint: Path,
     out: Path,
     dtype: torch.dtype | None = None,
+    ema: bool = False,
     allow_code: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Path:
     """Write `checkpoint` (a step folder, or a folder of them: the newest) to `out`; returns the step folder used.
 
     `from_pretrained` and inference engines load the result. `dtype` None keeps the precision of the master weights.
+    `ema` takes the moving average of the weights that were trained.
     Code that the checkpoint names is imported only if it is allowed here: nothing in the checkpoint can allow it.
     """
     source = _resolve(checkpoint)
@@ -46,6 +48,12 @@ def export(
         for name, tensor in tensors.model_tensors(model).items()
     }
     tensors.read(weights, source / "tensors")
+    if ema:
+        averaged = {name: tensors.AVERAGE + name.removeprefix(tensors.MODEL) for name in weights}
+        averaged = {name: average for name, average in averaged.items() if average in saved}
+        if not averaged:
+            raise UserError(f"--ema: {source} holds no average of the weights; train with optimizer.ema")
+        tensors.read({average: weights[name] for name, average in averaged.items()}, source / "tensors")
     state = {name.removeprefix(tensors.MODEL): tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
     model.config.dtype = next(iter(state.values())).dtype
     if (folder_of_model / "generation_config.json").is_file():

@@ -175,7 +175,7 @@ def check_space(directory: Path, needed: int, held: int, saves: int, keep: int) 
     if free < needed:
         raise UserError(
             f"checkpoint.dir: {directory} has {free / 1e9:.2f} GB free, a checkpoint of this run takes about "
-            f"{needed / 1e9:.2f} GB (weights and two moments): make room, or name another folder"
+            f"{needed / 1e9:.2f} GB (weights and the optimizer's state): make room, or name another folder"
         )
     more = min(saves, keep + 1 - min(held, keep))
     if free < more * needed:

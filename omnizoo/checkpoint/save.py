@@ -80,7 +80,7 @@ def save(
 
 def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Fill model and optimizer from where the run starts, whatever layout wrote it; returns what `save` was given as
-    `state`. Empty for a run that begins: then the optimizer is left alone, and the model gets weights or nothing.
+    `state`. Empty for a run that begins: then the optimizer is new, and the model gets weights or nothing.
     """
     if origin.checkpoint is None:
         return {}
@@ -92,7 +92,10 @@ def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         state = manifest.read_state(origin.checkpoint, manifest.read(origin.checkpoint))
     except (CheckpointException, SafetensorError, OSError, manifest.Damage) as error:
         raise UserError(f"checkpoint {origin.checkpoint} cannot be read: {_reason(error)}") from error
-    return {} if origin.weights_only else state
+    if origin.weights_only:
+        tensors.begin_average(optimizer)
+        return {}
+    return state
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Sharded tensors on disk: torch's distributed checkpoint (DCP) over safetensors, so nothing is ever unpickled.
 
-Names are flat: `model.<parameter>` and `optimizer.<parameter>.<state>`; any layout reads what any other wrote.
+Names are flat: `model.<parameter>`, `optimizer.<parameter>.<state>` and `ema.<parameter>`; any layout reads what any
+other wrote.
 """
 
 import os
@@ -20,8 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from omnizoo.checkpoint.manifest import File
 from omnizoo.config.errors import UserError
+from omnizoo.parallel.shard import local_of, with_local
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "ema."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -32,20 +34,26 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Moments and step counts of every trained parameter; creates them (as zeros) where no step was taken yet."""
+    """Moments, step counts and average of every trained parameter; creates them (moments as zeros) where no step was
+    taken yet."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if any(p not in optimizer.state for p in parameters.values()):
+    if any(not optimizer.state.get(p) for p in parameters.values()):
         _create_state(optimizer)
-    return {
+    state = {
         f"{OPTIMIZER}{name}.{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()
     }
+    average = getattr(optimizer, "average", {})
+    return state | {f"{AVERAGE}{name}": average[p] for name, p in parameters.items() if p in average}
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """One step with zero gradients and zero learning rate makes the state and moves nothing."""
+    """One step with zero gradients and zero learning rate makes the state that is missing, and moves nothing."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in everyone]
+    parameters = [p for p in everyone if not optimizer.state.get(p)]
+    for p in everyone:
+        p.grad = None
     for p in parameters:
         p.grad = torch.zeros_like(p)
     for group in optimizer.param_groups:
@@ -53,10 +61,21 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for p, gradient in zip(parameters, gradients, strict=True):
+    for p, gradient in zip(everyone, gradients, strict=True):
         p.grad = gradient
+    for p in parameters:
         for value in optimizer.state[p].values():
-            value.zero_()
+            if _is_quantised(value):
+                local_of(value).copy_(torch.zeros(local_of(value).shape, dtype=torch.float32))
+            else:
+                value.zero_()
+
+
+@torch.no_grad()
+def begin_average(optimizer: torch.optim.Optimizer) -> None:
+    """Start the average of weights, if there is one, at what the weights are now: they came after the optimizer."""
+    for parameter, average in getattr(optimizer, "average", {}).items():
+        average.copy_(parameter)
 
 
 def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
@@ -67,7 +86,9 @@ def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     writer.fs = files = _HashingFiles()
-    dcp.save(dict(tensors), storage_writer=writer)
+    plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+    _fill_quantised(tensors, plain)
+    dcp.save(plain, storage_writer=writer)
     return files.written
 
 
@@ -118,19 +139,46 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     saved = _saved(folder)
     for name, tensor in sorted(tensors.items()):
         if name not in saved:
-            raise UserError(f"checkpoint {folder.parent} is of another model: it has no {name}")
+            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: it has no {name}")
         if saved[name].size != tensor.shape:
             raise UserError(
-                f"checkpoint {folder.parent} is of another model: {name} is {tuple(saved[name].size)} there "
+                f"checkpoint {folder.parent} is of another {_whose(name)}: {name} is {tuple(saved[name].size)} there "
                 f"and {tuple(tensor.shape)} here"
             )
     kinds = {name.split(".")[0] for name in tensors}
     for name in sorted(saved):
         if name.split(".")[0] in kinds and name not in tensors:
-            raise UserError(f"checkpoint {folder.parent} is of another model: this one has no {name}")
+            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: this one has no {name}")
     with warnings.catch_warnings():  # an export reads in one process, and means it
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+        plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+        dcp.load(plain, storage_reader=HuggingFaceStorageReader(str(folder)))
+    _fill_quantised(tensors, plain)
+
+
+def _is_quantised(tensor: torch.Tensor) -> bool:
+    """True for torchao's 8-bit state, whose blocks are of one rank's shard."""
+    return hasattr(local_of(tensor), "codes")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What a checkpoint holds: quantised tensors as their values, so that any layout can read them."""
+    if not _is_quantised(tensor):
+        return tensor
+    return with_local(tensor, local_of(tensor).dequantize().float())
+
+
+def _fill_quantised(tensors: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    """Quantise the plain values again. After a save as well: values may round anew, and the run that goes on must be
+    bit for bit the one that is resumed."""
+    for name, tensor in tensors.items():
+        if _is_quantised(tensor):
+            local_of(tensor).copy_(local_of(plain[name]))
+
+
+def _whose(name: str) -> str:
+    """What a tensor tells about the run it is from."""
+    return "model" if name.startswith(MODEL) else "`optimizer` section"
 
 
 def dtypes(folder: Path) -> dict[str, torch.dtype]:

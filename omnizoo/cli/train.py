@@ -3,11 +3,13 @@
 Nothing here imports torch before the config is known to be good.
 """
 
+import logging
+import os
 import tempfile
 from pathlib import Path
 
 from omnizoo.cli.failure import foreseen, report_failure
-from omnizoo.cli.launch import launch, watch_launcher
+from omnizoo.cli.launch import LAUNCHER_FD, launch, watch_launcher
 from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
@@ -25,8 +27,10 @@ Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`."""
 
 
 def train(path: str, overrides: list[str], nproc: int | None) -> int:
-    config = load_config(path, overrides)
     place = place_in_world()
+    if LAUNCHER_FD in os.environ or (place and place[0] > 0):  # who started us has said it, or the first rank does
+        logging.getLogger("omnizoo.config").setLevel(logging.ERROR)
+    config = load_config(path, overrides)
     started = place[1] if place else None
     if nproc is not None and not 1 <= nproc <= MOST_RANKS:
         raise UserError(f"--nproc is {nproc}; expected the number of processes to start here, 1 to {MOST_RANKS}")

@@ -5,6 +5,7 @@ key; all mistakes of a config are reported at once. Imports neither torch nor tr
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,15 @@ from omnizoo.config import reference
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import LONGEST_TEXT, Config
 
+logger = logging.getLogger(__name__)
+
+# Keys of earlier versions that still work, and what they are called now.
+MOVED = {
+    "train.betas": "optimizer.options.betas",
+    "train.eps": "optimizer.options.eps",
+    "train.weight_decay": "optimizer.weight_decay",
+    "train.no_decay": "optimizer.no_decay",
+}
 COMMAND_LINE = "command line"
 ALL_KEYS = "`omnizoo train --help` lists all keys"
 KEYS = reference.keys()
@@ -86,11 +96,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Relative paths in it are relative to the working directory, whether they stand in the file or on the command line.
     """
-    changes = parse_overrides(overrides)
+    changes = _renamed(parse_overrides(overrides))
     data, lines = _parse_yaml(_read_text(path), str(path))
     if not isinstance(data, dict):
         found = "empty" if data is None else _show(data)
         raise UserError(f"{path}: the config is {found}; expected the sections {', '.join(reference.sections())}")
+    _move(data, lines, str(path))
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
         raise UserError(_list(blocked, len(blocked)))
@@ -276,6 +287,45 @@ def _override(data: dict[str, Any], key: str, value: Any) -> str | None:
             place[at] = copy(below) if below is not None else [] if is_list else {}
             place = place[at]
     return None
+
+
+def _renamed(changes: dict[str, Any]) -> dict[str, Any]:
+    """Overrides under the names that keys have now."""
+    renamed: dict[str, Any] = {}
+    for key, value in changes.items():
+        old = next((old for old in MOVED if f"{key}.".startswith(f"{old}.")), None)
+        new = key if old is None else MOVED[old] + key.removeprefix(old)
+        if old is not None:
+            if new in changes:
+                raise UserError(f"{COMMAND_LINE}: {key} is now {new}, and both are given; keep {new}")
+            logger.warning("%s: %s is now %s; the old name still works", COMMAND_LINE, key, new)
+        renamed[new] = value
+    return renamed
+
+
+def _move(data: dict[str, Any], lines: dict[str, int], path: str) -> None:
+    """Put keys of the file under the names they have now."""
+    for old, new in MOVED.items():
+        section, name = old.split(".")
+        if not isinstance(data.get(section), dict) or name not in data[section]:
+            continue
+        where = f"{path}:{lines[old]}" if old in lines else path
+        if _holds(data, new):
+            raise UserError(f"{where}: {old} is now {new}, and both are given; keep {new}")
+        data[section] = dict(data[section])  # a YAML alias may show the same object elsewhere
+        if problem := _override(data, new, data[section].pop(name)):
+            raise UserError(problem.replace(COMMAND_LINE, where, 1))
+        if old in lines:
+            lines[new] = lines[old]
+        logger.warning("%s: %s is now %s; the old name still works", where, old, new)
+
+
+def _holds(data: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return False
+        data = data[part]
+    return True
 
 
 @dataclass(frozen=True)

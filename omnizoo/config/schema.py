@@ -6,14 +6,19 @@ A run is a function of this config without `parallel` (and without `log`): the l
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from omnizoo.config.doors import check_name
+from omnizoo.config.optimizers import OPTIMIZERS, check_options
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 LONGEST_TEXT = 4096  # no path is longer
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
 Rate = Annotated[float, Field(gt=0, le=1000)]  # of learning
 Weight = Annotated[float, Field(ge=0, le=1e6)]  # of a loss
 Count = Annotated[int, Field(ge=1, le=2**20)]  # of ranks, or of packs in a step
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, le=1000)]  # of weights
 Steps = Annotated[int, Field(ge=0, le=10**12)]
 
 
@@ -248,18 +253,14 @@ class Train(Section):
     global_batch: Count = Field(8, description="packs per optimizer step over all ranks")
     micro_batch: Count = Field(1, description="packs per forward pass on one rank")
     lr: Rate = Field(3e-4, description="peak learning rate")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="after warmup: flat, to `min_lr_ratio` by a line or a cosine, or warmup-stable-decay"
+    schedule: Text = Field(
+        "cosine",
+        description="after warmup: `constant`, to `min_lr_ratio` by a line (`linear`) or a `cosine`, or `wsd`: "
+        "warmup-stable-decay; or `package.module:function` of your own: (train config, step) -> learning rate",
     )
     warmup_steps: Steps = Field(0, description="steps of linear warmup from zero")
     decay_steps: Steps = Field(0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's moment decay rates", strict=False)
-    eps: Annotated[float, Field(gt=0, le=1)] = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[float, Field(ge=0, le=1000)] = Field(0.1, description="AdamW's decoupled weight decay")
-    no_decay: list[Literal["norm", "bias", "embedding"]] = Field(
-        ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
-    )
     grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     balance_loss: Weight = Field(
         0.0, description="mixture of experts: weight of the load-balancing loss, taken per pack"
@@ -278,6 +279,83 @@ class Train(Section):
     eval_packs: Annotated[int, Field(ge=1, le=10**12)] = Field(
         16, description="packs of one evaluation, always the same ones"
     )
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, value: str) -> str:
+        return check_name(value, SCHEDULES, "schedule")
+
+
+class ParameterGroup(Section):
+    """Parameters that are treated otherwise than the rest; what is not given is as for the whole run."""
+
+    match: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+        description="glob pattern, or a list of them, over names of parameters: `model.layers.0.*`; the first group "
+        "that matches a parameter decides"
+    )
+    freeze: bool = Field(False, description="do not train them")
+    lr: Rate | None = Field(
+        None, description="peak learning rate; default: that of their part of the model, or `train.lr`"
+    )
+    weight_decay: Decay | None = Field(
+        None, description="for all of them, norms and biases too; default: `optimizer.weight_decay` and `no_decay`"
+    )
+    kind: Text | None = Field(None, description="their optimizer, as `optimizer.kind`; default: the run's")
+    options: dict[str, Any] = Field({}, description="its arguments; with the run's own kind, added to the run's")
+
+    @property
+    def patterns(self) -> list[str]:
+        return [self.match] if isinstance(self.match, str) else self.match
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, value: str | None) -> str | None:
+        return value and check_name(value, OPTIMIZERS, "optimizer")
+
+    @model_validator(mode="after")
+    def _frozen_or_trained(self) -> "ParameterGroup":
+        if self.freeze and (self.lr or self.weight_decay or self.kind or self.options):
+            raise ValueError("what is frozen has no lr, weight_decay, kind or options; leave them or `freeze` out")
+        return self
+
+
+class Ema(Section):
+    decay: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.999, description="share of the average that is kept when the weights are added to it"
+    )
+    every: Annotated[int, Field(ge=1, le=10**12)] = Field(1, description="steps between updates of the average")
+
+
+class Optimizer(Section):
+    kind: Text = Field(
+        "adamw",
+        description="`adamw`, `muon` (hidden matrices by Muon, the rest by AdamW), `adafactor`, `adamw_8bit` (needs "
+        "torchao), or `package.module:Class` of your own",
+    )
+    options: dict[str, Any] = Field(
+        {}, description="its arguments: `betas`, `eps`, `momentum`, ...; docs/optimizers.md"
+    )
+    weight_decay: Decay = Field(0.1, description="decoupled weight decay")
+    no_decay: list[Literal["norm", "bias", "embedding"]] = Field(
+        ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
+    )
+    groups: list[ParameterGroup] = Field([], description="parameters, by name, that are treated otherwise")
+    ema: Ema | None = Field(
+        None,
+        description="keep a moving average of the weights: `{decay: 0.999}`; written by the flag `--ema` of export",
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        return check_name(value, OPTIMIZERS, "optimizer")
+
+    @model_validator(mode="after")
+    def _known_options(self) -> "Optimizer":
+        check_options(self.kind, self.options, "optimizer.options")
+        for i, group in enumerate(self.groups):
+            check_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
+        return self
 
 
 class Checkpoint(Section):
@@ -319,7 +397,10 @@ class Config(Section):
     parallel: Parallel = Field(
         default_factory=Parallel, description="how it is spread over processes; the numbers do not depend on it"
     )
-    train: Train = Field(default_factory=Train, description="the loop: length, batch, optimizer, evaluation")
+    train: Train = Field(default_factory=Train, description="the loop: length, batch, learning rate, evaluation")
+    optimizer: Optimizer = Field(
+        default_factory=Optimizer, description="what updates the weights, and which of them how"
+    )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
     log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
 

@@ -2,8 +2,6 @@
 
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,6 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from transformers import AutoConfig, PretrainedConfig
 
+from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Encoder
 
@@ -33,10 +32,7 @@ LARGEST = 2**31  # of the numbers that built-in parts take
 MOST_LAYERS = 10_000
 
 # What constructors raise for arguments that cannot be: of transformers, of torch, of a user's own class.
-BUILDING_ERRORS = (
-    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RuntimeError),
-    *(MemoryError, OSError, ImportError, StrictDataclassError),
-)
+BUILDING_ERRORS = (*CODE_ERRORS, StrictDataclassError)
 
 
 def explain(error: BaseException) -> str:
@@ -70,28 +66,19 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
     """
     kind = spec["kind"]
     target = BUILT_IN[role].get(kind, kind)
-    module, colon, name = target.partition(":")
-    if not colon:
+    if ":" not in target:
         raise UserError(
             f"{key}.kind: {kind!r} is no built-in {role} ({', '.join(BUILT_IN[role])}); "
             "one of your own is `package.module:Class`"
         )
-    try:
-        cls = getattr(import_module(module), name)
-    except BUILDING_ERRORS as error:
-        raise UserError(f"{key}.kind: cannot import {target}: {error}") from error
     contract: type[Encoder | Decoder] = Encoder if role == "encoder" else Decoder
-    if not (isinstance(cls, type) and issubclass(cls, contract)):
-        raise UserError(f"{key}.kind: {target} is not a subclass of omnizoo.modalities.base.{contract.__name__}")
+    cls = resolve_class(target, f"{key}.kind", contract, "a class that is called as Class(width, **options)")
     given = {name: spec[name] for name in ("config", "folder", "projector") if spec.get(name) is not None}
     if "model_type" in given.get("config", {}):  # others are the class's own
         given["config"] = hf_config(given["config"], key)
     options = spec.get("options", {})
     given |= options
-    try:
-        signature(cls).bind(width, **given)
-    except TypeError as error:
-        raise UserError(f"{key}: {target} does not take what it is given: {error}") from error
+    check_call(cls, target, key, [width], given)
     _check_options(cls, options, f"{key}.options", is_built_in=kind in BUILT_IN[role])
     try:
         built: Encoder | Decoder = cls(width, **given)

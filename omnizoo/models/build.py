@@ -1,6 +1,5 @@
 """Config -> module on meta: no weights, no memory, the untouched class that transformers ships, or several composed."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
@@ -65,11 +65,7 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
 def _own_module(model: Model) -> nn.Module:
     assert model.module is not None
     assert isinstance(model.config, dict)
-    path, _, name = model.module.partition(":")
-    try:
-        builder = getattr(import_module(path), name)
-    except BUILDING_ERRORS as error:
-        raise UserError(f"model.module: cannot import {model.module}: {error}") from error
+    builder = resolve(model.module, "model.module", "a class or function that builds a torch.nn.Module")
     try:
         built = builder(**model.config)
     except TypeError as error:

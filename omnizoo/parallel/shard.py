@@ -4,14 +4,17 @@ Gradients are *summed* over ranks, never averaged: the loss is already divided b
 sum is the gradient of the one-process run, whatever the layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import zeros as sharded_zeros
 
 from omnizoo.parallel.mesh import Mesh
 
@@ -74,7 +77,61 @@ def sum_gradients(unit: FSDPModule, mesh: DeviceMesh) -> None:
 
 def local_bytes(model: nn.Module) -> int:
     """Bytes of the weights this rank holds."""
-    return sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
+    return sum(local_of(p).nbytes for p in model.parameters())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that this rank holds, which is the whole if it is not sharded. Not for autograd."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as this rank's part of a tensor that is sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    placed = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)  # type: ignore[arg-type]
+
+
+def sum_over_shards(
+    values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], dims: Sequence[Collection[int] | None]
+) -> list[torch.Tensor]:
+    """Each value, which this rank has for its part of a parameter, summed over the ranks that split one of `dims` of it
+    (counted from the last, -1; None: any). One all-reduce for all values with the same ranks. All ranks must call it.
+    """
+    together: dict[tuple[dist.ProcessGroup, ...], list[int]] = defaultdict(list)
+    for i, (parameter, wanted) in enumerate(zip(parameters, dims, strict=True)):
+        ranks: list[dist.ProcessGroup] = []
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, placement in enumerate(parameter.placements):
+                split = isinstance(placement, Shard) and (wanted is None or placement.dim - parameter.ndim in wanted)
+                if split and mesh.size(axis) > 1:
+                    ranks.append(mesh.get_group(axis))
+        together[tuple(ranks)].append(i)
+    results = list(values)
+    for groups, members in together.items():
+        if groups:
+            flat = torch.cat([values[i].flatten() for i in members])
+            for group in groups:
+                dist.all_reduce(flat, group=group)
+            for i, total in zip(members, flat.split([values[i].numel() for i in members]), strict=True):
+                results[i] = total.view(values[i].shape)
+    return results
+
+
+def zeros_reduced(parameter: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros of the shape of `parameter` with `dim` reduced to one, sharded alike but whole where `dim` was split."""
+    shape = list(parameter.shape)
+    shape[dim] = 1
+    if not isinstance(parameter, DTensor):
+        return parameter.new_zeros(shape)
+    gone = dim % parameter.ndim
+    placements = [
+        Replicate() if isinstance(placement, Shard) and placement.dim == gone else placement
+        for placement in parameter.placements
+    ]
+    return sharded_zeros(*shape, dtype=parameter.dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
 def set_gradient_sync(model: nn.Module, last: bool, reduce_each: bool) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config
+from omnizoo.config.schema import Config, Optimizer
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.build import build_model
 from omnizoo.models.experts import set_dispatch, use_dispatched
@@ -29,7 +29,8 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import allocate, fill, precision_policy, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
-from omnizoo.recipes.parts import Treatments
+from omnizoo.recipes.groups import Groups
+from omnizoo.recipes.parts import HELD_STATE, Treatments, state_copies
 from omnizoo.recipes.reading import attach_media, keep_logits
 
 
@@ -43,10 +44,10 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     facts = read_facts(model)
     check(facts, mesh.layout, model)
     parallel = config.parallel
-    treatments = Treatments(model, config.model)
+    treatments = Treatments(model, config.model, config.optimizer.groups)
     treatments.apply(model)
     treatments.keep_precision(model)
-    check_memory(model, mesh)
+    check_memory(model, mesh, treatments.groups, config.optimizer)
     origins = weight_origins(model, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
     blocks = [model.get_submodule(name) for name in facts.blocks]
@@ -101,18 +102,20 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
         check_experts(layout, facts.num_experts)
 
 
-def check_memory(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a model whose weights alone, with gradients and moments, are more than the machine has: it would be killed
-    somewhere in the middle of being allocated."""
-    copies = {True: 4, False: 1}  # AdamW: the weight, its gradient, two moments
-    needed = sum(p.numel() * p.element_size() * copies[p.requires_grad] for p in model.parameters())
+def check_memory(model: nn.Module, mesh: Mesh, groups: Groups, optimizer: Optimizer) -> None:
+    """Refuse a model whose weights alone, with gradients and the optimizer's state, are more than the machine has: it
+    would be killed somewhere in the middle of being allocated."""
+    needed = 0.0
+    for name, p in model.named_parameters():
+        more = 1 + state_copies(groups.of(name), optimizer, HELD_STATE) if p.requires_grad else 0
+        needed += p.numel() * p.element_size() * (1 + more)
     each, there = needed // mesh.layout.fsdp, total_memory(mesh.device)
     if each > there:
         count = sum(parameter.numel() for parameter in model.parameters())
         raise UserError(
-            f"model: {count:,} parameters with gradients and AdamW's moments take {each / 2**30:,.0f} GiB on each of "
-            f"{mesh.layout.world} rank(s), and there are {there / 2**30:,.0f} GiB: see the sizes in model.config, or "
-            "shard it over more ranks (parallel.dp_shard)"
+            f"model: {count:,} parameters with gradients and the optimizer's state take {each / 2**30:,.0f} GiB on "
+            f"each of {mesh.layout.world} rank(s), and there are {there / 2**30:,.0f} GiB: see the sizes in "
+            "model.config, or shard it over more ranks (parallel.dp_shard)"
         )
 
 

@@ -1,5 +1,6 @@
 """How the parts of a model are treated: frozen or trained, how fast, in which precision, recomputed or not."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,12 +8,16 @@ import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model, Part, Projector
+from omnizoo.config.schema import Config, Model, Optimizer, ParameterGroup, Part, Projector
 from omnizoo.modalities.base import Encoder
 from omnizoo.models.omni import OmniModel
 from omnizoo.ops.precision import compute_in
 from omnizoo.recipes.base import recipe_for
+from omnizoo.recipes.groups import Groups
 
+# What an optimizer keeps of a trained parameter, in copies of it; 8-bit state is saved as fp32.
+HELD_STATE = {"adamw": 2, "muon": 1, "adafactor": 0, "adamw_8bit": 0.5}
+SAVED_STATE = HELD_STATE | {"adamw_8bit": 2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -25,9 +30,11 @@ class Treatment:
 
 
 class Treatments:
-    """By parameter or module name; the most deeply nested part that has one decides."""
+    """By parameter or module name; the most deeply nested part that has one decides. `groups` are of single
+    parameters, by pattern, and go before what their part says."""
 
-    def __init__(self, model: nn.Module, spec: Model) -> None:
+    def __init__(self, model: nn.Module, spec: Model, groups: Sequence[ParameterGroup] = ()) -> None:
+        self.groups = Groups(model, groups)
         self.by_prefix: dict[str, Treatment] = {"": Treatment()}
         recipe, composed = recipe_for(model), isinstance(model, OmniModel)
         if spec.foundation is not None:
@@ -76,18 +83,28 @@ class Treatments:
         """Freeze, and set the precision of weights: before the model is sharded."""
         for name, parameter in model.named_parameters():
             treatment = self.of(name)
-            parameter.requires_grad_(not treatment.freeze and parameter.requires_grad)
+            group = self.groups.of(name)
+            frozen = treatment.freeze or (group is not None and group.freeze)
+            parameter.requires_grad_(not frozen and parameter.requires_grad)
             if treatment.dtype is not None:
                 parameter.data = parameter.data.to(treatment.dtype)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError("model: every part is frozen, so there is nothing to train; set one `freeze` to false")
+            raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")
 
 
-def saved_bytes(model: nn.Module, spec: Model) -> int:
-    """What a checkpoint of `model` (on meta) takes, within a few per cent: weights, and two moments of trained ones."""
-    treatments = Treatments(model, spec)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    trained = sum(
-        p.nbytes for name, p in model.named_parameters() if p.requires_grad and not treatments.of(name).freeze
-    )
-    return weights + 2 * trained
+def state_copies(group: ParameterGroup | None, run: Optimizer, sizes: Mapping[str, float]) -> float:
+    """The optimizer's state of a parameter, and its average, in copies of it; what a class of one's own keeps is not
+    known, and counts as nothing."""
+    kind = group.kind if group is not None and group.kind is not None else run.kind
+    return sizes.get(kind, 0) + (run.ema is not None)
+
+
+def saved_bytes(model: nn.Module, config: Config) -> int:
+    """What a checkpoint of `model` (on meta) takes, about: weights, and of trained ones what the optimizer keeps."""
+    treatments = Treatments(model, config.model, config.optimizer.groups)
+    needed = 0.0
+    for name, parameter in model.named_parameters():
+        group = treatments.groups.of(name)
+        frozen = treatments.of(name).freeze or (group is not None and group.freeze) or not parameter.requires_grad
+        needed += parameter.nbytes * (1 + (0 if frozen else state_copies(group, config.optimizer, SAVED_STATE)))
+    return int(needed)

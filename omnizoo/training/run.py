@@ -32,9 +32,10 @@ from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluat
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
-from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
+from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, raise_everywhere, train_step
 
 T = TypeVar("T")
@@ -51,6 +52,8 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
         agreed(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
 
+        check_optimizer(config)
+        learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
         tokenizer = load_tokenizer(config.model)
         model = build_model(config.model, config.parallel.precision)
         name = type(model).__name__  # FSDP renames the class
@@ -66,7 +69,7 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
         agreed(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
-        optimizer = build_optimizer(model, config)
+        optimizer = agreed(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
@@ -186,7 +189,7 @@ def lock(run: RunFolder, directory: Path, folders: ExitStack) -> None:
 def leave_room(config: Config, model: nn.Module, directory: Path) -> None:
     every, steps, keep = config.checkpoint.every, config.train.steps, config.checkpoint.keep
     saves = -(-steps // every) if every else 1
-    check_space(directory, saved_bytes(model, config.model), len(checkpoints(directory)), saves, keep)
+    check_space(directory, saved_bytes(model, config), len(checkpoints(directory)), saves, keep)
 
 
 def warn_of(probed: Probed, model: nn.Module, layout: Layout, micro_batch: int) -> None:
@@ -235,6 +238,9 @@ def describe(
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "
         f"{micro_batches(layout, train.global_batch, train.micro_batch)} micro-batch(es) of {train.micro_batch}",
         "precision": f"{config.parallel.precision}, recompute {config.parallel.recompute}",
+        "optimizer": ", ".join(
+            dict.fromkeys([config.optimizer.kind, *(g.kind for g in config.optimizer.groups if g.kind)])
+        ),
         "attention": attention_name(model),
         "data": "\n".join(f"{source.path} (weight {source.weight:g})" for source in config.data.sources),
         "run folder": str(run.root),

@@ -2,11 +2,18 @@
 
 import math
 
-from omnizoo.config.schema import Train
+from omnizoo.config.doors import CODE_ERRORS, check_call, resolve
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.schema import SCHEDULES, Train
+
+EXPECTED = "a function (train config, step) -> learning rate, the step counted from 1"
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Learning rate of step `step` (1-based): linear warmup, then flat, a line, a cosine, or stable-then-decay."""
+    """Learning rate of step `step` (1-based): linear warmup, then flat, a line, a cosine, or stable-then-decay; or what
+    a function of the user's own says, warmup included."""
+    if train.schedule not in SCHEDULES:
+        return _own(train, step)
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
     if train.schedule == "constant":
@@ -17,3 +24,18 @@ def learning_rate(train: Train, step: int) -> float:
     progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - start)))
     left = 0.5 * (1 + math.cos(math.pi * progress)) if train.schedule == "cosine" else 1 - progress
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
+
+
+def _own(train: Train, step: int) -> float:
+    spec = train.schedule
+    function = resolve(spec, "train.schedule", EXPECTED)
+    if not callable(function):
+        raise UserError(f"train.schedule: {spec} is a {type(function).__name__}; expected {EXPECTED}")
+    check_call(function, spec, "train.schedule", [train, step], {})
+    try:
+        rate = function(train, step)
+    except CODE_ERRORS as error:
+        raise UserError(f"train.schedule: {spec} fails at step {step}: {named_line(error)}") from error
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise UserError(f"train.schedule: {spec} gave {rate!r} at step {step}; expected {EXPECTED}, at least 0")
+    return float(rate)

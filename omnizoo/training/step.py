@@ -19,7 +19,7 @@ from omnizoo.parallel.gradients import clip_gradients, gradient_norm
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
-from omnizoo.training.optimizer import set_learning_rate
+from omnizoo.training.optimizer import set_learning_rate, update_average
 from omnizoo.training.schedule import learning_rate
 
 
@@ -108,6 +108,7 @@ def train_step(
             clip_gradients(model.parameters(), config.train.grad_clip, norm)
         set_learning_rate(optimizer, lr)
         optimizer.step()
+        update_average(optimizer, config.optimizer.ema, step)
     counted = {name: mean for name, mean in means.items() if data.counts[name]}
     return StepResult(total_loss, counted, grad_norm, lr, finite, stopping > 0, routers)
 

@@ -20,6 +20,7 @@ from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import check
 from omnizoo.recipes.base import EXPERTS, VISITED, read_facts, recipe_of
+from omnizoo.recipes.groups import Groups, matching
 from omnizoo.training.probe import active_dropout
 from omnizoo.verification.shrink import shrink
 from omnizoo.verification.trial import Trial, run_trial
@@ -30,7 +31,7 @@ ROUNDED = "rounded"  # of a run in bf16: the folder of one process in bf16
 def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path) -> list[Layout]:
     """Write into `folder` what the ranks need, shrunken config and one-process trial; returns the layouts to try."""
     folder.mkdir(parents=True, exist_ok=True)
-    small = shrink(config, world, precision)
+    small = _with_groups(shrink(config, world, precision), config)
     layouts = choose(small, world, wanted)
     save_config(small, folder / "config.yaml")
     torch.set_num_threads(1)
@@ -43,6 +44,16 @@ def prepare(config: Config, world: int, wanted: str, precision: str, folder: Pat
             reference = run_trial(small, Layout(), process)
         save_trial(reference, folder)
     return layouts
+
+
+def _with_groups(small: Config, config: Config) -> Config:
+    """`small` with the parameter groups that it still has: a shrunken model has fewer layers than the config's own."""
+    groups = config.optimizer.groups
+    if not groups:
+        return small
+    Groups(build_model(config.model, "fp32"), groups)  # patterns must mean something in the model they are for
+    left = matching(build_model(small.model, "fp32"), groups)
+    return small.model_copy(update={"optimizer": small.optimizer.model_copy(update={"groups": left})})
 
 
 def choose(config: Config, world: int, wanted: str) -> list[Layout]:
