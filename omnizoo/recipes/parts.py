@@ -72,11 +72,15 @@ class Treatments:
             name = name.rpartition(".")[0]
         return self.by_prefix[name]
 
+    def freeze(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not self.of(name).freeze and parameter.requires_grad)
+
     def apply(self, model: nn.Module) -> None:
         """Freeze, and set the precision of weights: before the model is sharded."""
+        self.freeze(model)
         for name, parameter in model.named_parameters():
             treatment = self.of(name)
-            parameter.requires_grad_(not treatment.freeze and parameter.requires_grad)
             if treatment.dtype is not None:
                 parameter.data = parameter.data.to(treatment.dtype)
         if not any(parameter.requires_grad for parameter in model.parameters()):
