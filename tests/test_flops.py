@@ -1,6 +1,6 @@
 """FLOPs: what we count for a pack and its media, against torch's own counter around a real forward and backward pass.
 
-Torch's counter knows no attention and no grouped matmul on the CPU, so it is told: pairs that a mask hides do not
+Torch's counter knows no attention, grouped matmul or LSTM on the CPU, so it is told: pairs that a mask hides do not
 count, and neither do scores that the backward pass of attention computes again.
 """
 
@@ -25,42 +25,26 @@ from omnizoo.training.losses import Objective
 from omnizoo.training.step import next_step
 
 aten = torch.ops.aten
+ROOT = Path(__file__).parents[1]
 
 
-def pairs_of(query: torch.Tensor, key: torch.Tensor, causal: bool, mask: torch.Tensor | None) -> float:
-    """Of all heads of all samples."""
-    n, m = query.shape[2], key.shape[2]
-    heads = query.shape[0] * query.shape[1]
-    if mask is not None:
-        seen = (
-            (mask == 0).expand(*query.shape[:2], n, m)
-            if mask.dtype != torch.bool
-            else mask.expand(*query.shape[:2], n, m)
-        )
-        return float(seen.sum())
-    return heads * (causal_pairs(n) if causal else n * m)
-
-
-def attention(
-    query: Any, key: Any, value: Any, p: float = 0.0, causal: bool = False, *, attn_mask: Any = None, **_: Any
-) -> float:
-    return 2 * pairs_of(query, key, causal, attn_mask) * (query.shape[-1] + value.shape[-1])
+def attention(q: Any, k: Any, v: Any, p: float = 0, causal: bool = False, attn_mask: Any = None, **_: Any) -> float:
+    n, m = q.shape[2], k.shape[2]
+    pairs = causal_pairs(n) if causal else n * m
+    if attn_mask is not None:
+        seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask == 0
+        pairs = int(seen.expand(*q.shape[:2], n, m).sum()) / (q.shape[0] * q.shape[1])
+    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])
 
 
 def attention_backward(
-    grad: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    lse: Any,
-    p: float,
-    causal: bool,
-    *,
-    attn_mask: Any = None,
-    **_: Any,
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, p: float, causal: bool, attn_mask: Any = None, **_: Any
 ) -> float:
-    return 2 * attention(query, key, value, p, causal, attn_mask=attn_mask)
+    return 2 * attention(q, k, v, p, causal, attn_mask)
+
+
+def recurrent(rows: Any, input_weight: Any, state_weight: Any, *_: Any, **__: Any) -> float:
+    return 2 * rows.shape[0] * rows.shape[1] * (input_weight.numel() + state_weight.numel())
 
 
 def grouped(left: Any, right: Any, *_: Any, **__: Any) -> float:
@@ -72,6 +56,7 @@ MAPPING = {
     aten._scaled_dot_product_flash_attention_for_cpu: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     aten._grouped_mm: grouped,
+    aten.mkldnn_rnn_layer: recurrent,
 }
 for formula in MAPPING.values():
     formula._get_raw = True  # type: ignore[attr-defined]
@@ -82,7 +67,7 @@ def sensor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SENSOR))
 
 
-def counts(path: Path | str, *overrides: str) -> tuple[float, float]:
+def counts(path: Path, *overrides: str) -> tuple[float, float]:
     """FLOPs of a run's first step, all of it in one micro-batch: ours, and torch's."""
     batch = ["--train.global_batch=8", "--train.micro_batch=8"]
     config = load_config(path, [*batch, *overrides])
@@ -138,10 +123,14 @@ FROZEN = {
 }
 
 
+@pytest.fixture(scope="module")
+def omni_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_omni_config(tmp_path_factory.mktemp("omni"), "qwen3_moe")
+
+
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_a_composed_model_is_counted_by_what_of_it_is_trained(frozen: str, tmp_path: Path) -> None:
-    path = write_omni_config(tmp_path, "qwen3_moe")
-    ours, torchs = counts(path, *(f"--{part}.freeze=true" for part in FROZEN[frozen]))
+def test_a_composed_model_is_counted_by_what_of_it_is_trained(frozen: str, omni_config: Path) -> None:
+    ours, torchs = counts(omni_config, *(f"--{part}.freeze=true" for part in FROZEN[frozen]))
     assert ours == pytest.approx(torchs, rel=0.01)
 
 
@@ -158,7 +147,7 @@ PUBLISHED = {
 def test_a_published_model_with_media_is_counted_as_torch_counts_it(name: str) -> None:
     file, frozen = PUBLISHED[name]
     overrides = [f"--model.modalities.{of}.encoder.freeze=true" for of in frozen]
-    ours, torchs = counts(f"examples/published/{file}.yaml", *overrides)
+    ours, torchs = counts(ROOT / "examples" / "published" / f"{file}.yaml", *overrides)
     assert ours == pytest.approx(torchs, rel=0.01)
 
 

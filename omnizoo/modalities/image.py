@@ -249,12 +249,16 @@ def patch_grid_flops(tower: PreTrainedModel, patches: int) -> float:
     """Of training on one frame of a tower that merges its patches at the end (and, for deepstack, on the way)."""
     config, tally = tower.config, Tally()
     layers, width = layers_of(config)
+    mergers = {name: part for name, part in tower.named_children() if "merger" in name}
     for name, part in tower.named_children():
-        tally.run(part, patches / config.spatial_merge_size**2 if "merger" in name else patches)
+        if name not in mergers:
+            tally.run(part, patches)
     # Some towers attend in windows, but for a few layers.
     window, whole = getattr(config, "window_size", None), getattr(config, "fullatt_block_indexes", range(layers))
     near = min(patches, (window // config.patch_size) ** 2) if window else patches
     tally.attend(patches * (len(whole) * patches + (layers - len(whole)) * near), width)
+    for merger in mergers.values():
+        tally.run(merger, patches / config.spatial_merge_size**2)
     return tally.flops
 
 

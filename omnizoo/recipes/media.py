@@ -224,11 +224,12 @@ class AudioTower(Tower):
             bins, length = -(-bins // 2), -(-length // 2)
             tally.multiply(convolution.weight, chunks * bins * length)
         tally.run(tower.conv_out, chunks * length)
-        for part in (tower.layers, tower.proj1, tower.proj2):
-            tally.run(part, rows)
+        tally.run(tower.layers, rows)
         window = length * (tower.n_window_infer // self.chunk)
         full, rest = divmod(rows, window)
         tally.attend((full * window**2 + rest**2) * len(tower.layers), tower.config.d_model)
+        for projector in (tower.proj1, tower.proj2):
+            tally.run(projector, rows)
         return tally.flops
 
     def prepare(self, media: Media) -> Inputs:
