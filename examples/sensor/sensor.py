@@ -48,6 +48,8 @@ class SeriesEncoder(Series, Encoder):
 class SeriesDecoder(Series, Decoder):
     """Predicts the next `patch` values at a time, `horizon` in all, as their mean (squared error)."""
 
+    entering = ("enter",)
+
     def __init__(self, width: int, patch: int = 8, horizon: int = 16) -> None:
         super().__init__()
         self.patch, self.horizon = patch, horizon

@@ -13,14 +13,13 @@ import torch
 
 from omnizoo.data.loader import IGNORE, FlatPack, filler
 from omnizoo.modalities.base import Inputs
-from omnizoo.ops.device import causal_pairs
 from omnizoo.parallel.balance import assign_items, assign_packs
 from omnizoo.parallel.exchange import Payload, exchange_payloads, gather_json
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route, RoutedItem, Share, plan_routes
 
-Cost = Callable[[int, int], float]  # (tokens, causal pairs) of a pack -> work
+Cost = Callable[["Known"], float]  # of a pack -> FLOPs
 TEXT = "text"
 
 
@@ -51,10 +50,9 @@ class Totals:
     """What the packs of all ranks hold together."""
 
     tokens: int
-    pairs: int  # (query, key) pairs of causal attention, for FLOP counting
     packs: int
     targets: dict[str, int]  # of the text, and of each modality that is produced
-    media_cost: float
+    flops: float  # of packs and media items
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,14 @@ class Known:
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def pairs(self) -> int:
-        return causal_pairs(self.lengths)
+    def rows(self, is_predicted: bool) -> dict[str, int]:
+        """By modality that is produced: rows of its items; `is_predicted`: only of those that are to be learnt."""
+        rows: dict[str, int] = {}
+        for item in self.items:
+            name, _, role = item.port.partition("/")
+            if role == "decoder" and (item.targets or not is_predicted):
+                rows[name] = rows.get(name, 0) + item.rows
+        return rows
 
 
 def deal(
@@ -107,10 +110,10 @@ def deal(
     notes = [rank["note"] for rank in told]
     known = sorted((_hear(pack) for rank in told for pack in rank["packs"]), key=lambda pack: pack.index)
     if not known:
-        return Dealt([], Totals(0, 0, 0, {}, 0.0), {}, notes)
+        return Dealt([], Totals(0, 0, {}, 0.0), {}, notes)
     # Held-out packs need not divide evenly.
     known += [_hear(_tell(filler(-1 - i))) for i in range(-len(known) % (layout.dp * micro_batch))]
-    costs = [cost(pack.tokens, pack.pairs) for pack in known]
+    costs = [cost(pack) for pack in known]
     # By cost on every rank, since ranks wait for each other in each micro-batch, not once a step.
     share = [sorted(own, key=lambda i: (-costs[i], i)) for own in assign_packs(costs, layout.dp)]
     rounds = [
@@ -144,10 +147,9 @@ def deal(
         targets[name] = targets.get(name, 0) + item.targets
     totals = Totals(
         tokens=sum(pack.tokens for pack in real),
-        pairs=sum(pack.pairs for pack in real),
         packs=len(real),
         targets=targets,
-        media_cost=sum(item.cost for each in rounds for item in each.items),
+        flops=sum(cost(pack) + sum(item.cost for item in pack.items) for pack in real),
     )
     return Dealt(batches, totals, imbalance, notes)
 

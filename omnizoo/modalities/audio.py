@@ -22,7 +22,8 @@ from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.projector import build_projector
 from omnizoo.modalities.reading import SOUND_OPTIONS, read_sound, sound_length
-from omnizoo.modalities.tower import Work, preprocessor_settings, tower_skeleton
+from omnizoo.modalities.tally import is_trained, measured_flops
+from omnizoo.modalities.tower import preprocessor_settings, tower_skeleton
 
 FRAMES_PER_POSITION = 2  # the stride of the convolutions ahead of a whisper-type encoder's layers
 TOP_FREQUENCY = 8000.0  # of the mel filters
@@ -57,8 +58,8 @@ class AudioEncoder(Encoder):
         try:
             self.bins: int = skeleton.config.num_mel_bins
             self.frames: int = skeleton.config.max_source_positions * FRAMES_PER_POSITION
+            probe = torch.zeros(1, self.bins, self.frames, device="meta")
             with torch.no_grad():
-                probe = torch.zeros(1, self.bins, self.frames, device="meta")
                 self.positions, features = skeleton(input_features=probe).last_hidden_state.shape[1:]
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
@@ -76,7 +77,7 @@ class AudioEncoder(Encoder):
             norm="slaney",
             mel_scale="slaney",
         )
-        self.work = Work.of(skeleton)
+        self.work = measured_flops(lambda: skeleton(input_features=probe).last_hidden_state)
         self.tower: PreTrainedModel = type(skeleton)(skeleton.config)
         self.projector = build_projector(projector, features, width, 1)
 
@@ -86,7 +87,9 @@ class AudioEncoder(Encoder):
 
     def measure(self, media: Media) -> Size:
         kept = self._kept(sound_length(media, self.sample_rate, self.max_seconds))
-        return Size(sum(self.projector.rows((n,)) for n in kept), len(kept) * self.work.flops(self.positions))
+        trained = is_trained(self.tower)
+        cost = sum(self.work[trained] + self.projector.flops((n,), trained) for n in kept)
+        return Size(sum(self.projector.rows((n,)) for n in kept), cost)
 
     def prepare(self, media: Media) -> Inputs:
         sound = read_sound(media, self.sample_rate, self.max_seconds)

@@ -24,7 +24,7 @@ class Size:
     """What an item will take, known before it is decoded."""
 
     rows: int  # places in the sequence
-    cost: float  # of `encode` or `targets`, in FLOPs or what is proportional to them: ranks share the work by it
+    cost: float  # FLOPs of `encode`, with backward if it is trained, or of `targets`: ranks share items by it
     targets: int | None = None  # decoders: what the loss is a mean over; None: its rows
     layout: tuple[str | int, ...] = ()  # text between its places, e.g. ("<0.5 s>", 64, "<1.5 s>", 64); (): one run
     shape: tuple[float, ...] = ()  # for models that place items on several axes: what they need to know for it
@@ -91,6 +91,7 @@ class Decoder(nn.Module):
     """One modality out, and in again: what it produced is fed back through `embed`."""
 
     item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
+    entering: ClassVar[Sequence[str]] = ()  # submodules that `embed` runs; `loss` runs the others. For counting FLOPs
 
     @property
     def pretrained(self) -> PreTrainedModel | None:

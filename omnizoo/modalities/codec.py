@@ -13,6 +13,7 @@ import inspect
 import io
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class AudioCodec(Decoder):
     def measure(self, media: Media) -> Size:
         frames = math.ceil(sound_length(media, self.sample_rate, self.max_seconds) / self.codec.hop)
         rows = frames + max(self.codebooks - 1, 1)
-        return Size(rows, cost=2.0 * frames * self.codec.weights, targets=frames * self.codebooks + 1)
+        return Size(rows, cost=frames * self.codec.flops_per_frame, targets=frames * self.codebooks + 1)
 
     def prepare(self, media: Media) -> Inputs:
         """Whole frames of integers: floats would be rounded to the precision of the run."""
@@ -179,7 +180,6 @@ class Codec(Frozen):
         super().__init__(AutoModel.from_config(config))
         self.codebooks, self.hop = int(getattr(config, count)), int(getattr(config, hop))
         self.codes, self.sample_rate = config.codebook_size, config.sampling_rate
-        self.weights = sum(weight.numel() for weight in self.parameters())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -194,6 +194,22 @@ class Codec(Frozen):
                 nn.init.kaiming_normal_(direction)
                 with torch.no_grad():
                     length.copy_(torch.norm_except_dim(direction, 2, 0))
+
+    @cached_property
+    def flops_per_frame(self) -> float:
+        """Of `encode`: each convolution makes fewer values of a frame than the one before it."""
+        flops, values = 0.0, float(self.hop)
+        for name, module in self.model.named_modules():
+            if name.startswith(("decoder", "upsample")):
+                continue
+            if isinstance(module, nn.Conv1d):
+                values = max(1.0, values / module.stride[0])
+            if isinstance(module, nn.Conv1d | nn.Linear):
+                flops += 2 * values * module.weight.numel()
+            elif isinstance(module, nn.LSTM):
+                flops += 2 * values * sum(weight.numel() for weight in module.parameters())
+            flops += sum(2 * book.numel() for key, book in module.named_buffers(recurse=False) if key == "embed")
+        return flops
 
     def encode(self, wave: torch.Tensor) -> torch.Tensor:
         rate = {}  # by default the codec with a choice of bit rates gives the fewest codebooks

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
-from omnizoo.modalities.frozen import Diffusers, Frozen, read_settings
+from omnizoo.modalities.frozen import Diffusers, Frozen, forward_flops, read_settings
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.pixels import Array, PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
 from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
@@ -75,7 +75,11 @@ class ImageCodes(Decoder):
 
     def measure(self, media: Media) -> Size:
         picture_size(media)
-        return Size(self.rows, cost=2.0 * self.rows * self.tokenizer.weights)
+        return Size(self.rows, cost=self._work)
+
+    @cached_property
+    def _work(self) -> float:
+        return forward_flops(self.tokenizer, self.blank()["pixels"])
 
     def prepare(self, media: Media) -> Inputs:
         return {"pixels": read_pixels(media, self.tokenizer.size, self.tokenizer.channels)}
@@ -129,10 +133,6 @@ class Tokenizer(Frozen):
     grid: Grid
     codes: int
     channels: int
-
-    @cached_property
-    def weights(self) -> int:
-        return sum(tensor.numel() for tensor in self.state_dict().values())
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Bytes `[C, H, W]` -> indices `[grid]`."""

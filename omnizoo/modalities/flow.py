@@ -6,6 +6,7 @@ The path is straight, x(t) = (1 - t) data + t noise, and so its velocity, noise 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
-from omnizoo.modalities.frozen import Diffusers, diffusers_package, read_settings
+from omnizoo.modalities.frozen import Diffusers, diffusers_package, forward_flops, read_settings
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.pixels import PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
 from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
@@ -34,6 +35,7 @@ class FlowHead(Decoder):
     """
 
     item_options = PICTURE_OPTIONS
+    entering = ("enter",)
 
     def __init__(
         self,
@@ -81,7 +83,14 @@ class FlowHead(Decoder):
 
     def measure(self, media: Media) -> Size:
         _ = self._read_series(media) if self.series else picture_size(media)
-        return Size(self.rows, cost=2.0 * self.rows * (self.autoencoder.weights if self.autoencoder else self.dim))
+        return Size(self.rows, cost=self._work)
+
+    @cached_property
+    def _work(self) -> float:
+        """Patches of pixels cost next to nothing, but items that cost nothing would not be spread over ranks."""
+        if self.autoencoder is None:
+            return float(self.rows * self.dim)
+        return forward_flops(self.autoencoder, self.blank()["item"].float())
 
     def prepare(self, media: Media) -> Inputs:
         item = self._read_series(media) if self.series else read_pixels(media, self.size, self.channels)
@@ -259,7 +268,6 @@ class Autoencoder(Diffusers):
         self.factor = 2 ** (len(settings.block_out_channels) - 1)
         self.channels, self.latent_channels = settings.in_channels, settings.latent_channels
         self.scale, self.shift = settings.scaling_factor, settings.get("shift_factor") or 0.0
-        self.weights = sum(weight.numel() for weight in self.parameters())
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """`[C, H, W]` in -1..1 -> `[latent channels, h, w]`."""

@@ -6,7 +6,9 @@ is trained on would depend on which other items share its rank.
 """
 
 import json
+import math
 from collections.abc import Mapping
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError, first_line
+from omnizoo.modalities.tally import measured_flops
 
 
 class Frozen(nn.Module):
@@ -36,6 +39,21 @@ class Frozen(nn.Module):
         """An empty tensor with the dtype and device of its weights."""
         weight = next(self.model.parameters())
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
+
+    def encode(self, item: torch.Tensor) -> torch.Tensor:
+        """What it makes of one item."""
+        raise NotImplementedError
+
+
+def forward_flops(frozen: Frozen, item: torch.Tensor) -> float:
+    """Of `encode`, counted without memory; of one that wants to see values, a guess by its weights."""
+    skeleton = deepcopy(frozen).to("meta")
+    try:
+        with torch.no_grad():
+            counted = measured_flops(lambda: skeleton.encode(item.to("meta")))[0]
+    except (RuntimeError, ValueError, TypeError):
+        counted = 0.0
+    return counted or 2.0 * math.prod(item.shape[-2:]) * sum(t.numel() for t in frozen.state_dict().values())
 
 
 class Diffusers(Frozen):

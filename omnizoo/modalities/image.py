@@ -20,7 +20,8 @@ from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.projector import Grid, build_projector
 from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size, pixels, read_picture
-from omnizoo.modalities.tower import Work, preprocessor_settings, takes, tower_skeleton
+from omnizoo.modalities.tally import Tally, is_trained, measured_flops
+from omnizoo.modalities.tower import layers_of, preprocessor_settings, takes, tower_skeleton
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,8 +61,8 @@ class Kind(Protocol):
     def grid(self, height: int, width: int) -> Grid:
         """Of the features of a picture of this size."""
 
-    def tokens(self, grid: Grid) -> int:
-        """That attend to each other in the tower, for a grid of features."""
+    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
+        """Of training on one grid of features, or of looking at it, if the tower is frozen."""
 
     def steps(self, frames: int) -> int:
         """Grids in a clip of so many frames."""
@@ -81,12 +82,14 @@ class FixedSize:
         self.look, self.size, self.fit, self.edge = look, size, fit, edge
         native = _pair(getattr(skeleton.config, "image_size", None) or size)
         self.interpolate = size != native and takes(skeleton, "interpolate_pos_encoding")
+        picture = torch.zeros(1, look.channels, *size, device="meta")
         try:
             with torch.no_grad():
-                seen = self._see(skeleton, torch.zeros(1, look.channels, *size, device="meta"))
+                seen = self._see(skeleton, picture)
         except (ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"encoder.image_size: the tower cannot take pictures of {list(size)}: {reason}") from error
+        self.work = measured_flops(lambda: self._see(skeleton, picture))
         self.width = seen.shape[-1]
         patch = getattr(skeleton.config, "patch_size", None)
         self._grid: Grid = (size[0] // _pair(patch)[0], size[1] // _pair(patch)[1]) if patch else (0, 0)
@@ -98,8 +101,8 @@ class FixedSize:
     def grid(self, height: int, width: int) -> Grid:
         return self._grid
 
-    def tokens(self, grid: Grid) -> int:
-        return math.prod(grid) + self.extra
+    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
+        return self.work[is_trained(tower)]
 
     def steps(self, frames: int) -> int:
         return frames
@@ -150,8 +153,12 @@ class PatchList:
             fits, too_large = (middle, too_large) if math.prod(scaled(middle)) <= self.most else (fits, middle)
         return scaled(fits)
 
-    def tokens(self, grid: Grid) -> int:
-        return math.prod(grid)
+    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
+        patches, tally = math.prod(grid), Tally()
+        layers, width = layers_of(tower.config)
+        tally.run(tower, patches)
+        tally.attend(layers * patches**2, width)
+        return tally.flops
 
     def steps(self, frames: int) -> int:
         return frames
@@ -214,8 +221,8 @@ class PatchGrid:
             return tuple(math.ceil(side * scale / self.unit) for side in (height, width))
         return nearest
 
-    def tokens(self, grid: Grid) -> int:
-        return math.prod(grid) * self.merge**2
+    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
+        return patch_grid_flops(tower, math.prod(grid) * self.merge**2)
 
     def steps(self, frames: int) -> int:
         return -(-frames // self.frames)
@@ -236,6 +243,23 @@ class PatchGrid:
         grids = torch.tensor([[len(clip), *(side * self.merge for side in clip.shape[1:3])] for clip in clips])
         seen = tower(patches, grid_thw=grids.to(patches.device)).pooler_output
         return seen, [tuple(clip.shape[1:3]) for clip in clips for _ in clip]
+
+
+def patch_grid_flops(tower: PreTrainedModel, patches: int) -> float:
+    """Of training on one frame of a tower that merges its patches at the end (and, for deepstack, on the way)."""
+    config, tally = tower.config, Tally()
+    layers, width = layers_of(config)
+    mergers = {name: part for name, part in tower.named_children() if "merger" in name}
+    for name, part in tower.named_children():
+        if name not in mergers:
+            tally.run(part, patches)
+    # Some towers attend in windows, but for a few layers.
+    window, whole = getattr(config, "window_size", None), getattr(config, "fullatt_block_indexes", range(layers))
+    near = min(patches, (window // config.patch_size) ** 2) if window else patches
+    tally.attend(patches * (len(whole) * patches + (layers - len(whole)) * near), width)
+    for merger in mergers.values():
+        tally.run(merger, patches / config.spatial_merge_size**2)
+    return tally.flops
 
 
 class VisionEncoder(Encoder):
@@ -264,7 +288,6 @@ class VisionEncoder(Encoder):
         options: dict[str, Any] = {"image_size": image_size, "fit": fit, "mean": mean, "std": std}
         options |= {"min_pixels": min_pixels, "max_pixels": max_pixels}
         self.kind = _kind(skeleton, preprocessor_settings(folder, "image_processor"), options)
-        self.work = Work.of(skeleton)
         self.tower: PreTrainedModel = type(skeleton)(skeleton.config)
         self.projector = build_projector(projector, self.kind.width, width, 2, self.has_times)
 
@@ -279,7 +302,8 @@ class VisionEncoder(Encoder):
         if max(height, width) >= LONGEST_ASPECT * min(height, width):
             raise BadMedia(f"{media.name}: {width} x {height} is too long and thin to be seen")
         grid, steps = self.kind.grid(height, width), self.kind.steps(frames)
-        return Size(steps * self.projector.rows(grid), steps * self.work.flops(self.kind.tokens(grid)))
+        cost = self.kind.flops(self.tower, grid) + self.projector.flops(grid, is_trained(self.tower))
+        return Size(steps * self.projector.rows(grid), steps * cost)
 
     def prepare(self, media: Media) -> Inputs:
         image = read_picture(media, self.kind.look.channels)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omnizoo.config.errors import UserError
+from omnizoo.modalities.tally import Tally
 
 Grid = tuple[int, ...]
 MOST = 2**16  # neighbours, rows or heads
@@ -36,6 +37,17 @@ class Projector(nn.Module):
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         projected: torch.Tensor = self.map(features)
         return projected
+
+    def flops(self, grid: Grid, trained: bool) -> float:
+        """Of training on a grid; `trained`: gradients flow on into the tower."""
+        tally, time = Tally(trained), Tally()
+        self.count(tally, grid)
+        if self.time is not None:
+            time.run(self.time, 1)
+        return tally.flops + time.flops
+
+    def count(self, tally: Tally, grid: Grid) -> None:
+        tally.run(self.map, self.rows(grid))
 
     def forward(
         self, features: torch.Tensor, grids: Sequence[Grid], milliseconds: torch.Tensor | None = None
@@ -97,7 +109,7 @@ class Resampler(Projector):
         if width_out % heads:
             raise UserError(f"projector.heads: {heads} heads do not divide the foundation's width {width_out}")
         super().__init__(width_in, width_out, times)
-        self.count, self.heads = rows, heads
+        self.heads = heads
         self.queries = nn.Parameter(torch.empty(rows, width_out))
         self.ask = nn.Sequential(nn.LayerNorm(width_out), nn.Linear(width_out, width_out))
         self.answer = nn.Linear(width_out, width_out)
@@ -113,7 +125,15 @@ class Resampler(Projector):
         return nn.Sequential(nn.LayerNorm(width_in), nn.Linear(width_in, 2 * width_out))
 
     def rows(self, grid: Grid) -> int:
-        return self.count
+        return self.queries.shape[0]
+
+    def count(self, tally: Tally, grid: Grid) -> None:
+        """Without `ask`, which runs once for all grids."""
+        tally.run(self.map, math.prod(grid))
+        tally.trained |= self.queries.requires_grad
+        tally.attend(self.rows(grid) * math.prod(grid), self.queries.shape[1])
+        tally.run(self.answer, self.rows(grid))
+        tally.run(self.mlp, self.rows(grid))
 
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         def by_head(x: torch.Tensor) -> torch.Tensor:

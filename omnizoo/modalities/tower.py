@@ -1,9 +1,8 @@
-"""The Hugging Face model inside an encoder: built from its config alone, with what it takes and costs."""
+"""The Hugging Face model inside an encoder: built from its config alone, with what it takes."""
 
 import copy
 import inspect
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +55,11 @@ def takes(tower: PreTrainedModel, name: str) -> bool:
     return name in inspect.signature(tower.forward).parameters
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a tower's forward takes; rough."""
-
-    weights: int
-    layers: int
-    width: int
-
-    @classmethod
-    def of(cls, tower: PreTrainedModel) -> "Work":
-        config = tower.config
-        layers = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None) or 1
-        width = getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None) or 1
-        return cls(sum(weight.numel() for weight in tower.parameters()), layers, width)
-
-    def flops(self, tokens: int) -> float:
-        """Of a run of `tokens` that attend to each other."""
-        return float(2 * self.weights * tokens + 4 * self.layers * self.width * tokens**2)
+def layers_of(config: PretrainedConfig) -> tuple[int, int]:
+    """How many layers attend, and their width."""
+    layers = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None) or 1
+    width = getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None) or 1
+    return layers, width
 
 
 def preprocessor_settings(folder: str | None, part: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Nothing here talks to other ranks; `backend_for` only names what `torch.distribu
 
 import logging
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -90,19 +89,3 @@ def total_memory(device: torch.device) -> int:
     allowed = limit.read_text().strip() if limit.is_file() else "max"
     total = int(psutil.virtual_memory().total)
     return min(total, int(allowed)) if allowed.isdecimal() else total
-
-
-def train_flops(parameters: int, tokens: int, attention_pairs: int, layers: int, attention_width: int) -> int:
-    """Model FLOPs of forward and backward over `tokens`; what is recomputed does not count.
-
-    A matmul weight takes a multiply and an add per token, and backward takes two such products (for the input and for
-    the weight): 6 per weight and token. A (query, key) pair takes two dot products of `attention_width` = heads x
-    head_dim in each layer, one for its score and one for its value: 4 x width forward, 12 x width with backward.
-    `parameters` are those a token is multiplied with: no embedding table, but the head, and only the experts it visits.
-    """
-    return 6 * parameters * tokens + 12 * layers * attention_width * attention_pairs
-
-
-def causal_pairs(lengths: Iterable[int]) -> int:
-    """(query, key) pairs of packed causal samples: each token sees its own sample up to and including itself."""
-    return sum(n * (n + 1) // 2 for n in lengths)

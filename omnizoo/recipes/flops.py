@@ -1,43 +1,100 @@
-"""How the FLOPs of a model are counted: the facts that `ops.device.train_flops` needs, read off the model itself."""
+"""FLOPs of training on a pack: the language model by its tokens, attention by its pairs, the head by its targets and
+decoders by their rows. What encoders cost, they say themselves (`Size.cost`).
 
-from dataclasses import dataclass
+Not known, and not counted: how a user's own module attends, and the states of recurrent layers.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from omnizoo.ops.device import train_flops
+from omnizoo.modalities.frozen import Frozen
+from omnizoo.modalities.tally import Tally, is_trained, weights_of
+from omnizoo.models.hf_private import language_model
+from omnizoo.models.omni import OmniModel
 from omnizoo.recipes.base import count_experts, recipe_of
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    parameters: int  # weights one token is multiplied with
-    layers: int
-    attention_width: int  # heads x head_dim
+    """Forward and backward, as the parts of the model are trained or frozen."""
 
-    def of(self, tokens: int, pairs: int) -> int:
-        """FLOPs of training on `tokens` with `pairs` (query, key) pairs of attention."""
-        return train_flops(self.parameters, tokens, pairs, self.layers, self.attention_width)
+    per_token: float
+    per_target: float = 0.0
+    per_pair: Mapping[int | None, float] = field(default_factory=dict)  # by window: of all layers that have it
+    per_row: Mapping[str, float] = field(default_factory=dict)  # by decoder: of a row fed back in
+    per_predicted: Mapping[str, float] = field(default_factory=dict)  # and of one to be predicted
+
+    def of(self, lengths: Iterable[int], targets: int, rows: Mapping[str, int], predicted: Mapping[str, int]) -> float:
+        """Of samples of these lengths with `targets` tokens to predict, and rows of each decoder."""
+        flops = self.per_target * targets
+        for length in lengths:
+            flops += self.per_token * length
+            flops += sum(each * causal_pairs(length, window) for window, each in self.per_pair.items())
+        flops += sum(self.per_row.get(name, 0.0) * count for name, count in rows.items())
+        return flops + sum(self.per_predicted.get(name, 0.0) * count for name, count in predicted.items())
 
 
 def count_flops(model: nn.Module) -> FlopCount:
-    """Of a user's own module only what its weights cost is known."""
     if not isinstance(model, PreTrainedModel):
-        tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        return FlopCount(sum(p.numel() for p in model.parameters() if p not in tables), layers=0, attention_width=0)
-    config = model.config.get_text_config()
-    experts, visited = count_experts(config)
-    table = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    parameters = 0
-    for parameter in model.parameters():
-        if parameter is table and (head is None or head.weight is not table):
-            continue  # looked up, not multiplied; a tied table is also the head, and counts as that
-        fused = experts > 0 and parameter.ndim == 3 and parameter.shape[0] == experts
-        parameters += parameter.numel() * visited // experts if fused else parameter.numel()
+        tally = Tally(trained=is_trained(model))
+        tally.run(model, 1)
+        return FlopCount(tally.flops)
+    language = language_model(model)
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    # What is outside of the language model gives rows in place of embeddings, and so comes before it.
+    inside = {id(parameter) for parameter in (*language.parameters(), head)}
+    trunk = Tally(trained=any(p.requires_grad and id(p) not in inside for p in model.parameters()))
+    experts, visited = count_experts(language.config)
+    for name, parameter, is_multiplied in weights_of(language):
+        if is_multiplied and parameter is head:
+            continue
+        if is_multiplied:
+            is_expert = "experts" in name.split(".") or (parameter.ndim == 3 and len(parameter) == experts)
+            trunk.multiply(parameter, visited / experts if experts and is_expert else 1)
+        trunk.trained |= parameter.requires_grad
+    per_pair = {}
+    for window, layers in attention_windows(language.config).items():
+        pair = Tally(trunk.trained)
+        pair.attend(layers, attention_width(language.config))
+        per_pair[window] = pair.flops
+    last = Tally(trunk.trained)
+    if head is not None:
+        last.multiply(head, 1)
+    rows, predicted = {}, {}
+    decoders = {name: model.decoder(name) for name in model.decoders} if isinstance(model, OmniModel) else {}
+    for name, decoder in decoders.items():
+        enter, leave = Tally(), Tally(trunk.trained)
+        for part, module in decoder.named_children():
+            if not isinstance(module, Frozen):
+                (enter if part in decoder.entering else leave).run(module, 1)
+        rows[name], predicted[name] = enter.flops, leave.flops
+    return FlopCount(trunk.flops, last.flops, per_pair, rows, predicted)
+
+
+def attention_windows(config: PretrainedConfig) -> Counter[int | None]:
+    """Layers that attend, by how far back a token sees; None: to the beginning of its sample."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return Counter({window: config.num_hidden_layers})
+    attending = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+    return Counter(config.sliding_window if kind.startswith("sliding") else None for kind in attending)
+
+
+def attention_width(config: PretrainedConfig) -> float:
+    """Heads x the mean of the widths that scores and values are products of."""
     names = recipe_of(config.model_type).attention_width
     # From the mapping: of a config whose layers differ, the attribute cannot be read.
     default = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    # A pair costs a product of the query-key width and one of the value width; `train_flops` takes their mean.
     width = sum(getattr(config, name) for name in names) / 2 if names else default
-    return FlopCount(parameters, config.num_hidden_layers, int(config.num_attention_heads * width))
+    return float(config.num_attention_heads * width)
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of a sample: each token sees itself and those before it, `window` of them at most."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen

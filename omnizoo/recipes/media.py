@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Encoder, Inputs, Modality, Size
-from omnizoo.modalities.image import thumbnail
+from omnizoo.modalities.image import patch_grid_flops, thumbnail
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.reading import (
     CLIP_OPTIONS,
@@ -34,6 +34,7 @@ from omnizoo.modalities.reading import (
     sound_length,
     video_size,
 )
+from omnizoo.modalities.tally import Tally
 from omnizoo.models.media import Rows
 
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
@@ -56,11 +57,15 @@ class Tower(Encoder):
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__()
         self._model = (model,)  # in a tuple, where torch does not look: the model must not become its own part's child
-        self.weights = sum(weight.numel() for weight in model.get_submodule(name).parameters())
+        self.name = name
 
     @property
     def model(self) -> Any:
         return self._model[0]
+
+    @property
+    def tower(self) -> Any:
+        return self.model.get_submodule(self.name)
 
 
 class ImageTower(Tower):
@@ -103,10 +108,9 @@ class ImageTower(Tower):
 
     def size_of(self, steps: int, height: int, width: int) -> Size:
         grid = (steps, height // self.vision.patch_size, width // self.vision.patch_size)
-        patches = grid[0] * grid[1] * grid[2]
-        pairs = patches * grid[1] * grid[2]  # the patches of a frame see each other
-        cost = 2 * patches * self.weights + 4 * pairs * self.vision.hidden_size * self.vision.depth
-        return Size(patches // self.vision.spatial_merge_size**2, cost, shape=grid)
+        patches = grid[1] * grid[2]  # those of a step see each other
+        cost = steps * patch_grid_flops(self.tower, patches)
+        return Size(steps * patches // self.vision.spatial_merge_size**2, cost, shape=grid)
 
     def prepare(self, media: Media) -> Inputs:
         limits = dict(zip(("shortest_edge", "longest_edge"), self.pixels, strict=True))
@@ -210,7 +214,23 @@ class AudioTower(Tower):
             raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
         frames = samples // self.extractor.hop_length
         rows = int(self.rows_of(torch.tensor(frames)))
-        return Size(rows, cost=2 * rows * self.weights, shape=(frames,))
+        return Size(rows, cost=self.flops(frames, rows), shape=(frames,))
+
+    def flops(self, frames: int, rows: int) -> float:
+        """Convolutions see whole chunks; layers attend over windows of several."""
+        tally, tower = Tally(), self.tower
+        chunks, bins, length = -(-frames // self.chunk), tower.num_mel_bins, self.chunk
+        for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
+            bins, length = -(-bins // 2), -(-length // 2)
+            tally.multiply(convolution.weight, chunks * bins * length)
+        tally.run(tower.conv_out, chunks * length)
+        tally.run(tower.layers, rows)
+        window = length * (tower.n_window_infer // self.chunk)
+        full, rest = divmod(rows, window)
+        tally.attend((full * window**2 + rest**2) * len(tower.layers), tower.config.d_model)
+        for projector in (tower.proj1, tower.proj2):
+            tally.run(projector, rows)
+        return tally.flops
 
     def prepare(self, media: Media) -> Inputs:
         sound = read_sound(media, self.rate, self.max_seconds)

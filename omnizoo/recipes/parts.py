@@ -79,13 +79,17 @@ class Treatments:
             name = name.rpartition(".")[0]
         return self.by_prefix[name]
 
+    def freeze(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            group = self.groups.of(name)
+            frozen = self.of(name).freeze or (group is not None and group.freeze)
+            parameter.requires_grad_(not frozen and parameter.requires_grad)
+
     def apply(self, model: nn.Module) -> None:
         """Freeze, and set the precision of weights: before the model is sharded."""
+        self.freeze(model)
         for name, parameter in model.named_parameters():
             treatment = self.of(name)
-            group = self.groups.of(name)
-            frozen = treatment.freeze or (group is not None and group.freeze)
-            parameter.requires_grad_(not frozen and parameter.requires_grad)
             if treatment.dtype is not None:
                 parameter.data = parameter.data.to(treatment.dtype)
         if not any(parameter.requires_grad for parameter in model.parameters()):

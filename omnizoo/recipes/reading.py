@@ -4,7 +4,7 @@ import logging
 from copy import deepcopy
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,14 +15,16 @@ from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media import MediaBatch
 from omnizoo.models.omni import OmniModel, modalities_of
 from omnizoo.recipes.base import recipe_for
+from omnizoo.recipes.parts import Treatments
 
 log = logging.getLogger(__name__)
+Model_ = TypeVar("Model_", bound=nn.Module)
 
 
 def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
     """`modalities` and `positions`, as the loader takes them: copies without weights of what `model` has (on meta)."""
     if isinstance(model, OmniModel):
-        return {"modalities": modalities_of(deepcopy(model))}
+        return {"modalities": modalities_of(_skeleton(model, spec))}
     recipe = recipe_for(model)
     given = set(spec.modalities)
     if recipe.modalities is None:
@@ -39,7 +41,7 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
         )
     assert isinstance(model, PreTrainedModel)
     options = {name: m.encoder.options for name, m in spec.modalities.items() if m.encoder}
-    skeleton = deepcopy(model)
+    skeleton = _skeleton(model, spec)
     modalities = recipe.modalities(skeleton, tokenizer_folder(spec), options)
     if unknown := given - set(modalities):
         raise UserError(
@@ -47,6 +49,13 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
         )
     positions = partial(recipe.positions, skeleton) if recipe.positions else None
     return {"modalities": modalities, "positions": positions}
+
+
+def _skeleton(model: Model_, spec: Model) -> Model_:
+    """A copy whose parts are frozen as `spec` says: what an item costs depends on it."""
+    skeleton = deepcopy(model)
+    Treatments(skeleton, spec).freeze(skeleton)
+    return skeleton
 
 
 def _text_only(model: nn.Module, spec: Model) -> dict[str, Any]:

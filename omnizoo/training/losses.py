@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import TEXT, Batch, Totals
+from omnizoo.data.deal import TEXT, Batch, Known, Totals
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.ops.cross_entropy import cross_entropy_sum
 from omnizoo.parallel.mesh import Mesh
@@ -42,13 +42,9 @@ class Objective:
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.statistics = RouterStatistics()
 
-    def cost(self, tokens: int, pairs: int) -> float:
-        """Work of a pack; ranks share packs by it."""
-        return self.flops.of(tokens, pairs)
-
-    def work(self, totals: Totals) -> float:
-        """FLOPs of a step, forward and backward. Encoders tell what their forward costs."""
-        return self.flops.of(totals.tokens, totals.pairs) + 3 * totals.media_cost
+    def cost(self, pack: Known) -> float:
+        """FLOPs of a pack, but for those of encoders; ranks share packs by it."""
+        return self.flops.of(pack.lengths, pack.labels, pack.rows(is_predicted=False), pack.rows(is_predicted=True))
 
     def counts(self, totals: Totals) -> dict[str, int]:
         """What each term's sum runs over, all ranks together."""

@@ -124,7 +124,7 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
                     "tokens": data.tokens,
                     "tokens_seen": tokens_seen,
                     "tokens_per_sec": data.tokens / seconds,
-                    "mfu": objective.work(data.totals) / seconds / (peak * mesh.layout.world) if peak else None,
+                    "mfu": data.totals.flops / seconds / (peak * mesh.layout.world) if peak else None,
                     "memory_gb": memory_gb(mesh.device),
                     "data_wait": waited / seconds,
                     "fill": data.tokens / (config.train.global_batch * config.data.pack_tokens),

@@ -1,0 +1,158 @@
+"""FLOPs: what we count for a pack and its media, against torch's own counter around a real forward and backward pass.
+
+Torch's counter knows no attention, grouped matmul or LSTM on the CPU, so it is told: pairs that a mask hides do not
+count, and neither do scores that the backward pass of attention computes again.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omni import SENSOR, write_omni_config
+from tiny import SHAPE, write_config
+from torch.utils.flop_counter import FlopCounterMode
+
+from omnizoo.config.load import load_config
+from omnizoo.data.loader import build_loader
+from omnizoo.models.build import build_model, load_tokenizer
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import process_group
+from omnizoo.recipes.attach import parallelize
+from omnizoo.recipes.flops import causal_pairs
+from omnizoo.recipes.reading import read_modalities
+from omnizoo.training.losses import Objective
+from omnizoo.training.step import next_step
+
+aten = torch.ops.aten
+ROOT = Path(__file__).parents[1]
+
+
+def attention(q: Any, k: Any, v: Any, p: float = 0, causal: bool = False, attn_mask: Any = None, **_: Any) -> float:
+    n, m = q.shape[2], k.shape[2]
+    pairs = causal_pairs(n) if causal else n * m
+    if attn_mask is not None:
+        seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask == 0
+        pairs = int(seen.expand(*q.shape[:2], n, m).sum()) / (q.shape[0] * q.shape[1])
+    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])
+
+
+def attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, p: float, causal: bool, attn_mask: Any = None, **_: Any
+) -> float:
+    return 2 * attention(q, k, v, p, causal, attn_mask)
+
+
+def recurrent(rows: Any, input_weight: Any, state_weight: Any, *_: Any, **__: Any) -> float:
+    return 2 * rows.shape[0] * rows.shape[1] * (input_weight.numel() + state_weight.numel())
+
+
+def grouped(left: Any, right: Any, *_: Any, **__: Any) -> float:
+    """Rows [N, A] by experts [E, A, B]; of the weights' gradient, [A, N] by [N, B]."""
+    return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+MAPPING = {
+    aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+    aten._grouped_mm: grouped,
+    aten.mkldnn_rnn_layer: recurrent,
+}
+for formula in MAPPING.values():
+    formula._get_raw = True  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def sensor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SENSOR))
+
+
+def counts(path: Path, *overrides: str) -> tuple[float, float]:
+    """FLOPs of a run's first step, all of it in one micro-batch: ours, and torch's."""
+    batch = ["--train.global_batch=8", "--train.micro_batch=8"]
+    config = load_config(path, [*batch, *overrides])
+    with process_group() as process:
+        mesh = build_mesh(config, process)
+        model = build_model(config.model, "fp32")
+        loader = build_loader(config, load_tokenizer(config.model), 0, 1, **read_modalities(model, config.model))
+        parallelize(model, mesh, config)
+        objective = Objective(model.train(), mesh, config)
+        data = next_step(loader, objective)
+        assert all(item for batch in data.micro_batches for item in batch.media.values())  # no blank one
+        with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
+            for batch in data.micro_batches:
+                torch.stack([term.weight * term.sum for term in objective.terms(batch)]).sum().backward()
+        return data.totals.flops, counter.get_total_flops()
+
+
+DENSE = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},  # four queries to two keys, too
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+SPARSE = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
+    "gpt_oss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": LATENT
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2}
+    | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", [*DENSE, *SPARSE])
+def test_a_text_model_is_counted_as_torch_counts_it(family: str, tmp_path: Path) -> None:
+    config = {"model_type": family} | SHAPE | (DENSE | SPARSE)[family]
+    path = write_config(tmp_path, model={"config": config})
+    ours, torchs = counts(path)
+    assert ours == pytest.approx(torchs, rel=0.01)
+
+
+FROZEN = {
+    "nothing": [],
+    "towers": [f"model.modalities.{name}.encoder" for name in ("image", "audio", "video")],
+    "foundation": ["model.foundation"],
+    "projectors": [f"model.modalities.{name}.projector" for name in ("image", "audio", "video")],
+    "decoders": [f"model.modalities.{name}.decoder" for name in ("image", "audio", "series")],
+    "all but decoders": ["model.foundation"]
+    + [f"model.modalities.{name}.encoder" for name in ("image", "audio", "video", "series")]
+    + [f"model.modalities.{name}.projector" for name in ("image", "audio", "video")],
+}
+
+
+@pytest.fixture(scope="module")
+def omni_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_omni_config(tmp_path_factory.mktemp("omni"), "qwen3_moe")
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_a_composed_model_is_counted_by_what_of_it_is_trained(frozen: str, omni_config: Path) -> None:
+    ours, torchs = counts(omni_config, *(f"--{part}.freeze=true" for part in FROZEN[frozen]))
+    assert ours == pytest.approx(torchs, rel=0.01)
+
+
+VISUAL, HEARD = ("image", "video"), ("audio",)
+PUBLISHED = {
+    "qwen3_vl": ("qwen3_vl", []),
+    "qwen3_vl_moe": ("qwen3_vl_moe", []),
+    "qwen3_omni": ("qwen3_omni", []),
+    "qwen3_omni, towers frozen": ("qwen3_omni", [*VISUAL, *HEARD]),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_with_media_is_counted_as_torch_counts_it(name: str) -> None:
+    file, frozen = PUBLISHED[name]
+    overrides = [f"--model.modalities.{of}.encoder.freeze=true" for of in frozen]
+    ours, torchs = counts(ROOT / "examples" / "published" / f"{file}.yaml", *overrides)
+    assert ours == pytest.approx(torchs, rel=0.01)
+
+
+def test_pairs_are_the_true_entries_of_the_mask() -> None:
+    for length, window in [(1, None), (6, None), (6, 1), (6, 4), (6, 6), (6, 9)]:
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        mask = (distance >= 0) & (distance < (window or length))
+        assert causal_pairs(length, window) == int(mask.sum())
