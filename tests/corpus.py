@@ -95,7 +95,7 @@ def run_main(args: Sequence[str]) -> tuple[Result, float]:
             child.start()
         _wait(child)
         text = {stream: (folder / stream).read_text(errors="replace") for stream in STREAMS}
-        # Not `child.exitcode`: another thread that starts a process polls this child, too, and one of the two finds 255.
+        # Not `child.exitcode`: another thread that starts a process polls this child, too, and one of them finds 255.
         ended = folder / "ended"
         code, seconds = ended.read_text().split() if ended.exists() else ("-1", "0")
         return Result(int(code), text["stdout"], text["stderr"]), float(seconds)
