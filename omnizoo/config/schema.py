@@ -246,7 +246,7 @@ class Parallel(Section):
 class EarlyStop(Section):
     metric: Text = Field("eval/loss", description="which metric of evaluations; lower is better")
     patience: Annotated[int, Field(ge=1, le=10**12)] = Field(
-        description="evaluations in a row without a better one, after which the run ends"
+        3, description="evaluations in a row without a better one, after which the run ends"
     )
     min_delta: Annotated[float, Field(ge=0, le=1e12)] = Field(
         0.0, description="what is lower by no more than this is not better"
