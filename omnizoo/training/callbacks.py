@@ -204,22 +204,23 @@ class Callbacks:
         for entry in self._entries:
             if entry.failed:
                 continue
+            unwritten: OSError | None = None
             with self._noting_failure(entry, moment):
                 try:
                     asked = getattr(entry.callback, moment)(event)
                 except OSError as error:
                     if not isinstance(entry.callback, Logger):
                         raise
-                    if begins:
-                        raise UserError(f"{entry}.{moment}: {named_line(error)}") from error
-                    if self.warn is not None:
-                        self.warn(str(entry), error)
-                    continue
+                    asked, unwritten = None, error
                 if not any(asked is known or asked == known for known in ASKS[moment]):
                     raise TypeError(f"returned {asked!r:.80}; expected {' or '.join(map(repr, ASKS[moment]))}")
                 self._save |= asked == "save"
                 if asked == "stop" and self.stopped_by is None:
                     self.stopped_by = str(entry)
+            if unwritten is not None and begins:
+                raise UserError(f"{entry}.{moment}: {named_line(unwritten)}") from unwritten
+            if unwritten is not None and self.warn is not None:
+                self.warn(str(entry), unwritten)
 
     @contextmanager
     def _noting_failure(self, entry: Entry, moment: str) -> Iterator[None]:
@@ -236,8 +237,6 @@ class Callbacks:
 def _callback_errors(entry: Entry, moment: str) -> Iterator[None]:
     try:
         yield
-    except UserError:
-        raise
     except (Exception, SystemExit) as error:
         frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename != __file__]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -278,8 +277,8 @@ def _mistakes(key: str, spec: str) -> Iterator[None]:
 def _check(entry: Entry) -> None:
     """Methods with the names and the arguments of a callback's: a slip must not be found at the end of a long run."""
     cls, moments = type(entry.callback), []
-    for name in dir(entry.callback):
-        if name.startswith("on_") and name not in MOMENTS:
+    for name in dir(cls):
+        if name.startswith("on_") and name not in MOMENTS and callable(getattr(cls, name)):
             close = nearest(name, MOMENTS) or f"; there are {', '.join(MOMENTS)}"
             raise UserError(f"{entry}.{name} is no moment of a callback{close}")
         if name not in MOMENTS or getattr(cls, name, None) is getattr(Callback, name):

@@ -16,10 +16,10 @@ from omnizoo.training.report import write_report
 
 
 def built_in_loggers(config: Config, run: RunFolder) -> list[Entry]:
-    """As the config has them. All write to the run folder, and so one warning is enough for all of them."""
-    wandb = [] if config.log.wandb is None else [WandbLogger(config.log.wandb, run)]
+    """As the config has them. What writes to the run folder has one key: one warning is enough for all of it."""
+    wandb = [] if config.log.wandb is None else [Entry(WandbLogger(config.log.wandb, run), "log.wandb", "")]
     tensorboard = [TensorBoardLogger(run.tensorboard)] if config.log.tensorboard else []
-    return [Entry(logger, "log.dir", "") for logger in (*wandb, *tensorboard, ReportLogger(run))]
+    return [*wandb, *(Entry(logger, "log.dir", "") for logger in (*tensorboard, ReportLogger(run)))]
 
 
 class TensorBoardLogger(Logger):

@@ -54,7 +54,10 @@ class Recorder:
             self._progress.__exit__(kind, error, trace)
             with self._despite_full_disk():
                 self._writer.close()
+            known = self._callbacks.failure
             self._callbacks.end("failed" if error else "stopped", named_line(error) if error else None)
+            if self._callbacks.failure != known:  # the run ends with an error of its own
+                self.say(f"warning: {self._callbacks.failure}")
 
     @contextmanager
     def _despite_full_disk(self) -> Iterator[None]:

@@ -110,6 +110,8 @@ def train(
         with agreed(mesh, lambda: Recorder(config, run, begun, facts, origin, watching)) as recorder:
             if heed(mesh, watching).stop:
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
+                watching.end("stopped")
+                heed(mesh, watching)
                 loader.close()
                 return 0
             for step in range(start + 1, config.train.steps + 1):
