@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from omnizoo import Callback, Logger
+from omnizoo.config.errors import UserError
 
 
 class Diary(Callback):
@@ -44,9 +45,12 @@ class Fails(Callback):
 
     def __init__(self, moment: str, at: int = 0, error: str = "value") -> None:
         self.moment, self.at = moment, at
-        self.error = {"value": ValueError("a bad day\nand more"), "exit": SystemExit(0), "disk": OSError(28, "full")}[
-            error
-        ]
+        self.error = {
+            "value": ValueError("a bad day\nand more"),
+            "exit": SystemExit(0),
+            "disk": OSError(28, "full"),
+            "user": UserError("an error as OmniZoo raises it"),
+        }[error]
 
     def _do(self, moment: str, event: Any) -> None:
         if moment == self.moment and event.step >= self.at:

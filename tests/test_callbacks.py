@@ -146,11 +146,13 @@ def test_one_that_raises_at_the_start_ends_the_run_before_the_first_step(
     assert read_steps(tmp_path) == []
 
 
-def test_sys_exit_in_a_callback_is_a_failure_like_any_other(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("error", "words"), [("exit", "SystemExit"), ("user", "UserError: an"), ("disk", "OSError")])
+def test_whatever_a_callback_raises_is_a_failure_of_it(
+    error: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments(folder, tmp_path, fails("on_step", 1, error="exit"))) == 1
-    assert "Fails.on_step failed: SystemExit" in capsys.readouterr().err
+    """On one rank of many, sys.exit or an error of ours would leave the others waiting."""
+    assert main(arguments(folder, tmp_path, fails("on_step", 1, error=error))) == 1
+    assert f"Fails.on_step failed: {words}" in capsys.readouterr().err
     assert steps_saved(tmp_path) == [2]
 
 
