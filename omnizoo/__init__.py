@@ -25,6 +25,9 @@ _HOME = {
     "find": "omnizoo.checkpoint.start",
     "save": "omnizoo.checkpoint.save",
     "load": "omnizoo.checkpoint.save",
+    "train": "omnizoo.training.run",
+    "Callback": "omnizoo.training.callbacks",
+    "Logger": "omnizoo.training.callbacks",
 }
 __all__ = list(_HOME)
 

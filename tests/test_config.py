@@ -355,6 +355,8 @@ def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
     data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\noptimizer: {groups: [{match: c}], ema: {}}\n"
     whole = "model: {path: a, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
     composed = "model: {foundation: {path: a}}\n" + data
+    whole += 'log: {callbacks: ["a:B"]}\n'
+    evaluated = whole + "train: {eval_every: 1, early_stop: {}}\n"
     keys = reference.keys()
     assert {"model.foundation.path", "model.modalities.NAME.encoder.kind"} <= {key.key for key in keys}
     for key in keys:
@@ -362,6 +364,7 @@ def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
         if key.default == "required" or key.key in ("model.path", "model.foundation.path"):
             continue
         text = composed if key.key.startswith("model.foundation.") else whole
+        text = evaluated if key.key.startswith("train.early_stop.") else text
         changed = load(text, f"--{key.key.replace('.N.', '.0.').replace('.NAME.', '.sensor.')}", key.default)
         holds_others = any(other.key.startswith(f"{key.key}.") for other in keys)
         assert changed == load(text) or holds_others, key.key

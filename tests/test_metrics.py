@@ -15,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.training.callbacks import Callbacks, Start
+from omnizoo.training.loggers import built_in_loggers
 from omnizoo.training.metrics import MetricsWriter, RunFolder, read_metrics
 
 STEP = {
@@ -36,10 +38,18 @@ def loss_at(step: int) -> float:
 
 def train(run: RunFolder, first: int, last: int, **log: object) -> None:
     """Steps first..last, with values that depend on the step only, as in an exact resume; not closed, as if killed."""
-    writer = MetricsWriter(run, config(**log), resume_step=first - 1)
+    writer, loggers = MetricsWriter(run, resume_step=first - 1), started(run, first - 1, **log)
     for step in range(first, last + 1):
         writer.write(step, {"loss": loss_at(step)})
+        loggers.step(step, {"loss": loss_at(step)})
     writer.flush()
+    assert loggers.failure is None
+
+
+def started(run: RunFolder, step: int, **log: object) -> Callbacks:
+    loggers = Callbacks(built_in_loggers(config(**log), run), active=True)
+    loggers.start(Start(run.root, run.checkpoints, config(**log).model_dump(), step, steps=100, world=1))
+    return loggers
 
 
 def test_nothing_is_created_before_a_writer_is(tmp_path):
@@ -52,7 +62,7 @@ def test_nothing_is_created_before_a_writer_is(tmp_path):
 @given(values=st.lists(st.floats(), min_size=1, max_size=5))
 def test_every_float_reads_back_bit_for_bit_and_any_json_parser_reads_the_file(tmp_path_factory, values):
     run = RunFolder(tmp_path_factory.mktemp("run"))
-    writer = MetricsWriter(run, config(), resume_step=0)
+    writer = MetricsWriter(run, resume_step=0)
     written = {f"k{i}": v for i, v in enumerate(values)}
     writer.write(1, written)
     writer.close()
@@ -68,14 +78,14 @@ def test_every_float_reads_back_bit_for_bit_and_any_json_parser_reads_the_file(t
 
 def test_what_is_not_known_is_null_and_what_is_not_finite_is_a_string(tmp_path):
     run = RunFolder(tmp_path)
-    MetricsWriter(run, config(), 0).write(1, {"mfu": None, "loss": math.nan, "up": math.inf, "down": -math.inf})
+    MetricsWriter(run, 0).write(1, {"mfu": None, "loss": math.nan, "up": math.inf, "down": -math.inf})
     text = '{"step": 1, "mfu": null, "loss": "NaN", "up": "Infinity", "down": "-Infinity"}\n'
     assert run.metrics.read_text() == text
 
 
 def test_a_step_is_on_disk_as_soon_as_it_is_written(tmp_path):
     run = RunFolder(tmp_path)
-    writer = MetricsWriter(run, config(), 0)
+    writer = MetricsWriter(run, 0)
     writer.write(1, STEP)
     assert read_metrics(run.metrics) == [{"step": 1, **STEP}]
 
@@ -111,12 +121,12 @@ def test_a_damaged_line_inside_the_file_is_named_with_its_number(tmp_path):
     run = RunFolder(tmp_path)
     run.metrics.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not"):
-        MetricsWriter(run, config(), 3)
+        MetricsWriter(run, 3)
 
 
 def test_a_full_disk_is_an_os_error_and_later_steps_may_follow(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
-    writer = MetricsWriter(run, config(), 0)
+    writer = MetricsWriter(run, 0)
     with monkeypatch.context() as patch:
         patch.setattr(writer._file, "_file", open("/dev/full", "wb", buffering=0))  # noqa: SIM115
         with pytest.raises(OSError, match="No space left on device"):
@@ -135,11 +145,13 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
 
 
 def test_writing_a_step_takes_less_than_a_millisecond(tmp_path):
-    writer = MetricsWriter(RunFolder(tmp_path), config(tensorboard=True), 0)
+    run = RunFolder(tmp_path)
+    writer, loggers = MetricsWriter(run, 0), started(run, 0, tensorboard=True)
     seconds = []
     for step in range(1, 201):
         start = time.perf_counter()
         writer.write(step, STEP)
+        loggers.step(step, STEP)
         seconds.append(time.perf_counter() - start)
     writer.close()
     assert sorted(seconds)[100] < 1e-3
@@ -167,9 +179,9 @@ def test_wandb_goes_on_with_the_same_run_after_a_restart_and_takes_a_new_one_fro
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run = RunFolder(tmp_path)
     train(run, 1, 4, wandb="zoo")
-    writer = MetricsWriter(run, config(wandb="zoo"), resume_step=4)
-    writer.write(5, {"loss": 1.0})
-    writer.close()
+    loggers = started(run, 4, wandb="zoo")
+    loggers.step(5, {"loss": 1.0})
+    loggers.end("done")
     train(run, 1, 1, wandb="zoo")
     first, resumed, fresh = fake.started
     assert first["project"] == "zoo"
@@ -181,11 +193,11 @@ def test_wandb_that_is_not_installed_is_named_before_anything_is_written(tmp_pat
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = RunFolder(tmp_path / "run")
     with pytest.raises(UserError, match=r"log\.wandb is 'zoo'.*pip install omnizoo\[wandb\]"):
-        MetricsWriter(run, config(wandb="zoo"), 0)
+        built_in_loggers(config(wandb="zoo"), run)
     assert not run.root.exists()
 
 
 def test_tensorboard_is_imported_only_by_a_run_that_writes_it():
-    code = "import sys, omnizoo.training.metrics, omnizoo.training.progress, omnizoo.training.report; "
+    code = "import sys, omnizoo.training.loggers, omnizoo.training.progress; "
     code += "assert not {m for m in sys.modules if m.startswith(('tensorboard', 'wandb'))}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -22,14 +22,15 @@ def export(
     ema: bool = False,
     allow_code: Sequence[str] = (),
     trust_remote_code: bool = False,
+    best: bool = False,
 ) -> Path:
-    """Write `checkpoint` (a step folder, or a folder of them: the newest) to `out`; returns the step folder used.
+    """Write `checkpoint` (a step folder, or a folder of them: the newest or `best`) to `out`; returns the step folder.
 
     `from_pretrained` and inference engines load the result. `dtype` None keeps the precision of the master weights.
     `ema` takes the moving average of the weights that were trained.
     Code that the checkpoint names is imported only if it is allowed here: nothing in the checkpoint can allow it.
     """
-    source = _resolve(checkpoint)
+    source = _best_of(checkpoint) if best else _resolve(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; give a new folder")
     folder_of_model = source / "model"
@@ -81,3 +82,17 @@ def _resolve(checkpoint: Path) -> Path:
         reasons = "".join(f"; {path.name}: {reason}" for path, reason in passed.items())
         raise UserError(f"{checkpoint} holds no complete checkpoint (step_...){reasons}")
     return newest
+
+
+def _best_of(run: Path) -> Path:
+    """The checkpoint that `best.json` names, if it is of the same run and intact."""
+    if not run.is_dir() or is_checkpoint(run):
+        raise UserError(f"--best: {run} is not the folder of a run; give that, or leave --best out")
+    directory = checkpoints_in(run)
+    found = folder.read_best(directory)
+    if found is None:
+        raise UserError(f"--best: {directory} has no {folder.BEST}, which runs with checkpoint.best: eval/loss write")
+    source = folder.folder_of(directory, found.step)
+    if folder.owner(source) != found.run:
+        raise UserError(f"--best: {directory / folder.BEST} names {source.name} of run {found.run}, which is not there")
+    return _resolve(source)

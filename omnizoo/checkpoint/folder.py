@@ -6,6 +6,7 @@ step_00000020/
   config.yaml      the run's config
   model/           HF config, tokenizer, generation config: what an export needs besides weights
   tensors/         one safetensors file per rank
+best.json          which of the checkpoints beside it is the best one, by which metric (`checkpoint.best`)
 """
 
 import json
@@ -14,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ from omnizoo.checkpoint.manifest import Damage, File, Manifest
 from omnizoo.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
+
+BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which checkpoint of a run had the lowest `metric`."""
+
+    run: str
+    metric: str
+    value: float
+    step: int
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -117,12 +131,41 @@ def commit(partial: Path, final: Path, step: int, run: str, written: Mapping[str
 
 
 def prune(directory: Path, keep: int, newest: Path) -> None:
-    """Keep `newest`, just written, and the `keep - 1` before it; remove older ones of the same run, and leftovers."""
+    """Keep `newest`, just written, the `keep - 1` before it, and the best one; remove older ones of the same run, and
+    leftovers.
+    """
     run, own = owner(newest), checkpoints(directory)
     before = [folder for folder in own[own.index(newest) + 1 :] if owner(folder) == run]
+    best = read_best(directory)
     for folder in before[keep - 1 :]:
-        _discard(folder)
+        if best is None or best.run != run or best.step != step_of(folder):
+            _discard(folder)
     clean(directory)
+
+
+def write_best(directory: Path, best: Best) -> None:
+    """As a whole: a reader sees the old one or the new one."""
+    if best == read_best(directory):
+        return
+    partial = directory / f".{BEST}.partial"
+    write_json(partial, asdict(best))
+    flush(partial)
+    os.replace(partial, directory / BEST)
+
+
+def read_best(directory: Path) -> Best | None:
+    """None: there is none, or it cannot be read, which is said."""
+    try:
+        fields = json.loads((directory / BEST).read_bytes())
+        best = Best(str(fields["run"]), str(fields["metric"]), float(fields["value"]), fields["step"])
+        if type(best.step) is not int:
+            raise TypeError(f"step is {best.step!r:.40}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        logger.warning("%s cannot be read: %s", directory / BEST, " ".join(f"{type(error).__name__}: {error}".split()))
+        return None
+    return best
 
 
 def clean(directory: Path) -> None:

@@ -72,6 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint folder of a run")
     export.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema)")
+    export.add_argument("--best", action="store_true", help="of a run folder: the best checkpoint (`checkpoint.best`)")
     export.set_defaults(run=_export)
     allow_code(export)
 
@@ -212,7 +213,7 @@ def _recipes(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from omnizoo.checkpoint.export import export
 
-    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code)
+    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code, args.best)
     return 0
 
 

@@ -248,6 +248,16 @@ class Parallel(Section):
         return self
 
 
+class EarlyStop(Section):
+    metric: Text = Field("eval/loss", description="which metric of evaluations; lower is better")
+    patience: Annotated[int, Field(ge=1, le=10**12)] = Field(
+        3, description="evaluations in a row without a better one, after which the run ends"
+    )
+    min_delta: Annotated[float, Field(ge=0, le=1e12)] = Field(
+        0.0, description="what is lower by no more than this is not better"
+    )
+
+
 class Train(Section):
     steps: Annotated[int, Field(ge=1, le=10**12)] = Field(1000, description="optimizer steps of the whole run")
     global_batch: Count = Field(8, description="packs per optimizer step over all ranks")
@@ -278,6 +288,9 @@ class Train(Section):
     eval_every: Steps = Field(0, description="steps between held-out evaluations; 0: never")
     eval_packs: Annotated[int, Field(ge=1, le=10**12)] = Field(
         16, description="packs of one evaluation, always the same ones"
+    )
+    early_stop: EarlyStop | None = Field(
+        None, description="end the run once evaluations get no better: `{patience: 3}`; default: never"
     )
 
     @field_validator("schedule")
@@ -367,6 +380,11 @@ class Checkpoint(Section):
         description="`auto`: the newest intact one in `dir`; `never`; a checkpoint folder; or `weights:PATH`: a new "
         "run from the weights of a checkpoint or of a run",
     )
+    best: Text | None = Field(
+        None,
+        description="a metric of evaluations, `eval/loss`: save after each evaluation with the lowest one so far, and "
+        "keep that checkpoint besides the newest `keep`",
+    )
     on_save_error: Literal["stop", "continue"] = Field(
         "stop",
         description="a save fails (disk full ...): stop with an error, or warn and train on; older ones stay intact",
@@ -382,6 +400,22 @@ class Checkpoint(Section):
         return self
 
 
+class CallbackPart(Section):
+    kind: str = Field(description="`package.module:Class` of your own, a subclass of `omnizoo.Callback`")
+    options: dict[str, Any] = Field({}, description="arguments of the class")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        """A name alone is enough where there are no options."""
+        kind = value.get("kind") if isinstance(value, dict) else value
+        if isinstance(kind, str):
+            module, _, name = kind.partition(":")
+            if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+                raise ValueError(f"{kind!r:.80} is not the name of a class; expected `package.module:Class`")
+        return {"kind": value} if isinstance(value, str) else value
+
+
 class Log(Section):
     dir: Text = Field("runs/default", description="the run folder: config, metrics, TensorBoard, checkpoints, report")
     every: Annotated[int, Field(ge=1, le=10**12)] = Field(
@@ -389,6 +423,11 @@ class Log(Section):
     )
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: Text | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
+    callbacks: list[CallbackPart] = Field(
+        [],
+        description="code of your own at fixed moments of the run (docs/callbacks.md): `package.module:Class`, or with "
+        "arguments `{kind, options}`",
+    )
 
 
 class Config(Section):
@@ -411,4 +450,11 @@ class Config(Section):
                 f"train.eval_every is {self.train.eval_every}, but data.eval_sources is empty: there is nothing to "
                 "evaluate on; name held-out data there, or set train.eval_every: 0"
             )
+        if not self.train.eval_every:
+            for key, is_set in (("checkpoint.best", self.checkpoint.best), ("train.early_stop", self.train.early_stop)):
+                if is_set is not None:
+                    raise ValueError(
+                        f"{key} goes by evaluations, but train.eval_every is 0: there are none; set train.eval_every "
+                        f"and data.eval_sources, or unset {key}"
+                    )
         return self

@@ -34,6 +34,11 @@ def describe_held_out(config: Config, packs: int) -> str:
     return f"{packs} pack(s){few}, {when}: {paths}"
 
 
+def metric_names(objective: Objective, held_out: Dealt) -> set[str]:
+    """What `evaluate` will give."""
+    return {"eval/loss"} | {f"eval/loss/{name}" for name, count in objective.counts(held_out.totals).items() if count}
+
+
 @torch.no_grad()
 def evaluate(objective: Objective, held_out: Dealt) -> dict[str, float]:
     """`eval/loss` and `eval/loss/<term>` over all ranks' batches. A term without held-out targets is not there."""

@@ -1,4 +1,4 @@
-"""The run folder and what is measured into it: `metrics.jsonl`, TensorBoard and, on request, W&B.
+"""The run folder and what is measured into it: `metrics.jsonl`.
 
 `metrics.jsonl` holds one object per optimizer step, each step exactly once however often the run was killed. Floats
 read back bit for bit; where JSON has no number (NaN, infinity) there is a string, so that any parser can read the file,
@@ -9,10 +9,6 @@ import errno
 import json
 import math
 import os
-import socket
-import time
-import uuid
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +16,6 @@ from typing import Any
 
 from omnizoo.checkpoint.ownership import RUN_FILE
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config
 
 Metrics = Mapping[str, float | None]
 
@@ -101,7 +96,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class MetricsWriter:
-    """Appends one object per step to `metrics.jsonl` and the same values to TensorBoard and W&B.
+    """Appends one object per step to `metrics.jsonl`.
 
     Steps count from 1; `resume_step` is the last one in the loaded checkpoint (0: from the start). What an earlier
     process wrote past it is dropped, because those steps are about to be run again. To never lose a step either, the
@@ -110,22 +105,15 @@ class MetricsWriter:
     What cannot be written raises OSError, and leaves whole lines only: later steps may follow once there is room.
     """
 
-    def __init__(self, run: RunFolder, config: Config, resume_step: int) -> None:
-        self._wandb = None if config.log.wandb is None else _start_wandb(run, config, new=resume_step == 0)
+    def __init__(self, run: RunFolder, resume_step: int) -> None:
         rows = [row for row in read_metrics(run.metrics) if 0 < row["step"] <= resume_step]
         replace_file(run.metrics, "".join(map(_line, rows)))
-        self._file, self._step = _Appending(run.metrics), resume_step
-        self._tensorboard = _TensorBoard(run.tensorboard, resume_step) if config.log.tensorboard else None
+        self._file, self._step = AppendingFile(run.metrics), resume_step
 
     def write(self, step: int, metrics: Metrics) -> None:
         assert step > self._step, f"step {step} after step {self._step}: a step is written once"
         self._step = step
-        line = _line({"step": step, **metrics}).encode()
-        if self._wandb is not None:
-            self._wandb.log(dict(metrics), step=step)
-        self._file.write(line)
-        if self._tensorboard is not None:
-            self._tensorboard.write(step, metrics)
+        self._file.write(_line({"step": step, **metrics}).encode())
 
     def flush(self) -> None:
         """Bring everything written so far to the disk."""
@@ -133,13 +121,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
-class _Appending:
+class AppendingFile:
     """A file to which whole records are added. Unbuffered: one write() each, so a kill can only tear the last one."""
 
     def __init__(self, path: Path) -> None:
@@ -158,56 +142,3 @@ class _Appending:
 
     def close(self) -> None:
         self._file.close()
-
-
-class _TensorBoard:
-    """An event file, one event a step. Not torch's SummaryWriter: that writes in a thread, which dies of a full disk
-    with a traceback, and takes over 1 ms for a step of many values.
-    """
-
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # it imports TensorFlow where that is installed
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-            from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-        self._event, self._summary = Event, Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
-        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{rest:09d}"
-        self._file = _Appending(folder / name)
-        self._records = RecordWriter(self._file)
-        self._add(file_version="brain.Event:2")
-        # tells TensorBoard to forget what an earlier process wrote from here on
-        self._add(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def _add(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        values = [self._summary.Value(tag=k, simple_value=v) for k, v in metrics.items() if v is not None]
-        self._add(step=step, summary=self._summary(value=values))
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _start_wandb(run: RunFolder, config: Config, new: bool) -> Any:
-    """A W&B run that goes on under its id after a restart. W&B itself ignores the steps it has already seen."""
-    try:
-        import wandb
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"log.wandb is {config.log.wandb!r} but wandb is not installed: `pip install omnizoo[wandb]`, or unset it"
-        ) from error
-    if new or not run.wandb_id.exists():
-        replace_file(run.wandb_id, uuid.uuid4().hex[:8])
-    return wandb.init(
-        project=config.log.wandb,
-        id=run.wandb_id.read_text(),
-        name=run.root.name,
-        resume="allow",
-        dir=str(run.root),
-        config=config.model_dump(),
-    )

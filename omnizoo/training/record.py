@@ -11,32 +11,36 @@ from rich.console import Console
 
 from omnizoo.checkpoint.ownership import Identity
 from omnizoo.checkpoint.start import Origin
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
+from omnizoo.training.callbacks import Callbacks, Start
 from omnizoo.training.metrics import Metrics, MetricsWriter, RunFolder, replace_file
 from omnizoo.training.progress import Progress, show_start
-from omnizoo.training.report import write_report
 
 
 class Recorder:
     """`with Recorder(...) as recorder`: the run folder, the progress line, and the report however the run ends."""
 
     def __init__(
-        self, config: Config, run: RunFolder, start: int, facts: dict[str, str], origin: Origin, active: bool
+        self, config: Config, run: RunFolder, start: Start, facts: dict[str, str], origin: Origin, callbacks: Callbacks
     ) -> None:
-        self._run, self._active, self._warned = run, active, False
-        if active:
+        """`callbacks` are told of the run by this recorder, and so are its loggers."""
+        self._run, self._active, self._callbacks = run, callbacks.active, callbacks
+        self._warned: set[str] = set()
+        if self._active:
             try:
                 replace_file(run.identity, Identity(origin.run, origin.resume).text())
                 save_config(config, run.config)
-                self._writer = MetricsWriter(run, config, resume_step=start)
+                self._writer = MetricsWriter(run, resume_step=start.step)
                 for file in (run.bad_steps, run.bad_rows):  # steps that are about to be run again
-                    _drop_after(file, start)
+                    _drop_after(file, start.step)
             except OSError as error:
                 raise UserError(f"log.dir: {error.filename or run.root} cannot be written: {error.strerror}") from None
+            callbacks.warn = self._warn
+            callbacks.start(start)
             show_start(Console(), facts)
-            self._progress = Progress(config.train.steps, start, config.log.every)
+            self._progress = Progress(config.train.steps, start.step, config.log.every)
 
     def __enter__(self) -> "Recorder":
         if self._active:
@@ -50,8 +54,10 @@ class Recorder:
             self._progress.__exit__(kind, error, trace)
             with self._despite_full_disk():
                 self._writer.close()
-            with self._despite_full_disk():
-                write_report(self._run)
+            known = self._callbacks.failure
+            self._callbacks.end("failed" if error else "stopped", named_line(error) if error else None)
+            if self._callbacks.failure != known:  # the run ends with an error of its own
+                self.say(f"warning: {self._callbacks.failure}")
 
     @contextmanager
     def _despite_full_disk(self) -> Iterator[None]:
@@ -59,15 +65,20 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            if not self._warned:
-                what = error.filename or self._run.root
-                self.say(f"warning: log.dir: {what} cannot be written: {error.strerror}; the run goes on without it")
-            self._warned = True
+            self._warn("log.dir", error)
+
+    def _warn(self, who: str, error: OSError) -> None:
+        if who not in self._warned:
+            failed = f"{error.filename or self._run.root} cannot be written: {error.strerror}"
+            said = failed if who == "log.dir" else named_line(error)
+            self.say(f"warning: {who}: {said}; the run goes on without it")
+        self._warned.add(who)
 
     def step(self, step: int, metrics: Metrics) -> None:
         if self._active:
             with self._despite_full_disk():
                 self._writer.write(step, metrics)
+            self._callbacks.step(step, metrics)
             self._progress.update(step, metrics)
 
     def say(self, message: str) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.checkpoint.folder import checkpoints, clean
+from omnizoo.checkpoint.folder import checkpoints, clean, folder_of
 from omnizoo.checkpoint.ownership import check_space, hold
 from omnizoo.checkpoint.save import SaveError, load, save
 from omnizoo.checkpoint.start import Origin, find
@@ -28,8 +28,11 @@ from omnizoo.parallel.shard import local_bytes
 from omnizoo.recipes.attach import parallelize
 from omnizoo.recipes.parts import saved_bytes
 from omnizoo.recipes.reading import media_ports, read_modalities
-from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate
+from omnizoo.training.best import check_metrics, watchers
+from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_callbacks
+from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
 from omnizoo.training.interrupt import StopRequest
+from omnizoo.training.loggers import built_in_loggers
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.optimizer import build_optimizer, check_optimizer
@@ -42,8 +45,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, on_failure: Callable[[int, BaseException], None] | None = None) -> int:
-    """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code."""
+def train(
+    config: Config,
+    on_failure: Callable[[int, BaseException], None] | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+) -> int:
+    """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code.
+
+    `callbacks` come after those of `log.callbacks`. Give them on every rank; only those of the first are called.
+    """
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as folders:
         mesh = build_mesh(config, process)
@@ -51,6 +62,9 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
         agreed(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
+        own = agreed(
+            mesh, lambda: [*built_in_loggers(config, run), *user_callbacks(config, callbacks)] if mesh.is_first else []
+        )
 
         check_optimizer(config)
         learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
@@ -78,6 +92,8 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             saved = state["loader"]
             agreed(mesh, lambda: loader.load_state_dict(saved))
+        watching = Callbacks([*watchers(config, origin.run), *own] if mesh.is_first else [], active=mesh.is_first)
+        watching.load_state_dict(state.get("callbacks", {}))
         if start >= config.train.steps:
             if mesh.is_first:
                 at = f"{origin.checkpoint} is at step {start} of {config.train.steps}"
@@ -89,13 +105,21 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
         eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
+            check_metrics(config, metric_names(objective, eval_data))
         data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
         facts = describe(config, mesh, model, name, run, directory, origin)
         facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
-        with agreed(mesh, lambda: Recorder(config, run, start, facts, origin, active=mesh.is_first)) as recorder:
+        begun = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
+        with agreed(mesh, lambda: Recorder(config, run, begun, facts, origin, watching)) as recorder:
+            if heed(mesh, watching).stop:
+                recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
+                watching.end("stopped")
+                heed(mesh, watching)
+                loader.close()
+                return 0
             for step in range(start + 1, config.train.steps + 1):
                 fetched = time.perf_counter()
-                result = train_step(objective, optimizer, data, step, stop=bool(stop))
+                result = train_step(objective, optimizer, data, step, stop=bool(stop) or watching.wants_to_stop)
                 seconds, waited = time.perf_counter() - fetching, fetched - fetching
                 tokens_seen += data.tokens
 
@@ -134,24 +158,28 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
                     **data.counters,
                     **result.routers,
                 }
-                if config.train.eval_every and step % config.train.eval_every == 0:
-                    metrics |= evaluate(objective, eval_data)
-                recorder.step(step, metrics)
+                is_evaluated = bool(config.train.eval_every) and step % config.train.eval_every == 0
+                found = evaluate(objective, eval_data) if is_evaluated else {}
+                recorder.step(step, metrics | found)
+                if is_evaluated:
+                    watching.evaluation(step, found)
+                asked: Asked = mesh.from_first(watching.asked()) if is_evaluated else Asked()
                 if bad_in_a_row >= config.train.max_bad_steps:
                     raise TrainingError(
                         f"{bad_in_a_row} steps in a row had a non-finite loss or gradient (train.max_bad_steps); "
                         f"their samples are in {run.bad_steps}"
                     )
 
-                last = step == config.train.steps or result.stop
-                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                last = step == config.train.steps or result.stop or asked.stop
+                if last or asked.save or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     recorder.flush()
                     state = {"run": origin.run, "tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
+                    state["callbacks"] = watching.state_dict()
                     lanes = mesh.gather(loader.state_dict())
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
-                        save(directory, step, model, optimizer, state, mesh, config, tokenizer)
+                        watching.save(step, save(directory, step, model, optimizer, state, mesh, config, tokenizer))
                     except SaveError as error:
                         message = f"no checkpoint of step {step}: {error}; those before it in {directory} are intact"
                         if config.checkpoint.on_save_error == "stop" or last:
@@ -161,7 +189,11 @@ def train(config: Config, on_failure: Callable[[int, BaseException], None] | Non
                     break
                 fetching = time.perf_counter()
                 data = next_step(loader, objective)
-            recorder.say(farewell(step, config, run, directory, stop.signal if result.stop else None))
+            is_stopped = result.stop or asked.stop
+            watching.end("failed" if watching.failure else "stopped" if is_stopped else "done", watching.failure)
+            heed(mesh, watching, f"; checkpoint {folder_of(directory, step)} is complete")
+            by = stop.signal or watching.stopped_by or "a signal to another rank"
+            recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
         loader.close()
     return 0
 
@@ -178,6 +210,14 @@ def agreed(mesh: Mesh, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def heed(mesh: Mesh, watching: Callbacks, saved: str = "") -> Asked:
+    """What callbacks, all on the first rank, ask for. One that has failed ends the run, on every rank."""
+    asked: Asked = mesh.from_first(watching.asked())
+    if asked.failure is not None:
+        raise TrainingError(asked.failure + saved)
+    return asked
+
+
 def lock(run: RunFolder, directory: Path, folders: ExitStack) -> None:
     """Keep other runs out of both folders, and see that they can be written to."""
     folders.enter_context(hold(run.root, "log.dir"))
@@ -189,6 +229,8 @@ def lock(run: RunFolder, directory: Path, folders: ExitStack) -> None:
 def leave_room(config: Config, model: nn.Module, directory: Path) -> None:
     every, steps, keep = config.checkpoint.every, config.train.steps, config.checkpoint.keep
     saves = -(-steps // every) if every else 1
+    if config.checkpoint.best is not None:
+        saves, keep = saves + steps // max(1, config.train.eval_every), keep + 1
     check_space(directory, saved_bytes(model, config), len(checkpoints(directory)), saves, keep)
 
 
@@ -254,10 +296,10 @@ def describe(
     }
 
 
-def farewell(step: int, config: Config, run: RunFolder, directory: Path, signal: str | None) -> str:
-    saved = f"checkpoint {directory / f'step_{step:08d}'}, report {run.report}"
-    if signal is not None:
-        return (
-            f"stopped by {signal} after step {step}/{config.train.steps}: {saved}. The same command goes on from here."
-        )
+def farewell(step: int, config: Config, run: RunFolder, directory: Path, stopped_by: str | None) -> str:
+    saved = f"checkpoint {folder_of(directory, step)}, report {run.report}"
+    if stopped_by is not None:
+        early = stopped_by == "train.early_stop"
+        way_on = "Raise its patience to go on" if early else "The same command goes on from here"
+        return f"stopped by {stopped_by} after step {step}/{config.train.steps}: {saved}. {way_on}."
     return f"done, {step} steps: {saved}. For Hugging Face: omnizoo export {run.root} OUT_DIR"
