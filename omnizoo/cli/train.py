@@ -5,8 +5,6 @@ Nothing here imports torch before the config is known to be good.
 
 import logging
 import os
-import tempfile
-from pathlib import Path
 
 from omnizoo.cli.failure import foreseen, report_failure
 from omnizoo.cli.launch import LAUNCHER_FD, launch, watch_launcher
@@ -41,9 +39,6 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
         )
     world = started or nproc or 1
     micro_batches(plan_layout(config.parallel, world), config.train.global_batch, config.train.micro_batch)
-    if place is None or place[0] == 0:
-        check_writable(config.log.dir, "log.dir")
-        check_writable(config.checkpoint.dir or config.log.dir, "checkpoint.dir")
     if started is None and world > 1:
         return launch(["train", path, *overrides], world)
     watch_launcher()
@@ -55,20 +50,6 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
         if not isinstance(error, TrainingError) and (line := foreseen(place[0] if place else 0, error)):
             raise TrainingError(line) from error
         raise
-
-
-def check_writable(name: str, key: str) -> None:
-    """Refuse a folder that cannot be written to before a model is built. Folders made to find out are removed again."""
-    folder = Path(name)
-    try:
-        missing = [place for place in (folder, *folder.parents) if not place.exists()]
-        for place in reversed(missing):
-            place.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        for place in missing:
-            place.rmdir()
-    except OSError as error:
-        raise UserError(f"{key}: cannot write to the folder {name}: {error.strerror}") from None
 
 
 def print_help() -> None:
