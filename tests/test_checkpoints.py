@@ -41,7 +41,7 @@ from omnizoo.data.fingerprint import content_of
 from omnizoo.data.sources import open_source
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.training import metrics, record, run
+from omnizoo.training import loggers, metrics, record, run
 
 SHORT = {"steps": 2, "global_batch": 1}
 EVERY = ["--checkpoint.every", "1"]
