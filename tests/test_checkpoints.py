@@ -41,7 +41,7 @@ from omnizoo.data.fingerprint import content_of
 from omnizoo.data.sources import open_source
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.training import metrics, record, run
+from omnizoo.training import loggers, metrics, record, run
 
 SHORT = {"steps": 2, "global_batch": 1}
 EVERY = ["--checkpoint.every", "1"]
@@ -409,7 +409,7 @@ def test_a_full_log_dir_is_said_once_and_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_whole, replace = metrics._Appending.write, metrics.replace_file
+    write_whole, replace = metrics.AppendingFile.write, metrics.replace_file
 
     def no_room(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -420,10 +420,10 @@ def test_a_full_log_dir_is_said_once_and_does_not_end_the_run(
     def replace_file(path: Path, text: str) -> None:
         no_room(path) if path.name == "report.html" else replace(path, text)
 
-    monkeypatch.setattr(metrics._Appending, "write", write_step)
+    monkeypatch.setattr(metrics.AppendingFile, "write", write_step)
     monkeypatch.setattr("omnizoo.training.report.replace_file", replace_file)
     if tensorboard == "true":
-        monkeypatch.setattr(metrics._TensorBoard, "_add", lambda self, **fields: None)
+        monkeypatch.setattr(loggers.TensorBoardLogger, "_add", lambda self, **fields: None)
     args = ["train", str(trained / "tiny.yaml"), "--log.dir", str(tmp_path / "new"), "--train.steps", "4"]
     assert main([*args, "--log.tensorboard", tensorboard]) == 0
     out = "".join(capsys.readouterr().out.split())
@@ -446,7 +446,7 @@ def test_a_log_dir_that_is_full_from_the_start_is_one_line(
 
 
 def test_a_record_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    file = metrics._Appending(tmp_path / "lines")
+    file = metrics.AppendingFile(tmp_path / "lines")
     file.write(b"a whole line\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
