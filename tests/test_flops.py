@@ -16,15 +16,17 @@ from test_modalities_out import item as item_of
 from test_modalities_out import sound as long_sound
 from tiny import SHAPE, write_config
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from omnizoo.config.load import load_config
 from omnizoo.data.loader import build_loader
 from omnizoo.modalities.codec import AudioCodec
+from omnizoo.modalities.tally import causal_pairs
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.flops import causal_pairs
+from omnizoo.recipes.flops import attention_width
 from omnizoo.recipes.reading import read_modalities
 from omnizoo.training.losses import Objective
 from omnizoo.training.step import next_step
@@ -155,6 +157,11 @@ def test_a_published_model_with_media_is_counted_as_torch_counts_it(name: str) -
     overrides = [f"--model.modalities.{of}.encoder.freeze=true" for of in frozen]
     ours, torchs = counts(ROOT / "examples" / "published" / f"{file}.yaml", *overrides)
     assert ours == pytest.approx(torchs, rel=0.01)
+
+
+def test_a_pair_costs_the_width_of_keys_and_the_width_of_values() -> None:
+    config = AutoConfig.for_model("deepseek_v3")
+    assert attention_width(config) == 128 * (192 + 128) / 2
 
 
 def test_pairs_are_the_true_entries_of_the_mask() -> None:
