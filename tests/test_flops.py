@@ -10,21 +10,29 @@ from typing import Any
 import pytest
 import torch
 from omni import SENSOR, write_omni_config
+from test_modalities_in import ENCODERS, some_media
+from test_modalities_out import FOLDERS, MAKERS
+from test_modalities_out import item as item_of
+from test_modalities_out import sound as long_sound
 from tiny import SHAPE, write_config
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from omnizoo.config.load import load_config
 from omnizoo.data.loader import build_loader
+from omnizoo.modalities.codec import AudioCodec
+from omnizoo.modalities.tally import causal_pairs
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.flops import causal_pairs
+from omnizoo.recipes.flops import attention_width
 from omnizoo.recipes.reading import read_modalities
 from omnizoo.training.losses import Objective
 from omnizoo.training.step import next_step
 
 aten = torch.ops.aten
+WITHOUT_MATMULS = ("patches", "flow of pixels", "flow of a series")  # their costs are guesses, of next to nothing
 ROOT = Path(__file__).parents[1]
 
 
@@ -151,8 +159,36 @@ def test_a_published_model_with_media_is_counted_as_torch_counts_it(name: str) -
     assert ours == pytest.approx(torchs, rel=0.01)
 
 
+def test_a_pair_costs_the_width_of_keys_and_the_width_of_values() -> None:
+    config = AutoConfig.for_model("deepseek_v3")
+    assert attention_width(config) == 128 * (192 + 128) / 2
+
+
 def test_pairs_are_the_true_entries_of_the_mask() -> None:
     for length, window in [(1, None), (6, None), (6, 1), (6, 4), (6, 6), (6, 9)]:
         distance = torch.arange(length)[:, None] - torch.arange(length)
         mask = (distance >= 0) & (distance < (window or length))
         assert causal_pairs(length, window) == int(mask.sum())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_says_what_an_item_costs(name: str, frozen: bool) -> None:
+    encoder = ENCODERS[name]().requires_grad_()
+    assert encoder.pretrained is not None
+    encoder.pretrained.requires_grad_(not frozen)
+    media = some_media(encoder)[1]
+    items = [encoder.prepare(media)] * 20  # what runs once for all of them does not show
+    with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
+        encoder.encode(items).square().sum().backward()
+    assert 20 * encoder.measure(media).cost == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in WITHOUT_MATMULS])
+def test_a_decoder_says_what_the_targets_of_an_item_cost(name: str, tmp_path: Path) -> None:
+    folder = FOLDERS[name](tmp_path / "folder") if name in FOLDERS else None
+    decoder = MAKERS[name](folder)
+    media = long_sound(0, 8000) if isinstance(decoder, AudioCodec) else item_of(name, 0)
+    with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
+        decoder.targets([decoder.prepare(media)])
+    assert decoder.measure(media).cost == pytest.approx(counter.get_total_flops(), rel=0.01)

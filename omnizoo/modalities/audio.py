@@ -10,6 +10,7 @@ import io
 import math
 import wave
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from omnizoo.modalities.media import Media
 from omnizoo.modalities.projector import build_projector
 from omnizoo.modalities.reading import SOUND_OPTIONS, read_sound, sound_length
 from omnizoo.modalities.tally import is_trained, measured_flops
-from omnizoo.modalities.tower import preprocessor_settings, tower_skeleton
+from omnizoo.modalities.tower import Work, preprocessor_settings, tower_skeleton
 
 FRAMES_PER_POSITION = 2  # the stride of the convolutions ahead of a whisper-type encoder's layers
 TOP_FREQUENCY = 8000.0  # of the mel filters
@@ -77,7 +78,7 @@ class AudioEncoder(Encoder):
             norm="slaney",
             mel_scale="slaney",
         )
-        self.work = measured_flops(lambda: skeleton(input_features=probe).last_hidden_state)
+        self.measured = measured_flops(lambda: skeleton(input_features=probe).last_hidden_state)
         self.tower: PreTrainedModel = type(skeleton)(skeleton.config)
         self.projector = build_projector(projector, features, width, 1)
 
@@ -85,10 +86,13 @@ class AudioEncoder(Encoder):
     def pretrained(self) -> PreTrainedModel:
         return self.tower
 
+    @cached_property
+    def work(self) -> Work:
+        return Work(is_trained(self.tower), per_item=self.measured[is_trained(self.tower)])
+
     def measure(self, media: Media) -> Size:
         kept = self._kept(sound_length(media, self.sample_rate, self.max_seconds))
-        trained = is_trained(self.tower)
-        cost = sum(self.work[trained] + self.projector.flops((n,), trained) for n in kept)
+        cost = sum(self.work.per_item + self.projector.flops((n,), self.work.trained) for n in kept)
         return Size(sum(self.projector.rows((n,)) for n in kept), cost)
 
     def prepare(self, media: Media) -> Inputs:

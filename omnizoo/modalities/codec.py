@@ -28,6 +28,7 @@ from omnizoo.modalities.codes import code_loss
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.media import Media
 from omnizoo.modalities.reading import SOUND_OPTIONS, optional, read_sound, sound_length
+from omnizoo.modalities.tally import causal_pairs
 
 
 class AudioCodec(Decoder):
@@ -78,7 +79,7 @@ class AudioCodec(Decoder):
     def measure(self, media: Media) -> Size:
         frames = math.ceil(sound_length(media, self.sample_rate, self.max_seconds) / self.codec.hop)
         rows = frames + max(self.codebooks - 1, 1)
-        return Size(rows, cost=frames * self.codec.flops_per_frame, targets=frames * self.codebooks + 1)
+        return Size(rows, cost=self.codec.flops(frames), targets=frames * self.codebooks + 1)
 
     def prepare(self, media: Media) -> Inputs:
         """Whole frames of integers: floats would be rounded to the precision of the run."""
@@ -195,21 +196,36 @@ class Codec(Frozen):
                 with torch.no_grad():
                     length.copy_(torch.norm_except_dim(direction, 2, 0))
 
+    def flops(self, frames: int) -> float:
+        """Of `encode`. Layers that attend look back over a window."""
+        per_frame, positions = self.work
+        config = self.model.config
+        flops = frames * per_frame
+        if positions:
+            pairs = causal_pairs(math.ceil(frames * positions), getattr(config, "sliding_window", None))
+            flops += 4 * config.num_hidden_layers * config.hidden_size * pairs
+        return flops
+
     @cached_property
-    def flops_per_frame(self) -> float:
-        """Of `encode`: each convolution makes fewer values of a frame than the one before it."""
-        flops, values = 0.0, float(self.hop)
+    def work(self) -> tuple[float, float]:
+        """FLOPs of a frame, and how many positions of it attend, if any do."""
+        flops, positions = 0.0, 0.0
+        values = float(self.hop)  # of a frame, after the last convolution: each leaves fewer of them
         for name, module in self.model.named_modules():
-            if name.startswith(("decoder", "upsample")):
+            if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # from codes to sound
                 continue
             if isinstance(module, nn.Conv1d):
                 values = max(1.0, values / module.stride[0])
-            if isinstance(module, nn.Conv1d | nn.Linear):
                 flops += 2 * values * module.weight.numel()
+            elif isinstance(module, nn.Linear):
+                flops += 2 * values * module.weight.numel()
+                positions = values
             elif isinstance(module, nn.LSTM):
-                flops += 2 * values * sum(weight.numel() for weight in module.parameters())
+                flops += 2 * values * sum(weight.numel() for weight in module.parameters() if weight.ndim > 1)
+            elif isinstance(module, nn.Embedding):  # the nearest code is looked for
+                flops += 2 * module.weight.numel()
             flops += sum(2 * book.numel() for key, book in module.named_buffers(recurse=False) if key == "embed")
-        return flops
+        return flops, positions
 
     def encode(self, wave: torch.Tensor) -> torch.Tensor:
         rate = {}  # by default the codec with a choice of bit rates gives the fewest codebooks

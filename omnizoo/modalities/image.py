@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,8 +21,8 @@ from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.projector import Grid, build_projector
 from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size, pixels, read_picture
-from omnizoo.modalities.tally import Tally, is_trained, measured_flops
-from omnizoo.modalities.tower import layers_of, preprocessor_settings, takes, tower_skeleton
+from omnizoo.modalities.tally import is_trained, measured_flops
+from omnizoo.modalities.tower import Work, preprocessor_settings, takes, tower_skeleton
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,8 +62,11 @@ class Kind(Protocol):
     def grid(self, height: int, width: int) -> Grid:
         """Of the features of a picture of this size."""
 
-    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
-        """Of training on one grid of features, or of looking at it, if the tower is frozen."""
+    def tokens(self, grid: Grid) -> int:
+        """That attend to each other in the tower, for a grid of features."""
+
+    def work(self, tower: PreTrainedModel) -> Work:
+        """By these tokens."""
 
     def steps(self, frames: int) -> int:
         """Grids in a clip of so many frames."""
@@ -89,7 +93,7 @@ class FixedSize:
         except (ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"encoder.image_size: the tower cannot take pictures of {list(size)}: {reason}") from error
-        self.work = measured_flops(lambda: self._see(skeleton, picture))
+        self.measured = measured_flops(lambda: self._see(skeleton, picture))
         self.width = seen.shape[-1]
         patch = getattr(skeleton.config, "patch_size", None)
         self._grid: Grid = (size[0] // _pair(patch)[0], size[1] // _pair(patch)[1]) if patch else (0, 0)
@@ -101,8 +105,12 @@ class FixedSize:
     def grid(self, height: int, width: int) -> Grid:
         return self._grid
 
-    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
-        return self.work[is_trained(tower)]
+    def tokens(self, grid: Grid) -> int:
+        return math.prod(grid) + self.extra
+
+    def work(self, tower: PreTrainedModel) -> Work:
+        """As measured: whatever such a tower does, it does to pictures of one size."""
+        return Work(is_trained(tower), per_item=self.measured[is_trained(tower)])
 
     def steps(self, frames: int) -> int:
         return frames
@@ -153,12 +161,11 @@ class PatchList:
             fits, too_large = (middle, too_large) if math.prod(scaled(middle)) <= self.most else (fits, middle)
         return scaled(fits)
 
-    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
-        patches, tally = math.prod(grid), Tally()
-        layers, width = layers_of(tower.config)
-        tally.run(tower, patches)
-        tally.attend(layers * patches**2, width)
-        return tally.flops
+    def tokens(self, grid: Grid) -> int:
+        return math.prod(grid)
+
+    def work(self, tower: PreTrainedModel) -> Work:
+        return Work.of(tower)
 
     def steps(self, frames: int) -> int:
         return frames
@@ -221,8 +228,11 @@ class PatchGrid:
             return tuple(math.ceil(side * scale / self.unit) for side in (height, width))
         return nearest
 
-    def flops(self, tower: PreTrainedModel, grid: Grid) -> float:
-        return patch_grid_flops(tower, math.prod(grid) * self.merge**2)
+    def tokens(self, grid: Grid) -> int:
+        return math.prod(grid) * self.merge**2
+
+    def work(self, tower: PreTrainedModel) -> Work:
+        return Work.of(tower)
 
     def steps(self, frames: int) -> int:
         return -(-frames // self.frames)
@@ -243,23 +253,6 @@ class PatchGrid:
         grids = torch.tensor([[len(clip), *(side * self.merge for side in clip.shape[1:3])] for clip in clips])
         seen = tower(patches, grid_thw=grids.to(patches.device)).pooler_output
         return seen, [tuple(clip.shape[1:3]) for clip in clips for _ in clip]
-
-
-def patch_grid_flops(tower: PreTrainedModel, patches: int) -> float:
-    """Of training on one frame of a tower that merges its patches at the end (and, for deepstack, on the way)."""
-    config, tally = tower.config, Tally()
-    layers, width = layers_of(config)
-    mergers = {name: part for name, part in tower.named_children() if "merger" in name}
-    for name, part in tower.named_children():
-        if name not in mergers:
-            tally.run(part, patches)
-    # Some towers attend in windows, but for a few layers.
-    window, whole = getattr(config, "window_size", None), getattr(config, "fullatt_block_indexes", range(layers))
-    near = min(patches, (window // config.patch_size) ** 2) if window else patches
-    tally.attend(patches * (len(whole) * patches + (layers - len(whole)) * near), width)
-    for merger in mergers.values():
-        tally.run(merger, patches / config.spatial_merge_size**2)
-    return tally.flops
 
 
 class VisionEncoder(Encoder):
@@ -295,6 +288,10 @@ class VisionEncoder(Encoder):
     def pretrained(self) -> PreTrainedModel:
         return self.tower
 
+    @cached_property
+    def work(self) -> Work:
+        return self.kind.work(self.tower)
+
     def measure(self, media: Media) -> Size:
         return self.size_of(media, 1, *picture_size(media))
 
@@ -302,7 +299,7 @@ class VisionEncoder(Encoder):
         if max(height, width) >= LONGEST_ASPECT * min(height, width):
             raise BadMedia(f"{media.name}: {width} x {height} is too long and thin to be seen")
         grid, steps = self.kind.grid(height, width), self.kind.steps(frames)
-        cost = self.kind.flops(self.tower, grid) + self.projector.flops(grid, is_trained(self.tower))
+        cost = self.work.flops(self.kind.tokens(grid)) + self.projector.flops(grid, self.work.trained)
         return Size(steps * self.projector.rows(grid), steps * cost)
 
     def prepare(self, media: Media) -> Inputs:

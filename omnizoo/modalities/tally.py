@@ -58,3 +58,9 @@ def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
         if out.requires_grad:
             out.sum().backward()
         return forward, float(counter.get_total_flops())
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of a sample: each token sees itself and those before it, `window` of them at most."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen

@@ -1,8 +1,9 @@
-"""The Hugging Face model inside an encoder: built from its config alone, with what it takes."""
+"""The Hugging Face model inside an encoder: built from its config alone, with what it takes and costs."""
 
 import copy
 import inspect
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from omnizoo.config.errors import UserError
+from omnizoo.modalities.tally import Tally, is_trained
 
 
 def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrainedModel:
@@ -55,11 +57,40 @@ def takes(tower: PreTrainedModel, name: str) -> bool:
     return name in inspect.signature(tower.forward).parameters
 
 
-def layers_of(config: PretrainedConfig) -> tuple[int, int]:
-    """How many layers attend, and their width."""
-    layers = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None) or 1
-    width = getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None) or 1
-    return layers, width
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of training a tower, or of running it, if it is frozen. Made once: a walk over all weights is slow."""
+
+    trained: bool
+    per_item: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0  # of tokens that attend to each other, in layers where all do
+    per_near_pair: float = 0.0  # in layers that attend in windows of `window` tokens
+    window: int = 0
+
+    @classmethod
+    def of(cls, tower: PreTrainedModel) -> "Work":
+        """Of one whose matrices are all used once per token; or, after tokens were merged, once per `merge` of them."""
+        config, tally = tower.config, Tally()
+        merge = getattr(config, "spatial_merge_size", 1) ** 2
+        mergers = {name: part for name, part in tower.named_children() if "merger" in name}
+        for name, part in tower.named_children():
+            if name not in mergers:
+                tally.run(part, 1)
+        layers = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None) or 1
+        width = getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None) or 1
+        pair = Tally(tally.trained)
+        pair.attend(1, width)
+        for merger in mergers.values():
+            tally.run(merger, 1 / merge)
+        whole = len(getattr(config, "fullatt_block_indexes", range(layers)))
+        window = (getattr(config, "window_size", 0) // getattr(config, "patch_size", 1)) ** 2 if whole < layers else 0
+        near = (layers - whole) * pair.flops
+        return cls(is_trained(tower), 0.0, tally.flops, whole * pair.flops, near, window)
+
+    def flops(self, tokens: int) -> float:
+        pairs = self.per_pair * tokens**2 + self.per_near_pair * tokens * min(tokens, self.window)
+        return self.per_item + self.per_token * tokens + pairs
 
 
 def preprocessor_settings(folder: str | None, part: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """FLOPs of training on a pack: the language model by its tokens, attention by its pairs, the head by its targets and
 decoders by their rows. What encoders cost, they say themselves (`Size.cost`).
 
-Not known, and not counted: how a user's own module attends, and the states of recurrent layers.
+Not known, and not counted: how a user's own module attends (its weights count on every token, a head's too), and the
+states of recurrent layers.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.modalities.frozen import Frozen
-from omnizoo.modalities.tally import Tally, is_trained, weights_of
+from omnizoo.modalities.tally import Tally, causal_pairs, is_trained, weights_of
 from omnizoo.models.hf_private import language_model
 from omnizoo.models.omni import OmniModel
 from omnizoo.recipes.base import count_experts, recipe_of
@@ -77,12 +78,13 @@ def count_flops(model: nn.Module) -> FlopCount:
 
 def attention_windows(config: PretrainedConfig) -> Counter[int | None]:
     """Layers that attend, by how far back a token sees; None: to the beginning of its sample."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return Counter({window: config.num_hidden_layers})
+        uses = getattr(config, "use_sliding_window", True)
+        return Counter({getattr(config, "sliding_window", None) if uses else None: config.num_hidden_layers})
     attending = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
-    return Counter(config.sliding_window if kind.startswith("sliding") else None for kind in attending)
+    near = getattr(config, "sliding_window", None)
+    return Counter(near if kind.startswith("sliding") else None for kind in attending)
 
 
 def attention_width(config: PretrainedConfig) -> float:
@@ -92,9 +94,3 @@ def attention_width(config: PretrainedConfig) -> float:
     default = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     width = sum(getattr(config, name) for name in names) / 2 if names else default
     return float(config.num_attention_heads * width)
-
-
-def causal_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of a sample: each token sees itself and those before it, `window` of them at most."""
-    seen = length if window is None else min(length, window)
-    return seen * (seen + 1) // 2 + (length - seen) * seen

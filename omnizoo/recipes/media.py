@@ -6,6 +6,7 @@ by side, so that they travel once; `enter_visual` takes them apart again.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Encoder, Inputs, Modality, Size
-from omnizoo.modalities.image import patch_grid_flops, thumbnail
+from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.modalities.reading import (
     CLIP_OPTIONS,
@@ -35,6 +36,7 @@ from omnizoo.modalities.reading import (
     video_size,
 )
 from omnizoo.modalities.tally import Tally
+from omnizoo.modalities.tower import Work
 from omnizoo.models.media import Rows
 
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
@@ -93,6 +95,10 @@ class ImageTower(Tower):
             raise UserError(f"model.modalities: min_pixels {least} is above max_pixels {most} of {type(self).__name__}")
         self.pixels = (least, most)
 
+    @cached_property
+    def work(self) -> Work:
+        return Work.of(self.tower)
+
     def measure(self, media: Media) -> Size:
         return self.size_of(1, *self.resized(1, *picture_size(media), media))
 
@@ -109,7 +115,7 @@ class ImageTower(Tower):
     def size_of(self, steps: int, height: int, width: int) -> Size:
         grid = (steps, height // self.vision.patch_size, width // self.vision.patch_size)
         patches = grid[1] * grid[2]  # those of a step see each other
-        cost = steps * patch_grid_flops(self.tower, patches)
+        cost = steps * self.work.flops(patches)
         return Size(steps * patches // self.vision.spatial_merge_size**2, cost, shape=grid)
 
     def prepare(self, media: Media) -> Inputs:
@@ -218,19 +224,26 @@ class AudioTower(Tower):
 
     def flops(self, frames: int, rows: int) -> float:
         """Convolutions see whole chunks; layers attend over windows of several."""
-        tally, tower = Tally(), self.tower
-        chunks, bins, length = -(-frames // self.chunk), tower.num_mel_bins, self.chunk
+        per_chunk, per_row, per_pair, window = self.work
+        full, rest = divmod(rows, window)
+        return -(-frames // self.chunk) * per_chunk + rows * per_row + (full * window**2 + rest**2) * per_pair
+
+    @cached_property
+    def work(self) -> tuple[float, float, float, int]:
+        """FLOPs of a chunk, a row and a pair, and the rows of a window."""
+        tower, bins, length = self.tower, self.tower.num_mel_bins, self.chunk
+        chunk = Tally()
         for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
             bins, length = -(-bins // 2), -(-length // 2)
-            tally.multiply(convolution.weight, chunks * bins * length)
-        tally.run(tower.conv_out, chunks * length)
-        tally.run(tower.layers, rows)
-        window = length * (tower.n_window_infer // self.chunk)
-        full, rest = divmod(rows, window)
-        tally.attend((full * window**2 + rest**2) * len(tower.layers), tower.config.d_model)
-        for projector in (tower.proj1, tower.proj2):
-            tally.run(projector, rows)
-        return tally.flops
+            chunk.multiply(convolution.weight, bins * length)
+        chunk.run(tower.conv_out, length)
+        row = Tally(chunk.trained)
+        row.run(tower.layers, 1)
+        pair = Tally(row.trained)
+        pair.attend(len(tower.layers), tower.config.d_model)
+        row.run(tower.proj1, 1)
+        row.run(tower.proj2, 1)
+        return chunk.flops, row.flops, pair.flops, length * (tower.n_window_infer // self.chunk)
 
     def prepare(self, media: Media) -> Inputs:
         sound = read_sound(media, self.rate, self.max_seconds)
