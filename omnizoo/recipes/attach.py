@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Optimizer
+from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.build import build_model
 from omnizoo.models.experts import set_dispatch, use_dispatched
@@ -29,8 +29,7 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import allocate, fill, precision_policy, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
-from omnizoo.recipes.groups import Groups
-from omnizoo.recipes.parts import HELD_STATE, Treatments, state_copies
+from omnizoo.recipes.parts import Treatments, held_bytes
 from omnizoo.recipes.reading import attach_media, keep_logits
 
 
@@ -47,7 +46,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     treatments = Treatments(model, config.model, config.optimizer.groups)
     treatments.apply(model)
     treatments.keep_precision(model)
-    check_memory(model, mesh, treatments.groups, config.optimizer)
+    check_memory(model, mesh, config)
     origins = weight_origins(model, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
     blocks = [model.get_submodule(name) for name in facts.blocks]
@@ -102,14 +101,10 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
         check_experts(layout, facts.num_experts)
 
 
-def check_memory(model: nn.Module, mesh: Mesh, groups: Groups, optimizer: Optimizer) -> None:
+def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
     """Refuse a model whose weights alone, with gradients and the optimizer's state, are more than the machine has: it
     would be killed somewhere in the middle of being allocated."""
-    needed = 0.0
-    for name, p in model.named_parameters():
-        more = 1 + state_copies(groups.of(name), optimizer, HELD_STATE) if p.requires_grad else 0
-        needed += p.numel() * p.element_size() * (1 + more)
-    each, there = needed // mesh.layout.fsdp, total_memory(mesh.device)
+    each, there = held_bytes(model, config) // mesh.layout.fsdp, total_memory(mesh.device)
     if each > there:
         count = sum(parameter.numel() for parameter in model.parameters())
         raise UserError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Model, Optimizer, ParameterGroup, Part, Projector
+from omnizoo.config.schema import Config, Model, ParameterGroup, Part, Projector
 from omnizoo.modalities.base import Encoder
 from omnizoo.models.omni import OmniModel
 from omnizoo.ops.precision import compute_in
@@ -96,19 +96,25 @@ class Treatments:
             raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")
 
 
-def state_copies(group: ParameterGroup | None, run: Optimizer, sizes: Mapping[str, float]) -> float:
-    """The optimizer's state of a parameter, and its average, in copies of it; what a class of one's own keeps is not
-    known, and counts as nothing."""
-    kind = group.kind if group is not None and group.kind is not None else run.kind
-    return sizes.get(kind, 0) + (run.ema is not None)
-
-
 def saved_bytes(model: nn.Module, config: Config) -> int:
     """What a checkpoint of `model` (on meta) takes, about: weights, and of trained ones what the optimizer keeps."""
-    treatments = Treatments(model, config.model, config.optimizer.groups)
-    needed = 0.0
+    return _bytes(model, config, SAVED_STATE, gradients=0)
+
+
+def held_bytes(model: nn.Module, config: Config) -> int:
+    """What training `model` (on meta) takes in memory, over all ranks that share it and without activations."""
+    return _bytes(model, config, HELD_STATE, gradients=1)
+
+
+def _bytes(model: nn.Module, config: Config, state: Mapping[str, float], gradients: int) -> int:
+    """What an optimizer of one's own keeps is not known, and counts as nothing."""
+    treatments, run = Treatments(model, config.model, config.optimizer.groups), config.optimizer
+    total = 0.0
     for name, parameter in model.named_parameters():
-        group = treatments.groups.of(name)
-        frozen = treatments.of(name).freeze or (group is not None and group.freeze) or not parameter.requires_grad
-        needed += parameter.nbytes * (1 + (0 if frozen else state_copies(group, config.optimizer, SAVED_STATE)))
-    return int(needed)
+        treatment, group = treatments.of(name), treatments.groups.of(name)
+        copies = 1.0
+        if parameter.requires_grad and not treatment.freeze and not (group is not None and group.freeze):
+            kind = (group and group.kind) or run.kind
+            copies += gradients + state.get(kind, 0) + (run.ema is not None)
+        total += parameter.numel() * (treatment.dtype or parameter.dtype).itemsize * copies
+    return int(total)

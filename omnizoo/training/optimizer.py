@@ -195,13 +195,15 @@ def _build(
     known = takes(found)
     if known is not None and "weight_decay" not in known and any(decay for decay, _ in groups):
         raise UserError(f"{choice.key}.kind: {choice.kind} takes no weight_decay; set optimizer.weight_decay: 0")
-    arguments = choice.arguments
+    arguments = choice.arguments | {"lr": config.train.lr}
+    if known is None or "weight_decay" in known:
+        arguments["weight_decay"] = config.optimizer.weight_decay  # a default: each group has its own
     if choice.kind == "muon" and config.parallel.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
     try:
         if choice.kind not in KINDS:
-            check_state(found, arguments, settings, choice, config)
-        built: torch.optim.Optimizer = found(settings, lr=config.train.lr, **arguments)
+            check_state(found, arguments, settings, choice)
+        built: torch.optim.Optimizer = found(settings, **arguments)
     except UserError:
         raise
     except CODE_ERRORS as error:
@@ -210,15 +212,13 @@ def _build(
     return built
 
 
-def check_state(
-    found: Any, arguments: Mapping[str, Any], settings: Sequence[dict[str, Any]], choice: Choice, config: Config
-) -> None:
+def check_state(found: Any, arguments: Mapping[str, Any], settings: Sequence[dict[str, Any]], choice: Choice) -> None:
     """Refuse an optimizer whose state no checkpoint can hold or reshard: try it on copies of two parameters."""
     smallest: dict[int, nn.Parameter] = {}
     for p in sorted((p for group in settings for p in group["params"]), key=lambda p: -p.numel()):
         smallest[min(p.ndim, 2)] = p
     copies = [nn.Parameter(p.detach().clone()) for p in smallest.values()]
-    trial = found([settings[0] | {"params": copies}], lr=config.train.lr, **arguments)
+    trial = found([settings[0] | {"params": copies}], **arguments)
     before = {name: value for name, value in trial.param_groups[0].items() if name != "params"}
     for copy in copies:
         copy.grad = torch.zeros_like(copy)

@@ -25,7 +25,7 @@ from omnizoo.parallel.layout import Layout, micro_batches
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
-from omnizoo.recipes.attach import parallelize
+from omnizoo.recipes.attach import check_memory, parallelize
 from omnizoo.recipes.parts import saved_bytes
 from omnizoo.recipes.reading import media_ports, read_modalities
 from omnizoo.training.best import check_metrics, watchers
@@ -72,6 +72,7 @@ def train(
         model = build_model(config.model, config.parallel.precision)
         name = type(model).__name__  # FSDP renames the class
         check_vocabulary(model, tokenizer)
+        agreed(mesh, lambda: check_memory(model, mesh, config))
         agreed(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
         probed = agreed(mesh, lambda: probe(config.model) if mesh.is_first else None)
         if probed is not None:
