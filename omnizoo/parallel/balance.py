@@ -58,7 +58,7 @@ def _whole(costs: Sequence[float]) -> Numbers:
     array = np.asarray(costs, np.float64)
     assert np.isfinite(array).all(), "the cost of an item or pack is not finite"
     assert (array >= 0).all(), "the cost of an item or pack is negative"
-    scaled: Numbers = np.rint(array / max(array.max(initial=0), 1e-300) * 2**32).astype(np.int64)
+    scaled: Numbers = np.rint(array / (array.max(initial=0) or 1.0) * 2**32).astype(np.int64)
     return scaled
 
 
