@@ -3,7 +3,6 @@
 Nothing here imports torch before the config is known to be good.
 """
 
-import logging
 import os
 
 from omnizoo.cli.failure import foreseen, report_failure
@@ -26,9 +25,8 @@ Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`."""
 
 def train(path: str, overrides: list[str], nproc: int | None) -> int:
     place = place_in_world()
-    if LAUNCHER_FD in os.environ or (place and place[0] > 0):  # who started us has said it, or the first rank does
-        logging.getLogger("omnizoo.config").setLevel(logging.ERROR)
-    config = load_config(path, overrides)
+    # Who started us has said what there is to say of it, or the first rank does.
+    config = load_config(path, overrides, notices=LAUNCHER_FD not in os.environ and not (place and place[0]))
     started = place[1] if place else None
     if nproc is not None and not 1 <= nproc <= MOST_RANKS:
         raise UserError(f"--nproc is {nproc}; expected the number of processes to start here, 1 to {MOST_RANKS}")

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -91,17 +91,18 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _dialect.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), notices: bool = True) -> Config:
     """The config of the file at `path`, changed by `overrides` (`["--train.lr", "1e-3", "--log.dir=runs/a"]`).
 
     Relative paths in it are relative to the working directory, whether they stand in the file or on the command line.
     """
-    changes = _renamed(parse_overrides(overrides))
+    say = logger.warning if notices else logger.debug  # of several ranks, one says it
+    changes = _renamed(parse_overrides(overrides), say)
     data, lines = _parse_yaml(_read_text(path), str(path))
     if not isinstance(data, dict):
         found = "empty" if data is None else _show(data)
         raise UserError(f"{path}: the config is {found}; expected the sections {', '.join(reference.sections())}")
-    _move(data, lines, str(path))
+    _move(data, lines, str(path), say)
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
         raise UserError(_list(blocked, len(blocked)))
@@ -289,7 +290,7 @@ def _override(data: dict[str, Any], key: str, value: Any) -> str | None:
     return None
 
 
-def _renamed(changes: dict[str, Any]) -> dict[str, Any]:
+def _renamed(changes: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
     """Overrides under the names that keys have now."""
     renamed: dict[str, Any] = {}
     for key, value in changes.items():
@@ -298,12 +299,12 @@ def _renamed(changes: dict[str, Any]) -> dict[str, Any]:
         if old is not None:
             if new in changes:
                 raise UserError(f"{COMMAND_LINE}: {key} is now {new}, and both are given; keep {new}")
-            logger.warning("%s: %s is now %s; the old name still works", COMMAND_LINE, key, new)
+            say("%s: %s is now %s; the old name still works", COMMAND_LINE, key, new)
         renamed[new] = value
     return renamed
 
 
-def _move(data: dict[str, Any], lines: dict[str, int], path: str) -> None:
+def _move(data: dict[str, Any], lines: dict[str, int], path: str, say: Callable[..., None]) -> None:
     """Put keys of the file under the names they have now."""
     for old, new in MOVED.items():
         section, name = old.split(".")
@@ -317,7 +318,7 @@ def _move(data: dict[str, Any], lines: dict[str, int], path: str) -> None:
             raise UserError(problem.replace(COMMAND_LINE, where, 1))
         if old in lines:
             lines[new] = lines[old]
-        logger.warning("%s: %s is now %s; the old name still works", where, old, new)
+        say("%s: %s is now %s; the old name still works", where, old, new)
 
 
 def _holds(data: Any, key: str) -> bool:
