@@ -78,6 +78,10 @@ def grouped() -> dict[str, Any]:
     return base() | {"optimizer": {"groups": [{"match": "*norm*"}]}}
 
 
+def called() -> dict[str, Any]:
+    return base() | {"log": base()["log"] | {"callbacks": [{"kind": "own_callbacks:Quiet"}]}}
+
+
 def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     """`config` with a value at a dotted key, whatever was there."""
     config = copy.deepcopy(config)
@@ -145,7 +149,7 @@ def line(*args: object, says: tuple[str, ...]) -> Case:
         places = {"CONFIG": config, "FOLDER": folder, "FILE": folder / "file"}
         return [places.get(arg, arg) if isinstance(arg, str) else arg for arg in args]
 
-    shown = " ".join(show(arg) if not isinstance(arg, str) or len(arg) > 40 else arg for arg in args)
+    shown = " ".join(show(arg) if not isinstance(arg, str) or len(arg) > 40 else arg or "''" for arg in args)
     return Case(f"omnizoo {shown}", prepare, says)
 
 
@@ -164,12 +168,15 @@ def wrong_types() -> Iterator[Case]:
         "[": ([0.9], "text"),
     }
     for known in reference.keys():  # noqa: SIM118 - not a dict
-        if known.key.startswith(("model.path", "data.eval_sources.N", "model.modalities.NAME.decoder")):
+        if known.key.startswith(
+            ("model.path", "data.eval_sources.N", "model.modalities.NAME.decoder", "log.callbacks.N.kind")
+        ):
             continue  # like their siblings
         key = known.key.replace(".NAME", ".image").replace(".N", ".0")
         wrong = next((values for name, values in of_type.items() if known.type.startswith(name)), ("neither",))
         start = composed if key.startswith(("model.modalities", "model.foundation")) else base
         start = grouped if key.startswith("optimizer.groups.") else start
+        start = called if key.startswith("log.callbacks.") else start
         for value in wrong:
             yield setting(key, value, start=start)
 

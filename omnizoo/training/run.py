@@ -72,11 +72,11 @@ def train(
         model = build_model(config.model, config.parallel.precision)
         name = type(model).__name__  # FSDP renames the class
         check_vocabulary(model, tokenizer)
-        agreed(mesh, lambda: check_memory(model, mesh, config))
-        agreed(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
         probed = agreed(mesh, lambda: probe(config.model) if mesh.is_first else None)
         if probed is not None:
             warn_of(probed, model, mesh.layout, config.train.micro_batch)
+        agreed(mesh, lambda: check_memory(model, mesh, config))
+        agreed(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
         reading = (config, tokenizer, mesh.rank, mesh.layout.world)
         media = read_modalities(model, config.model)
         loader = agreed(mesh, lambda: build_loader(*reading, **media))
