@@ -361,7 +361,7 @@ FILES: dict[str, tuple[Write, tuple[str, ...]]] = {
     "a pipe as source": (odd_source(os.mkfifo, "rows.jsonl"), ("rows.jsonl", "a pipe")),
     "a device as source": (lambda folder: Path("/dev/zero"), ("/dev/zero", "a device")),
     "a link in a circle as source": (odd_source(lambda path: path.symlink_to(path), "rows.jsonl"), ("rows.jsonl",)),
-    "a name of 5000 characters as source": (lambda folder: folder / ("a" * 5000), ("data source",)),
+    "a name of 5000 characters as source": (lambda folder: folder / ("a" * 5000), ("data.sources.0.path",)),
     "a folder named like a file": (odd_source(Path.mkdir, "rows.jsonl"), ("rows.jsonl", "holds no")),
     "a Parquet file that is cut": (parquet(lambda data: data[: len(data) // 2]), ("rows.parquet", "Parquet")),
     "a Parquet file of zeros": (parquet(lambda data: bytes(len(data))), ("rows.parquet", "Parquet")),
