@@ -10,6 +10,7 @@ CORPORA = sorted(path.stem for path in Path(__file__).parent.glob("corpus_*.py")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # hundreds of commands; each has a limit of its own
 @pytest.mark.parametrize("name", CORPORA)
 def test_every_case_is_refused_in_one_line_or_ends_well(name: str, tmp_path: Path) -> None:
     outcomes = run_cases(import_module(name).CASES, tmp_path)
