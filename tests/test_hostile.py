@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import tarfile
 import threading
 import time
@@ -19,6 +20,7 @@ from PIL import Image
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Source
 from omnizoo.data import render, sources
+from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.render import ChatTemplate, Renderer
 from omnizoo.data.sources import BadRow, Folder, RowSource, open_source
 from omnizoo.modalities import reading
@@ -248,6 +250,40 @@ def test_jinja_does_not_swallow_the_end_of_time() -> None:
     for template in (empties, "{{ 9 ** (9 ** 9) }}"):
         with pytest.raises(UserError, match="of computing"):
             ChatTemplate(template, None, {}).render(TURNS)
+
+
+def test_the_end_of_time_comes_again_if_a_finalizer_swallows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    class Slow:
+        def __del__(self) -> None:
+            end = time.thread_time() + 0.3
+            while time.thread_time() < end:
+                pass
+
+    def work() -> None:
+        Slow()
+        while True:
+            pass
+
+    with pytest.raises(OutOfTime), limits(0.1, 1 << 30):
+        work()
+    assert not capsys.readouterr().err
+
+
+def test_an_alarm_of_somebody_else_rings_after_the_limits() -> None:
+    rang: list[int] = []
+    handler = signal.signal(signal.SIGALRM, lambda number, frame: rang.append(number))
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with limits(10, 1 << 30):
+            end = time.monotonic() + 0.1
+            while time.monotonic() < end:
+                pass
+            assert not rang
+        while not rang:
+            signal.sigtimedwait([], 0.01)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 def test_memory_is_bounded_beside_threads_that_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:

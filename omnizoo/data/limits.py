@@ -18,7 +18,8 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-EVERY = 1000  # lines between two looks at the clock
+EVERY = 1000  # lines between two looks at the clock, in threads
+LOOKS = 0.2  # seconds between two of them, in the main thread
 
 
 class OutOfTime(BaseException):
@@ -48,18 +49,35 @@ def _has_busy_threads() -> bool:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """By a signal: costs nothing, and stops long arithmetic too. Only the main thread gets signals."""
+    """By a signal: costs nothing, and stops long arithmetic too. Only the main thread gets signals.
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise OutOfTime
+    The timer is one of real time whose handler looks at the clock of the processor: timers of processor time stand
+    still where a host takes time from its virtual machine. An alarm that somebody else has set rings afterwards.
+    """
+    end = time.thread_time() + seconds
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    def look(number: int, frame: FrameType | None) -> None:
+        if time.thread_time() > end:
+            raise OutOfTime
+
+    def report(lost: Any) -> None:
+        if lost.exc_type is not OutOfTime:
+            unraisable(lost)
+
+    handler, unraisable = signal.signal(signal.SIGALRM, look), sys.unraisablehook
+    sys.unraisablehook = report
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    # again and again: what is raised inside of a finalizer, or of a callback of the garbage collector, is lost
+    started, (left, interval) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, seconds, LOOKS)
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGALRM, handler)
+        sys.unraisablehook = unraisable
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-6), interval)
 
 
 @contextmanager
