@@ -28,13 +28,13 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.schema import Config
 from omnizoo.data.loader import build_loader
 from omnizoo.models.attention import PACKED
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.attach import parallelize
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import StepData, next_step, train_step

@@ -18,9 +18,9 @@ Fault = Callable[[], Any]
 
 @contextmanager
 def wrong_divide_factor_on_experts() -> Iterator[None]:
-    from omnizoo.recipes import attach
+    from omnizoo.assembly import parallelize
 
-    original = attach.shard_experts
+    original = parallelize.shard_experts
 
     def shard_experts(modules: Any, *args: Any) -> None:
         original(modules, *args)
@@ -28,7 +28,7 @@ def wrong_divide_factor_on_experts() -> Iterator[None]:
             module.set_gradient_divide_factor(2.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    with patch.object(attach, "shard_experts", shard_experts):
+    with patch.object(parallelize, "shard_experts", shard_experts):
         yield
 
 
@@ -66,7 +66,9 @@ def balance_loss_per_rank() -> Iterator[None]:
     from omnizoo.training import losses
 
     original = losses.balance_terms
-    with patch.object(losses, "balance_terms", lambda records, packs, n, group: original(records, packs, n, None)):
+    with patch.object(
+        losses, "balance_terms", lambda records, packs, n, add_up: original(records, packs, n, lambda load: load)
+    ):
         yield
 
 
@@ -87,10 +89,10 @@ def key_value_heads_repeated_wrongly() -> Iterator[None]:
 @contextmanager
 def every_float_cast_on_entry() -> Iterator[None]:
     """As FSDP2 does by default. Not among FAULTS: it is one of bf16 only."""
-    from omnizoo.recipes import attach
+    from omnizoo.assembly import parallelize
 
-    original = attach.precision_policy
-    with patch.object(attach, "precision_policy", lambda name: replace(original(name), cast_forward_inputs=True)):
+    original = parallelize.precision_policy
+    with patch.object(parallelize, "precision_policy", lambda name: replace(original(name), cast_forward_inputs=True)):
         yield
 
 

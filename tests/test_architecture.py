@@ -55,16 +55,44 @@ def test_there_is_something_to_look_at() -> None:
     assert {"models", "ops", "parallel", "training"} <= {room(file) for file in FILES}
 
 
-@pytest.mark.parametrize("which", ["models", "ops", "modalities"])
-def test_computation_never_imports_communication(which: str) -> None:
+ROOMS = sorted({room(file) for file in FILES if file.parent != PACKAGE})
+# What of torch.distributed a room may have, besides `parallel`, which has all of it.
+MAY_USE = {
+    "checkpoint": ("torch.distributed.checkpoint",),  # DCP, which has collectives of its own
+    "verification": ("torch.distributed.tensor.DTensor", "torch.distributed.FileStore"),
+    "cli": ("torch.distributed.is_backend_available",),
+}
+
+
+@pytest.mark.parametrize("which", [name for name in ROOMS if name != "parallel"])
+def test_only_one_room_communicates(which: str) -> None:
     found = [
         f"{file}:{line} {name}"
         for file in FILES
         if room(file) == which
         for line, name in [*imports(file), *names_used(file)]
-        if name.startswith("torch.distributed")
+        if name.startswith("torch.distributed") and not name.startswith(MAY_USE.get(which, ()))
+        if not any(allowed.startswith(name) for allowed in MAY_USE.get(which, ()))
     ]
     assert found == []
+
+
+def test_what_is_private_to_torch_is_imported_in_one_place() -> None:
+    found = [
+        f"{file}:{line} {name}"
+        for file in FILES
+        if file != PACKAGE / "ops/torch_private.py"
+        for line, name in imports(file)
+        if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert found == []
+
+
+def test_no_two_files_share_a_name_for_different_things() -> None:
+    """Those that do are about one thing, seen from two rooms."""
+    about_one = {"__init__", "__main__", "attention", "base", "build", "experts", "generate", "precision", "recipes"}
+    names = [file.stem for file in FILES if file.stem not in about_one]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
 
 def test_communication_never_imports_models_modalities_or_recipes() -> None:

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from tiny import model_config, read_steps, write_config, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
 from omnizoo.data.loader import build_loader
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.attach import parallelize
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import next_step, train_step

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnizoo.parallel.balance import assign_items, assign_packs, imbalance
+from omnizoo.parallel.assign import assign_items, assign_packs, imbalance
 
 COSTS = st.one_of(st.integers(0, 20).map(float), st.floats(0, 1e15))
 

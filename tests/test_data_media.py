@@ -25,12 +25,12 @@ from transformers import PreTrainedTokenizerFast
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Data, Source
 from omnizoo.data.lanes import Lane
-from omnizoo.data.media import Item
 from omnizoo.data.packing import Packer, split
 from omnizoo.data.render import Rendered, Renderer
+from omnizoo.data.row_media import Item
 from omnizoo.data.sources import BadRow, Folder, RowSource, open_source
 from omnizoo.modalities.base import Decoder, Encoder, Modality, Size
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.item import BadMedia, Media
 
 
 def toy(rows: int, payload: bytes = b"payload") -> bytes:

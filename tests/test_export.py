@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, model_config, read_steps, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.recipes.attach import parallelize
 from omnizoo.training import run
 
 PROBE = torch.arange(40).view(2, 20) * 7 % 512

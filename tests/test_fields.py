@@ -7,7 +7,7 @@ from tiny import FAMILIES, model_config
 from transformers import CONFIG_MAPPING
 
 from omnizoo.config.errors import UserError
-from omnizoo.models.fields import config_of, unknown_fields
+from omnizoo.models.config_fields import config_of, unknown_fields
 from omnizoo.parallel.layout import divisors, place_in_world
 
 

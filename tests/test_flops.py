@@ -18,6 +18,9 @@ from tiny import SHAPE, write_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from omnizoo.assembly.entrance import read_modalities
+from omnizoo.assembly.flops import attention_width
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.load import load_config
 from omnizoo.data.loader import build_loader
 from omnizoo.modalities.codec import AudioCodec
@@ -25,9 +28,6 @@ from omnizoo.modalities.tally import causal_pairs
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.flops import attention_width
-from omnizoo.recipes.reading import read_modalities
 from omnizoo.training.losses import Objective
 from omnizoo.training.step import next_step
 

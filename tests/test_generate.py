@@ -10,8 +10,8 @@ from fixtures import CHATML, SPECIAL_TOKENS, make_tokenizer
 from tiny import model_config
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from omnizoo.assembly.writer import load_writer
 from omnizoo.cli.main import main
-from omnizoo.data.prompt import load_writer
 from omnizoo.data.render import Renderer
 
 LLAMA3 = (
@@ -108,7 +108,7 @@ def test_an_answer_ends_at_the_end_of_the_turn_and_shows_no_special_token(
     assert writer.text(pieces) == "The capital is Paris."
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in pieces[0].ids
 
-    monkeypatch.setattr("omnizoo.data.prompt.load_writer", lambda *_, **__: writer)
+    monkeypatch.setattr("omnizoo.assembly.writer.load_writer", lambda *_, **__: writer)
     writer.model.get_output_embeddings()._forward_hooks.clear()
     say(writer.model, answer)
     assert main(["generate", str(tmp_path), "--prompt", "What is the capital of France?"]) == 0

@@ -23,9 +23,9 @@ from omnizoo.data import render, sources
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.render import ChatTemplate, Renderer
 from omnizoo.data.sources import BadRow, Folder, RowSource, open_source
-from omnizoo.modalities import reading
-from omnizoo.modalities.media import BadMedia, Media
-from omnizoo.modalities.reading import picture_size, read_frames, read_picture, read_sound, sample_times, video_size
+from omnizoo.modalities import files
+from omnizoo.modalities.files import picture_size, read_frames, read_picture, read_sound, sample_times, video_size
+from omnizoo.modalities.item import BadMedia, Media
 
 TURNS: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -180,7 +180,7 @@ def test_no_cut_of_a_sound_is_taken_for_a_shorter_one(format: str) -> None:
 def test_the_pixels_decoded_for_a_clip_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     item = Media("video", clip(frames=8), {})
     read(item)
-    monkeypatch.setattr(reading, "MOST_CLIP_PIXELS", 16 * 16 * 2)
+    monkeypatch.setattr(files, "MOST_CLIP_PIXELS", 16 * 16 * 2)
     with pytest.raises(BadMedia, match="for one clip"):
         read(item)
 

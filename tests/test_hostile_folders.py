@@ -18,9 +18,9 @@ from test_export import publish
 from tiny import SHAPE, write_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from omnizoo.assembly.writer import load_writer
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
-from omnizoo.data.prompt import load_writer
 from omnizoo.models.omni import OmniModel
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.report import write_report
@@ -234,7 +234,7 @@ def test_every_module_that_imports_by_name_is_known() -> None:
         "config/doors.py",  # what the user's config names; encoders and decoders of a folder if allowed (check_code)
         "modalities/codes.py",  # beside a config class of transformers
         "modalities/frozen.py",  # diffusers
-        "modalities/reading.py",  # libraries of media
+        "modalities/files.py",  # libraries of media
         "recipes/base.py",  # its own recipes
         "recipes/zoo.py",
     }

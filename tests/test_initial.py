@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.init import orthogonal_, trunc_normal_
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.models.build import build_model
 from omnizoo.models.initial import initial_weights
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process
-from omnizoo.recipes.attach import parallelize
 
 SMALL = SHAPE | {
     "vocab_size": 128,

@@ -14,12 +14,12 @@ import yaml
 from omni import SENSOR, write_omni_config
 from tiny import write_config, write_rows
 
+from omnizoo.assembly.entrance import read_modalities
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
 from omnizoo.data.inspect import Inspection, histogram, inspect_data, one_lane, pieces
 from omnizoo.data.loader import FlatPack, Loader, Reader, Share, build_reader
 from omnizoo.models.build import build_model, load_tokenizer
-from omnizoo.recipes.reading import read_modalities
 
 
 @pytest.fixture(scope="module")

@@ -90,12 +90,12 @@ def test_ranks_that_wait_for_a_failed_one_are_ended_after_the_grace_time():
 
 
 def test_a_user_error_on_every_rank_is_shown_once_and_gives_2():
-    rank = "from omnizoo.cli.report import report_error\nreport_error('a.jsonl:3: no text\\nb: too')\nsys.exit(2)"
+    rank = "from omnizoo.cli.stderr import report_error\nreport_error('a.jsonl:3: no text\\nb: too')\nsys.exit(2)"
     assert run(3, rank) == (2, "", "error: a.jsonl:3: no text\nerror: b: too\n")
 
 
 def test_what_a_failing_rank_says_replaces_the_note_of_its_exit_code():
-    rank = "from omnizoo.cli.report import report_error\nif rank: sys.exit(1)\nreport_error('disk full')\nsys.exit(1)"
+    rank = "from omnizoo.cli.stderr import report_error\nif rank: sys.exit(1)\nreport_error('disk full')\nsys.exit(1)"
     assert run(2, rank) == (1, "", "error: disk full\n")
 
 

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, model_config, read_steps, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.load import load_config
 from omnizoo.data.loader import build_loader
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.recipes.attach import parallelize
 from omnizoo.training import run
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer

@@ -29,10 +29,10 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2Imag
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.audio import AudioEncoder
 from omnizoo.modalities.base import Encoder
+from omnizoo.modalities.files import read_frames, read_picture, read_sound, resample, sound_length, video_size
 from omnizoo.modalities.image import PatchGrid, VisionEncoder
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.projector import build_projector
-from omnizoo.modalities.reading import read_frames, read_picture, read_sound, resample, sound_length, video_size
 from omnizoo.modalities.video import VideoEncoder
 
 WIDTH = 24

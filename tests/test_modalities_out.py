@@ -23,7 +23,7 @@ from omnizoo.modalities.base import Decoder, Inputs, Sampling
 from omnizoo.modalities.codec import AudioCodec, delay, undelay
 from omnizoo.modalities.codes import ImageCodes, fit_patch_codebook, save_patch_codebook
 from omnizoo.modalities.flow import FlowHead, solve
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.pixels import from_patches, to_patches
 from omnizoo.models.initial import initial_weights
 

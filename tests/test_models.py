@@ -9,6 +9,7 @@ import torch
 from tiny import FAMILIES, model_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Model
@@ -17,7 +18,6 @@ from omnizoo.models.initial import initial_weights
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention, per_sample
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.attach import parallelize
 from omnizoo.recipes.base import read_facts
 
 

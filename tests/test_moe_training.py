@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import train_in_this_world
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.load import load_config
 from omnizoo.data.deal import make_batch
 from omnizoo.data.loader import FlatPack, build_loader
@@ -18,7 +19,6 @@ from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import Process
 from omnizoo.parallel.sequence import slice_tokens
-from omnizoo.recipes.attach import parallelize
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import read_metrics
 from omnizoo.training.optimizer import build_optimizer

@@ -10,6 +10,8 @@ import torch
 from omni import FOUNDATIONS, MODALITIES, SENSOR, make_media, write_omni_config
 from tiny import read_steps, write_rows
 
+from omnizoo.assembly.entrance import read_modalities
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
@@ -19,8 +21,6 @@ from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.models.omni import OmniModel
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.reading import read_modalities
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.run import train

@@ -12,17 +12,17 @@ import torch
 from omni import LISTENING, SENSOR, VISION, make_media, write_omni_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.writer import Writer, load_writer
 from omnizoo.checkpoint.export import export
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
-from omnizoo.data.prompt import Writer, load_writer
 from omnizoo.modalities.base import Sampling
 from omnizoo.models.build import build_model
 from omnizoo.models.generate import Conversation, PromptItem
 from omnizoo.models.omni import OmniModel
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.attach import parallelize
 from omnizoo.training.run import train
 
 

@@ -7,12 +7,12 @@ import torch
 from tiny import model_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config, Data, Model, Optimizer, Source
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.attach import parallelize
 from omnizoo.training.optimizer import build_optimizer
 
 

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny import SHAPE, read_steps, write_config
 from torch.distributed.tensor import distribute_tensor
 
+from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.parts import saved_bytes
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
@@ -24,8 +26,6 @@ from omnizoo.config.schema import Config
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.parts import saved_bytes
 from omnizoo.training.optimizer import KINDS as BUILT_IN
 from omnizoo.training.optimizer import build_optimizer, set_learning_rate, update_average
 

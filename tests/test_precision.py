@@ -18,7 +18,7 @@ from torch import nn
 
 from omnizoo.config.load import load_config
 from omnizoo.modalities.flow import FlowHead
-from omnizoo.models.media import MediaBatch
+from omnizoo.models.media_batch import MediaBatch
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.process import Process, process_group
 from omnizoo.parallel.shard import cast_activations

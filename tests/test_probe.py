@@ -10,6 +10,8 @@ import torch
 from tiny import write_config
 from transformers import AutoConfig
 
+from omnizoo.assembly.flops import count_flops
+from omnizoo.assembly.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
@@ -17,8 +19,6 @@ from omnizoo.config.schema import Model
 from omnizoo.models.build import build_model
 from omnizoo.parallel.gradients import sum_of_squares
 from omnizoo.recipes.base import count_experts, read_facts
-from omnizoo.recipes.flops import count_flops
-from omnizoo.recipes.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.recipes.zoo import MANY
 from omnizoo.training.probe import probe
 from omnizoo.verification.prepare import choose, few_experts, parse, prepare, with_family

@@ -21,17 +21,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 import omnizoo.models.attention  # noqa: F401 - registers our attention
+from omnizoo.assembly.entrance import attach_media
+from omnizoo.assembly.shrink import Shrinking, shrink_config
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.modalities.base import Modality
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model, load_files
-from omnizoo.models.media import MediaBatch, Rows, place
+from omnizoo.models.media_batch import MediaBatch, Rows, place
 from omnizoo.ops.precision import exact
 from omnizoo.recipes.base import read_facts, recipe_of
-from omnizoo.recipes.reading import attach_media
-from omnizoo.recipes.shrink import Shrinking, shrink_config
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker")
 MARKS = {

@@ -19,15 +19,15 @@ from transformers import (
     PretrainedConfig,
 )
 
+from omnizoo.assembly.entrance import read_modalities, unread_inputs
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.data.fields import HARMLESS
 from omnizoo.data.render import Renderer
+from omnizoo.data.row_fields import HARMLESS
 from omnizoo.data.sources import BadRow
 from omnizoo.data.template_facts import read_template
 from omnizoo.models.build import build_model
-from omnizoo.recipes.reading import read_modalities, unread_inputs
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tiny import read_steps
 
+from omnizoo.assembly.writer import load_writer
 from omnizoo.checkpoint.export import export
 from omnizoo.config.load import load_config
-from omnizoo.data.prompt import load_writer
 from omnizoo.modalities.base import Sampling
 from omnizoo.training.run import train
 from omnizoo.verification.compare import verdict_of
@@ -28,7 +28,7 @@ def test_the_users_file_is_under_80_lines_and_touches_the_contract_only() -> Non
     source = (EXAMPLE / "sensor.py").read_text()
     assert len(source.splitlines()) < 80
     ours = {line.split()[1] for line in source.splitlines() if line.startswith("from omnizoo")}
-    assert ours == {"omnizoo.modalities.base", "omnizoo.modalities.media"}
+    assert ours == {"omnizoo.modalities.base", "omnizoo.modalities.item"}
 
 
 def test_it_learns_and_goes_on_with_a_series(tmp_path: Path) -> None:

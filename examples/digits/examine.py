@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from sklearn.svm import SVC
 
-from omnizoo.data.prompt import Writer, load_writer
+from omnizoo.assembly.writer import Writer, load_writer
 from omnizoo.modalities.base import Sampling
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.report import Section, write_report

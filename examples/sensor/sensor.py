@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from omnizoo.modalities.base import Decoder, Encoder, Inputs, Sampling, Size
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.item import BadMedia, Media
 
 
 class Series:

@@ -21,7 +21,7 @@ from omnizoo.config.load import load_config
 if TYPE_CHECKING:
     from omnizoo.data.inspect import Found, Inspection, Piece
     from omnizoo.data.loader import Reader
-    from omnizoo.data.media import Item
+    from omnizoo.data.row_media import Item
 
 LOSS, NO_LOSS = "bold green", "dim"
 COLOURS = ("blue", "magenta", "cyan", "yellow", "red", "white")  # of modalities, in the order of the config
@@ -36,10 +36,10 @@ def inspect(path: str, overrides: list[str], samples: int, out: Path | None) -> 
         raise UserError(f"--samples is {samples}; expected how many samples to show, at least 0")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; expected the name of an HTML file to write")
+    from omnizoo.assembly.entrance import read_modalities
     from omnizoo.data.inspect import TooManyBadError, inspect_data, one_lane, stops_at
     from omnizoo.data.loader import build_reader
     from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
-    from omnizoo.recipes.reading import read_modalities
 
     console = Console()
     if not console.is_terminal:
@@ -295,7 +295,7 @@ def draw_item(item: "Item", reader: "Reader", numbers: dict[str, int], where: st
 def preview(item: "Item", reader: "Reader") -> str:
     """What its module shows of it; one that shows nothing gives its name, so here are its values."""
     from omnizoo.data.inspect import visible
-    from omnizoo.modalities.media import BadMedia
+    from omnizoo.modalities.item import BadMedia
 
     try:
         shown = reader.module(item.port).preview(item.media)

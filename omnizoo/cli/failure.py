@@ -1,6 +1,6 @@
 """A rank has failed: which one and why, in one line, with a way out where there is one."""
 
-from omnizoo.cli.report import report_crash
+from omnizoo.cli.stderr import report_crash
 from omnizoo.config.errors import TrainingError, UserError, first_line, is_out_of_memory, named_line
 
 

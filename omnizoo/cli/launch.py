@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from omnizoo.cli.report import CRASH, ERROR_FD, print_error
+from omnizoo.cli.stderr import CRASH, ERROR_FD, print_error
 
 LAUNCHER_FD = "OMNIZOO_LAUNCHER_FD"  # reading end of a pipe that ends when the launcher does
 STORE_FD = "OMNIZOO_STORE_FD"  # rank 0 only: the listening socket behind MASTER_PORT

@@ -22,14 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(list(sys.argv[1:] if argv is None else argv))
         return int(args.run(args))
     except (UserError, TrainingError) as error:
-        from omnizoo.cli.report import report_error
+        from omnizoo.cli.stderr import report_error
 
         report_error(str(error))
         return 2 if isinstance(error, UserError) else 1
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        from omnizoo.cli.report import report_error
+        from omnizoo.cli.stderr import report_error
 
         report_error(f"out of memory: {(str(error).splitlines() or ['no size is known'])[0]}")
         return 1

@@ -13,7 +13,7 @@ import torch
 
 from omnizoo.data.loader import IGNORE, FlatPack, filler
 from omnizoo.modalities.base import Inputs
-from omnizoo.parallel.balance import assign_items, assign_packs
+from omnizoo.parallel.assign import assign_items, assign_packs
 from omnizoo.parallel.exchange import Payload, exchange_payloads, gather_json
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh

@@ -13,8 +13,8 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.lanes import Counters
 from omnizoo.data.loader import Reader, flatten
-from omnizoo.data.media import Item
 from omnizoo.data.packing import Pack, Sample
+from omnizoo.data.row_media import Item
 
 LOOK = 512  # samples to look at; fewer if there are fewer rows
 BINS = 12  # of the histogram of lengths

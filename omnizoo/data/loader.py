@@ -33,7 +33,7 @@ from omnizoo.data.packing import Pack
 from omnizoo.data.render import Positions, Renderer
 from omnizoo.data.sources import RowSource, open_source
 from omnizoo.modalities.base import Decoder, Encoder, Inputs, Modality
-from omnizoo.modalities.media import BadMedia
+from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
 
 log = logging.getLogger(__name__)

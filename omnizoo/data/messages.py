@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from omnizoo.data.fields import HARMLESS_IN_MESSAGE, Fields, says_nothing
+from omnizoo.data.row_fields import HARMLESS_IN_MESSAGE, Fields, says_nothing
 from omnizoo.data.sources import BadRow
 from omnizoo.data.template_facts import read_template
 

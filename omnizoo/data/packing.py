@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.data.media import Item
 from omnizoo.data.render import Rendered
+from omnizoo.data.row_media import Item
 from omnizoo.data.sources import BadRow
 
 

@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template  # gives character spans; checked on 5.22.2
 
 from omnizoo.config.errors import UserError
-from omnizoo.data.fields import Fields
 from omnizoo.data.limits import OutOfTime, limits
-from omnizoo.data.media import Find, Item, Notation, RowMedia
 from omnizoo.data.messages import Conventions, Message, read_list, read_messages
+from omnizoo.data.row_fields import Fields
+from omnizoo.data.row_media import Find, Item, Notation, RowMedia
 from omnizoo.data.sources import BadRow, Folder, Row
 from omnizoo.modalities.base import Modality
 

@@ -28,7 +28,7 @@ import pyarrow.parquet
 
 from omnizoo.config import schema
 from omnizoo.config.errors import UserError, first_line
-from omnizoo.modalities.media import BadMedia, kind_of_file
+from omnizoo.modalities.item import BadMedia, kind_of_file
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from transformers.audio_utils import mel_filter_bank
 
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Size
-from omnizoo.modalities.media import Media
+from omnizoo.modalities.files import SOUND_OPTIONS, read_sound, sound_length
+from omnizoo.modalities.item import Media
 from omnizoo.modalities.projector import build_projector
-from omnizoo.modalities.reading import SOUND_OPTIONS, read_sound, sound_length
 from omnizoo.modalities.tally import is_trained, measured_flops
 from omnizoo.modalities.tower import Work, preprocessor_settings, tower_skeleton
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.modalities.media import Media
+from omnizoo.modalities.item import Media
 
 Inputs = dict[str, torch.Tensor]  # a prepared item: what `encode` or `targets` needs of it
 

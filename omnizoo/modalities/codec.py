@@ -25,9 +25,9 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
 from omnizoo.modalities.codes import code_loss
+from omnizoo.modalities.files import SOUND_OPTIONS, optional, read_sound, sound_length
 from omnizoo.modalities.frozen import Frozen
-from omnizoo.modalities.media import Media
-from omnizoo.modalities.reading import SOUND_OPTIONS, optional, read_sound, sound_length
+from omnizoo.modalities.item import Media
 from omnizoo.modalities.tally import causal_pairs
 
 

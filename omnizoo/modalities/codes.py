@@ -22,10 +22,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
+from omnizoo.modalities.files import PICTURE_OPTIONS, picture_size
 from omnizoo.modalities.frozen import Diffusers, Frozen, forward_flops, read_settings
-from omnizoo.modalities.media import Media
+from omnizoo.modalities.item import Media
 from omnizoo.modalities.pixels import Array, PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
-from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
 
 Grid = tuple[int, int]
 

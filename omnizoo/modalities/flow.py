@@ -17,10 +17,10 @@ from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Inputs, Sampling, Size
+from omnizoo.modalities.files import PICTURE_OPTIONS, picture_size
 from omnizoo.modalities.frozen import Diffusers, diffusers_package, forward_flops, read_settings
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.pixels import PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
-from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size
 
 SOLVERS = ("euler", "heun")
 Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Size
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.files import PICTURE_OPTIONS, picture_size, pixels, read_picture
+from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.projector import Grid, build_projector
-from omnizoo.modalities.reading import PICTURE_OPTIONS, picture_size, pixels, read_picture
 from omnizoo.modalities.tally import is_trained, measured_flops
 from omnizoo.modalities.tower import Work, preprocessor_settings, takes, tower_skeleton
 

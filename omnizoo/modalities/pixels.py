@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnizoo.modalities.media import Media
-from omnizoo.modalities.reading import optional, read_picture
+from omnizoo.modalities.files import optional, read_picture
+from omnizoo.modalities.item import Media
 from omnizoo.modalities.tower import preprocessor_settings
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Inputs, Size
+from omnizoo.modalities.files import CLIP_OPTIONS, read_frames, sample_times, video_size
 from omnizoo.modalities.image import PatchGrid, VisionEncoder, thumbnail
-from omnizoo.modalities.media import Media
+from omnizoo.modalities.item import Media
 from omnizoo.modalities.projector import Grid
-from omnizoo.modalities.reading import CLIP_OPTIONS, read_frames, sample_times, video_size
 
 FEATURES_PER_FRAME = 256
 

@@ -13,7 +13,7 @@ from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.models.artefact import check_settings, read_json
 from omnizoo.models.attention import carry_pack
-from omnizoo.models.fields import check_numbers, check_shape, config_of
+from omnizoo.models.config_fields import check_numbers, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Inputs, Modality, Sampling
-from omnizoo.models.media import place
+from omnizoo.models.media_batch import place
 from omnizoo.models.omni import OmniModel, last_hidden_state
 
 

@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, Encoder, Modality
 from omnizoo.modalities.build import build_part, check_code
-from omnizoo.models.media import MediaBatch
+from omnizoo.models.media_batch import MediaBatch
 
 PREPROCESSOR = "preprocessor_config.json"
 ROLES = ("encoder", "decoder")

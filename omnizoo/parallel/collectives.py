@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from omnizoo.ops.torch_private import TorchDispatchMode, tree_leaves
 
 # c10d operator -> the name people use. Receives are the other end of sends, and not counted again.
 NAMES = {

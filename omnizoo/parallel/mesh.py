@@ -91,6 +91,13 @@ class Mesh:
         dist.all_reduce(tensor)
         return [float(v) for v in tensor]
 
+    def sum_along(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed, in place and without gradients, over the ranks along `axis`."""
+        group = self.group(axis)
+        if group.size() > 1:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
     def gather(self, value: Any) -> list[Any]:
         """Each rank's value, on rank 0; an empty list elsewhere. For small, plain objects between our own ranks."""
         gathered: list[Any] = [None] * dist.get_world_size() if self.is_first else []

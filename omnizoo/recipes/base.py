@@ -19,7 +19,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Modality
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.hf_private import block_class_names, is_experts
-from omnizoo.models.media import Rows
+from omnizoo.models.media_batch import Rows
 
 Options = Mapping[str, Mapping[str, Any]]  # by modality: `options` of its encoder in the config
 Ids = npt.NDArray[np.int32]

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from omnizoo.models.media import Rows
+from omnizoo.models.media_batch import Rows
 from omnizoo.recipes.base import Ids, Recipe
-from omnizoo.recipes.media import (
+from omnizoo.recipes.qwen_towers import (
     BEGIN,
     END,
     SHRINK,

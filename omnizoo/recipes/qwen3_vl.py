@@ -11,7 +11,16 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from omnizoo.recipes.base import Ids, Recipe
-from omnizoo.recipes.media import BEGIN, END, SHRINK, ImageTower, VideoTower, build_modalities, enter_visual, shapes_of
+from omnizoo.recipes.qwen_towers import (
+    BEGIN,
+    END,
+    SHRINK,
+    ImageTower,
+    VideoTower,
+    build_modalities,
+    enter_visual,
+    shapes_of,
+)
 
 
 class TimedVideoTower(VideoTower):

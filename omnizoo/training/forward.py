@@ -14,7 +14,7 @@ from torch import nn
 from omnizoo.config.schema import Parallel
 from omnizoo.data.deal import Batch
 from omnizoo.data.loader import IGNORE
-from omnizoo.models.media import MediaBatch, Rows
+from omnizoo.models.media_batch import MediaBatch, Rows
 from omnizoo.ops.attention import Pattern
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route, deliver

@@ -5,19 +5,20 @@ term is a plain mean over the whole step, whatever the layout.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from omnizoo.assembly.entrance import media_ports
+from omnizoo.assembly.flops import count_flops
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import TEXT, Batch, Known, Totals
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.ops.cross_entropy import cross_entropy_sum
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.recipes.flops import count_flops
-from omnizoo.recipes.reading import media_ports
-from omnizoo.training.balance import RouterStatistics, balance_terms, update_bias
 from omnizoo.training.forward import forward, localize
+from omnizoo.training.routers import RouterStatistics, balance_terms, update_bias
 
 BALANCE, ROUTER_Z = "balance", "router_z"
 
@@ -68,8 +69,8 @@ class Objective:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]
         self.statistics.add(records)
         if records and (train.balance_loss or train.router_z_loss):
-            group = self.mesh.group("sp") if self.mesh.layout.sp > 1 else None
-            balance, router_z = balance_terms(records, local.pack_of_token, len(batch.packs), group)
+            add_up = partial(self.mesh.sum_along, "sp")
+            balance, router_z = balance_terms(records, local.pack_of_token, len(batch.packs), add_up)
             terms += [LossTerm(BALANCE, train.balance_loss, balance)] if train.balance_loss else []
             terms += [LossTerm(ROUTER_Z, train.router_z_loss, router_z)] if train.router_z_loss else []
         return terms

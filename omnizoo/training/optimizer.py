@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from omnizoo.assembly.parts import Treatments
 from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class, takes
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.optimizers import tuple_of
 from omnizoo.config.schema import Config, Ema
 from omnizoo.models.hf_private import is_experts, routers
-from omnizoo.recipes.parts import Treatments
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"

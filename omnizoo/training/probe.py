@@ -19,6 +19,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.assembly.entrance import attach_media, keep_logits
+from omnizoo.assembly.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import Model
 from omnizoo.models.build import (
@@ -32,8 +34,6 @@ from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig, OmniModel
 from omnizoo.recipes.base import read_facts, recipe_for
-from omnizoo.recipes.reading import attach_media, keep_logits
-from omnizoo.recipes.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.training.forward import packed_inputs
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

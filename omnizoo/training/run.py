@@ -10,6 +10,9 @@ from typing import TypeVar
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.assembly.entrance import media_ports, read_modalities
+from omnizoo.assembly.parallelize import check_memory, parallelize
+from omnizoo.assembly.parts import saved_bytes
 from omnizoo.checkpoint.folder import checkpoints, clean, folder_of
 from omnizoo.checkpoint.ownership import check_space, hold
 from omnizoo.checkpoint.save import SaveError, load, save
@@ -25,9 +28,6 @@ from omnizoo.parallel.layout import Layout, micro_batches
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
-from omnizoo.recipes.attach import check_memory, parallelize
-from omnizoo.recipes.parts import saved_bytes
-from omnizoo.recipes.reading import media_ports, read_modalities
 from omnizoo.training.best import check_metrics, watchers
 from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_callbacks
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from omnizoo.assembly.groups import Groups, matching
+from omnizoo.assembly.parallelize import check
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config, Model
 from omnizoo.models.build import build_model, load_tokenizer, tokenizer_folder
 from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.attach import check
 from omnizoo.recipes.base import EXPERTS, VISITED, read_facts, recipe_of
-from omnizoo.recipes.groups import Groups, matching
 from omnizoo.training.probe import active_dropout
-from omnizoo.verification.shrink import shrink
+from omnizoo.verification.small import shrink
 from omnizoo.verification.trial import Trial, run_trial
 
 ROUNDED = "rounded"  # of a run in bf16: the folder of one process in bf16

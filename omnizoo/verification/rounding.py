@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnizoo.models.media import MediaBatch
+from omnizoo.models.media_batch import MediaBatch
 
 # How much farther from fp32 than one process in bf16. Which additions are rounded depends on the layout, so errors of
 # the same kind differ by chance: on the example configs by up to twice.

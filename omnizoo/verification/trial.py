@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from omnizoo.assembly.entrance import read_modalities
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
 from omnizoo.data.loader import build_loader
@@ -18,8 +20,6 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process
 from omnizoo.parallel.sequence import slice_tokens
-from omnizoo.recipes.attach import parallelize
-from omnizoo.recipes.reading import read_modalities
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import next_step, train_step

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from omnizoo.assembly.parts import Treatments
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.models.build import tokenizer_folder
-from omnizoo.models.media import MediaBatch
+from omnizoo.models.media_batch import MediaBatch
 from omnizoo.models.omni import OmniModel, modalities_of
 from omnizoo.recipes.base import recipe_for
-from omnizoo.recipes.parts import Treatments
 
 log = logging.getLogger(__name__)
 Model_ = TypeVar("Model_", bound=nn.Module)

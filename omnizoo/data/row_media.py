@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from omnizoo.data.fields import Fields, of_part
+from omnizoo.data.row_fields import Fields, of_part
 from omnizoo.data.sources import BadRow, Row
 from omnizoo.modalities.base import Modality, Size
-from omnizoo.modalities.media import WELL_KNOWN, BadMedia, Media
+from omnizoo.modalities.item import WELL_KNOWN, BadMedia, Media
 
 Find = Callable[[str], Path | bytes]  # the file, or the bytes, that a row calls by a name
 

@@ -21,9 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Encoder, Inputs, Modality, Size
-from omnizoo.modalities.image import thumbnail
-from omnizoo.modalities.media import BadMedia, Media
-from omnizoo.modalities.reading import (
+from omnizoo.modalities.files import (
     CLIP_OPTIONS,
     PICTURE_OPTIONS,
     SOUND_OPTIONS,
@@ -35,9 +33,11 @@ from omnizoo.modalities.reading import (
     sound_length,
     video_size,
 )
+from omnizoo.modalities.image import thumbnail
+from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.tally import Tally
 from omnizoo.modalities.tower import Work
-from omnizoo.models.media import Rows
+from omnizoo.models.media_batch import Rows
 
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 IMAGES = {

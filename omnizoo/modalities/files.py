@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.modalities.item import BadMedia, Media
 
 if TYPE_CHECKING:
     from PIL.Image import Image

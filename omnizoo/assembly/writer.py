@@ -15,7 +15,7 @@ from omnizoo.config.schema import Model
 from omnizoo.data.render import HERE, Renderer
 from omnizoo.data.sources import BadRow, Folder
 from omnizoo.modalities.base import Modality, Sampling
-from omnizoo.modalities.media import BadMedia
+from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import check_vocabulary, load_tokenizer
 from omnizoo.models.generate import Piece, PromptItem, generate
 from omnizoo.models.omni import OmniModel, modalities_of

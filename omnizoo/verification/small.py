@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from omnizoo.assembly.shrink import shrink_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model
 from omnizoo.models.build import read_model_config
 from omnizoo.recipes.base import recipe_of
-from omnizoo.recipes.shrink import shrink_model
 from omnizoo.training.probe import probe
 
 PACK_TOKENS = 96

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from omnizoo.config.schema import Model
 from omnizoo.models.build import read_model_config, tokenizer_folder
-from omnizoo.models.fields import unknown_fields
+from omnizoo.models.config_fields import unknown_fields
 from omnizoo.recipes.base import EXPERTS, VISITED, recipe_of
 
 HEADS, HEAD_DIM, WINDOW = 8, 16, 16

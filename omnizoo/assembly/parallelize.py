@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from omnizoo.assembly.entrance import attach_media, keep_logits
+from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
@@ -29,8 +31,6 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import allocate, fill, precision_policy, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
-from omnizoo.recipes.parts import Treatments, held_bytes
-from omnizoo.recipes.reading import attach_media, keep_logits
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnizoo.assembly.groups import Groups
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model, ParameterGroup, Part, Projector
 from omnizoo.modalities.base import Encoder
 from omnizoo.models.omni import OmniModel
 from omnizoo.ops.precision import compute_in
 from omnizoo.recipes.base import recipe_for
-from omnizoo.recipes.groups import Groups
 
 # What an optimizer keeps of a trained parameter, in copies of it; 8-bit state is saved as fp32.
 HELD_STATE = {"adamw": 2, "muon": 1, "adafactor": 0, "adamw_8bit": 0.5}

@@ -9,19 +9,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from omnizoo.models.routing import RouterRecord, correction_bias
 
 
 def balance_terms(
-    records: Sequence[RouterRecord], pack_of_token: torch.Tensor, packs: int, group: dist.ProcessGroup | None
+    records: Sequence[RouterRecord],
+    pack_of_token: torch.Tensor,
+    packs: int,
+    sum_shares: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum over packs of the balance loss, sum over tokens and layers of the squared router log-sum-exp).
 
-    `pack_of_token [T]` is 0 to `packs` - 1 for this rank's tokens. Where `group` shares the packs, each rank has a part
-    of the tokens, and returns a part of the sums; one all-reduce of `packs` x experts counts is all they exchange.
+    `pack_of_token [T]` is 0 to `packs` - 1 for this rank's tokens. Where ranks share packs, each has a part of the
+    tokens, and returns a part of the sums; all they exchange is `packs` x experts counts, which `sum_shares` adds up.
     """
     member = pack_of_token.unsqueeze(0) == torch.arange(packs, device=pack_of_token.device).unsqueeze(1)  # [P, T]
     choices, z_sum = 0, torch.zeros((), device=pack_of_token.device)
@@ -34,9 +36,7 @@ def balance_terms(
         probabilities.append(member.to(logits.dtype) @ logits.softmax(1))
         z_sum = z_sum + (logits.logsumexp(1).square() * (pack_of_token >= 0)).sum()  # fillers count nowhere
         choices = record.index.shape[1]
-    load = torch.stack(loads).sum(0)  # [P, E]
-    if group is not None:
-        dist.all_reduce(load, group=group)
+    load = sum_shares(torch.stack(loads).sum(0))  # [P, E]
     probability = torch.stack(probabilities).sum(0)
     tokens = load.sum(1, keepdim=True) / choices  # of each pack, over all ranks and layers
     fraction, mean = load / tokens.clamp(min=1), probability / tokens.clamp(min=1)
