@@ -1,0 +1,134 @@
+"""Head and cross entropy in one, without ever holding more than a chunk of logits.
+
+Logits of a long pack over a large vocabulary are by far its largest tensor, and plain cross entropy holds four of them:
+as the head gives them, in fp32, their log-softmax and their gradient. Here rows go through the head a chunk at a time,
+and each chunk's part of the gradients is made at once, in the forward pass.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+CHUNK = 2**26  # logits at a time; 256 MiB in fp32
+
+
+@dataclass(frozen=True)
+class Head:
+    """What becomes of a hidden state: `cap(scale * (weight @ hidden + bias))`, the last one a soft cap by tanh."""
+
+    weight: torch.Tensor  # [V, C]
+    bias: torch.Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def linear_cross_entropy_sum(
+    hidden: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """Sum over rows of `hidden [N, C]` of weight x (cross entropy with `targets [N]` + z_loss x log-sum-exp squared).
+
+    Logits are multiplied out in the precision of `hidden`; everything after that, and sums over chunks, are in fp32 or
+    better. 0 for no rows, with gradients of zeros.
+    """
+    rows = max(1, chunk // len(head.weight))
+    settings = (label_smoothing, z_loss, head.scale, head.softcap, rows)
+    out: torch.Tensor = _LinearCrossEntropy.apply(hidden, head.weight, head.bias, targets, weights, settings)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        settings: tuple[float, float, float, float | None, int],
+    ) -> torch.Tensor:
+        smoothing, z_loss, scale, softcap, rows = settings
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        to_hidden = torch.empty_like(hidden) if needs_hidden else None
+        to_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        to_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
+        for first in range(0, len(hidden), rows):
+            part = slice(first, first + rows)
+            some = hidden[part]
+            logits = torch.addmm(bias, some, weight.t()) if bias is not None else some @ weight.t()
+            each = None if weights is None else weights[part].to(wide)
+            loss, grad = _loss_and_gradient(logits.to(wide), targets[part], each, smoothing, z_loss, scale, softcap)
+            del logits
+            total += loss
+            if to_bias is not None:
+                to_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if to_hidden is not None:
+                torch.mm(grad, weight, out=to_hidden[part])
+            if to_weight is not None:
+                if to_weight.dtype == grad.dtype:
+                    to_weight.addmm_(grad.t(), some)
+                else:
+                    to_weight += grad.t() @ some
+        ctx.gradients = (to_hidden, to_weight, to_bias)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        assert ctx.gradients is not None, (
+            "linear_cross_entropy_sum goes through backward once: its gradients are used up"
+        )
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [
+            None if each is None else each.mul_(grad.to(each.dtype)).to(dtype)
+            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss summed over rows, and its gradient in place of `logits [n, V]`, which are as the head gives them."""
+    if scale != 1.0:
+        logits = logits.mul_(scale)
+    slope = None
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_()
+        slope = 1 - logits.square()
+        logits = logits.mul_(softcap)
+    index = targets[:, None]
+    wanted = logits.gather(1, index)[:, 0]
+    mean = logits.mean(1) if label_smoothing else 0.0
+    top = logits.amax(1, keepdim=True)
+    grad = logits.sub_(top).exp_()
+    mass = grad.sum(1, keepdim=True)
+    lse = (mass.log() + top)[:, 0]
+    loss = lse - (1 - label_smoothing) * wanted - label_smoothing * mean + z_loss * lse.square()
+    grad = grad.mul_((1 + 2 * z_loss * lse)[:, None] / mass)
+    grad = grad.scatter_add_(1, index, torch.full_like(index, -(1 - label_smoothing), dtype=grad.dtype))
+    if label_smoothing:
+        grad = grad.sub_(label_smoothing / grad.shape[1])
+    if weights is not None:
+        loss, grad = loss * weights, grad.mul_(weights[:, None])
+    if slope is not None:
+        grad = grad.mul_(slope)
+    return loss.sum(), grad.mul_(scale) if scale != 1.0 else grad
