@@ -69,7 +69,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.addmm(bias, some, weight.t()) if bias is not None else some @ weight.t()
             each = None if weights is None else weights[part].to(wide)
             loss, grad = _loss_and_gradient(logits.to(wide), targets[part], each, smoothing, z_loss, scale, softcap)
-            del logits
             total += loss
             if to_bias is not None:
                 to_bias += grad.sum(0)
@@ -81,6 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     to_weight.addmm_(grad.t(), some)
                 else:
                     to_weight += grad.t() @ some
+            del logits, grad  # before there are new ones
         ctx.gradients = (to_hidden, to_weight, to_bias)
         return total
 
