@@ -1,5 +1,6 @@
 """Weights in and out: an export is the trained model bit for bit, and loading accounts for every key on every rank."""
 
+import ctypes
 import gc
 import json
 import shutil
@@ -202,6 +203,7 @@ def peak_memory(work: Callable[[], Any]) -> int:
         return int(lines["RssAnon"].split()[0]) * 1024
 
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not there to be used again
     before, seen, done = anonymous(), [0], threading.Event()
 
     def watch() -> None:

@@ -194,9 +194,12 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_template_without_end_is_at_fault_itself() -> None:
+def test_a_template_without_end_is_at_fault_itself(tmp_path: Path) -> None:
+    """And no row is blamed for it: each would take as long."""
     with pytest.raises(UserError, match=r"more than 0\.2 s of computing, whatever it is given"):
         ChatTemplate(LOOPS, None, {}).render(TURNS)
+    with pytest.raises(UserError, match="whatever it is given"):
+        Renderer(make_tokenizer(tmp_path, LOOPS), append_eos=True).render({"messages": TURNS})
 
 
 @pytest.mark.usefixtures("hasty")

@@ -20,7 +20,7 @@ from omnizoo.cli.launch import launch
 sys.exit(launch([], int(sys.argv[1]), command=[sys.executable, "-c", sys.argv[2]], grace=float(sys.argv[3])))
 """
 RANK = """
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
 rank = int(os.environ["RANK"])
 def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece
 def wait():
@@ -81,8 +81,17 @@ def test_rank_0_owns_the_listening_socket_behind_the_master_port():
 
 
 def test_the_exit_code_is_that_of_the_first_rank_that_fails():
-    rank = CONNECT + "\nif rank: peer.recv(1); sys.exit(1)\nsys.exit(3)"  # rank 1 ends because rank 0 is gone
-    assert run(2, rank) == (3, "", "error: rank 0 exited with code 3\n")
+    rank = """
+if rank == 0:
+    connections[0].sendall(str(os.getpid()).encode())
+    sys.exit(3)
+try:  # rank 1 ends because rank 0 is gone
+    select.select([os.pidfd_open(int(peer.recv(16)))], [], [])
+except ProcessLookupError:
+    pass
+sys.exit(1)
+"""
+    assert run(2, CONNECT + rank) == (3, "", "error: rank 0 exited with code 3\n")
 
 
 def test_ranks_that_wait_for_a_failed_one_are_ended_after_the_grace_time():

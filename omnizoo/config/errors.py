@@ -3,7 +3,7 @@
 ALLOCATION_FAILED = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """A mistake the user can fix: names file, key and value, what was expected and what to do. Exit code 2."""
 
 

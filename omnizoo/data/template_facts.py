@@ -28,11 +28,11 @@ def read_template(source: str) -> TemplateFacts:
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
     try:
         tree = environment.parse(GENERATION.sub("", source))
-    except jinja2.TemplateError:  # rendering will say what is wrong with it
+        words = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+        names = frozenset(node.name for node in tree.find_all(nodes.Name))
+        return TemplateFacts(Following(tree).looked_at(), words, names)
+    except (jinja2.TemplateError, RecursionError):  # rendering will say what is wrong with it
         return TemplateFacts(None, frozenset(), frozenset({"tools"}))
-    words = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
-    names = frozenset(node.name for node in tree.find_all(nodes.Name))
-    return TemplateFacts(Following(tree).looked_at(), words, names)
 
 
 class Following:
