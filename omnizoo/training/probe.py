@@ -82,9 +82,7 @@ def _probe(spec: Model) -> Probed:
                 continue
             run = _Run(model, spec)
             is_random = run.is_random()
-        except FAILURES as error:
-            if isinstance(error, UserError) and not isinstance(error, UnbuildableError):
-                raise
+        except (UnbuildableError, *FAILURES) as error:
             if spec.module is not None:
                 raise  # a user's own code: its traceback says more than we could
             failure = failure or error
