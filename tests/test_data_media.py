@@ -28,7 +28,8 @@ from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Packer, split
 from omnizoo.data.render import Rendered, Renderer
 from omnizoo.data.row_media import Item
-from omnizoo.data.sources import BadRow, Folder, RowSource, open_source
+from omnizoo.data.rows import BadRow, Folder, RowSource
+from omnizoo.data.sources import open_source
 from omnizoo.modalities.base import Decoder, Encoder, Modality, Size
 from omnizoo.modalities.item import BadMedia, Media
 

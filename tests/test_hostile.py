@@ -22,7 +22,8 @@ from omnizoo.config.schema import Source
 from omnizoo.data import render, sources
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.render import ChatTemplate, Renderer
-from omnizoo.data.sources import BadRow, Folder, RowSource, open_source
+from omnizoo.data.rows import BadRow, Folder, RowSource
+from omnizoo.data.sources import open_source
 from omnizoo.modalities import files
 from omnizoo.modalities.files import picture_size, read_frames, read_picture, read_sound, sample_times, video_size
 from omnizoo.modalities.item import BadMedia, Media

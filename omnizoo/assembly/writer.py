@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.data.render import HERE, Renderer
-from omnizoo.data.sources import BadRow, Folder
+from omnizoo.data.rows import BadRow, Folder
 from omnizoo.modalities.base import Modality, Sampling
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import check_vocabulary, load_tokenizer

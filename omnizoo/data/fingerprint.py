@@ -15,7 +15,12 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from omnizoo.data.sources import Concatenation, DatasetRows, JsonLines, ParquetRows, RowSource, TarSamples
+from omnizoo.data.dataset_rows import DatasetRows
+from omnizoo.data.json_lines import JsonLines
+from omnizoo.data.parquet_rows import ParquetRows
+from omnizoo.data.rows import RowSource
+from omnizoo.data.sources import Concatenation
+from omnizoo.data.tar_samples import TarSamples
 
 WHOLE = 256 << 20  # bytes
 BLOCK = 256 << 10

@@ -16,7 +16,7 @@ from omnizoo.config import schema
 from omnizoo.config.errors import UserError
 from omnizoo.data.packing import Pack, Packer, Sample, SampleId, split
 from omnizoo.data.render import Renderer
-from omnizoo.data.sources import BadRow, Rows, RowSource
+from omnizoo.data.rows import BadRow, Rows, RowSource
 
 PIECE = 256  # most rows dealt to a lane in one go
 

@@ -31,7 +31,8 @@ from omnizoo.data.fingerprint import content_of, reading_of
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Pack
 from omnizoo.data.render import Positions, Renderer
-from omnizoo.data.sources import RowSource, open_source
+from omnizoo.data.rows import RowSource
+from omnizoo.data.sources import open_source
 from omnizoo.modalities.base import Decoder, Encoder, Inputs, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from omnizoo.data.row_fields import HARMLESS_IN_MESSAGE, Fields, says_nothing
-from omnizoo.data.sources import BadRow
+from omnizoo.data.rows import BadRow
 from omnizoo.data.template_facts import read_template
 
 Message = dict[str, Any]

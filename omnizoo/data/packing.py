@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from omnizoo.data.render import Rendered
 from omnizoo.data.row_media import Item
-from omnizoo.data.sources import BadRow
+from omnizoo.data.rows import BadRow
 
 
 class SampleId(NamedTuple):

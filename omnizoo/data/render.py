@@ -25,7 +25,7 @@ from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.messages import Conventions, Message, read_list, read_messages
 from omnizoo.data.row_fields import Fields
 from omnizoo.data.row_media import Find, Item, Notation, RowMedia
-from omnizoo.data.sources import BadRow, Folder, Row
+from omnizoo.data.rows import BadRow, Folder, Row
 from omnizoo.modalities.base import Modality
 
 Span = tuple[int, int]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from omnizoo.data.sources import CONVERSATION, BadRow, Row
+from omnizoo.data.rows import CONVERSATION, BadRow, Row
 from omnizoo.modalities.item import WELL_KNOWN
 
 # What other tools write about a row: who it is, where it comes from, what it is about. docs/data.md lists these.

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
 from omnizoo.data.row_fields import Fields, of_part
-from omnizoo.data.sources import BadRow, Row
+from omnizoo.data.rows import BadRow, Row
 from omnizoo.modalities.base import Modality, Size
 from omnizoo.modalities.item import WELL_KNOWN, BadMedia, Media
 
