@@ -36,18 +36,14 @@ def inspect(path: str, overrides: list[str], samples: int, out: Path | None) -> 
         raise UserError(f"--samples is {samples}; expected how many samples to show, at least 0")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; expected the name of an HTML file to write")
-    from omnizoo.assembly.entrance import read_modalities
+    from omnizoo.assembly.assemble import assemble
     from omnizoo.data.inspect import TooManyBadError, inspect_data, one_lane, stops_at
-    from omnizoo.data.loader import build_reader
-    from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 
     console = Console()
     if not console.is_terminal:
         console.width = 120
     with console.status("reading rows"):
-        tokenizer, model = load_tokenizer(config.model), build_model(config.model, config.parallel.precision)
-        check_vocabulary(model, tokenizer)
-        reader = build_reader(one_lane(config), tokenizer, **read_modalities(model, config.model))
+        reader = assemble(one_lane(config)).reader()
         try:
             inspection = inspect_data(reader, samples)
         except TooManyBadError as error:

@@ -5,25 +5,25 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.assembly.entrance import media_ports, read_modalities
+from omnizoo.assembly.assemble import assemble
+from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
 from omnizoo.checkpoint.folder import checkpoints, clean, folder_of
 from omnizoo.checkpoint.ownership import check_space, hold
 from omnizoo.checkpoint.save import SaveError, load, save
 from omnizoo.checkpoint.start import Origin, find
-from omnizoo.config.errors import TrainingError, UserError
+from omnizoo.config.errors import TrainingError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
-from omnizoo.data.loader import build_loader, merge_states, read_held_out
-from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
+from omnizoo.data.loader import merge_states
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, memory_gb, peak_flops
+from omnizoo.parallel.agree import agree
 from omnizoo.parallel.layout import Layout, micro_batches
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
@@ -39,9 +39,8 @@ from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
 from omnizoo.training.schedule import learning_rate
-from omnizoo.training.step import next_step, raise_everywhere, train_step
+from omnizoo.training.step import next_step, train_step
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -61,30 +60,26 @@ def train(
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
-        agreed(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
-        own = agreed(
+        agree(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
+        own = agree(
             mesh, lambda: [*built_in_loggers(config, run), *user_callbacks(config, callbacks)] if mesh.is_first else []
         )
 
         check_optimizer(config)
         learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
-        tokenizer = load_tokenizer(config.model)
-        model = build_model(config.model, config.parallel.precision)
-        name = type(model).__name__  # FSDP renames the class
-        check_vocabulary(model, tokenizer)
-        probed = agreed(mesh, lambda: probe(config.model) if mesh.is_first else None)
+        assembled = agree(mesh, lambda: assemble(config))
+        model, name = assembled.model, type(assembled.model).__name__  # FSDP renames the class
+        probed = agree(mesh, lambda: probe(config.model) if mesh.is_first else None)
         if probed is not None:
             warn_of(probed, model, mesh.layout, config.train.micro_batch)
-        agreed(mesh, lambda: check_memory(model, mesh, config))
-        agreed(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
-        reading = (config, tokenizer, mesh.rank, mesh.layout.world)
-        media = read_modalities(model, config.model)
-        loader = agreed(mesh, lambda: build_loader(*reading, **media))
-        held_out = agreed(mesh, lambda: read_held_out(*reading, **media) if config.train.eval_every else [])
+        agree(mesh, lambda: check_memory(model, mesh, config))
+        agree(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
+        loader = agree(mesh, lambda: assembled.loader(mesh))
+        held_out = agree(mesh, lambda: assembled.held_out(mesh))
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
-        agreed(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
-        optimizer = agreed(mesh, lambda: build_optimizer(model, config))
+        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
+        optimizer = agree(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
@@ -92,7 +87,7 @@ def train(
             start, tokens_seen = state["step"], state.get("tokens_seen", 0)
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             saved = state["loader"]
-            agreed(mesh, lambda: loader.load_state_dict(saved))
+            agree(mesh, lambda: loader.load_state_dict(saved))
         watching = Callbacks([*watchers(config, origin.run), *own] if mesh.is_first else [], active=mesh.is_first)
         watching.load_state_dict(state.get("callbacks", {}))
         if start >= config.train.steps:
@@ -111,7 +106,7 @@ def train(
         facts = describe(config, mesh, model, name, run, directory, origin)
         facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
         begun = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
-        with agreed(mesh, lambda: Recorder(config, run, begun, facts, origin, watching)) as recorder:
+        with agree(mesh, lambda: Recorder(config, run, begun, facts, origin, watching)) as recorder:
             if heed(mesh, watching).stop:
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
@@ -180,7 +175,9 @@ def train(
                     lanes = mesh.gather(loader.state_dict())
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
-                        watching.save(step, save(directory, step, model, optimizer, state, mesh, config, tokenizer))
+                        watching.save(
+                            step, save(directory, step, model, optimizer, state, mesh, config, assembled.tokenizer)
+                        )
                     except SaveError as error:
                         message = f"no checkpoint of step {step}: {error}; those before it in {directory} are intact"
                         if config.checkpoint.on_save_error == "stop" or last:
@@ -197,18 +194,6 @@ def train(
             recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
         loader.close()
     return 0
-
-
-def agreed(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Do `work` on every rank; a UserError of one becomes the UserError of all, so that no rank waits for another."""
-    error, result = None, None
-    try:
-        result = work()
-    except UserError as caught:
-        error = caught
-    if mesh.sum([error is not None])[0]:
-        raise_everywhere(error, mesh)
-    return result  # type: ignore[return-value]
 
 
 def heed(mesh: Mesh, watching: Callbacks, saved: str = "") -> Asked:

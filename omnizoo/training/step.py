@@ -15,8 +15,8 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.deal import Batch, Totals, deal
 from omnizoo.data.loader import Loader
 from omnizoo.ops.precision import exact
+from omnizoo.parallel.agree import raise_first
 from omnizoo.parallel.gradients import clip_gradients, gradient_norm
-from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import set_learning_rate, update_average
@@ -61,9 +61,7 @@ def next_step(loader: Loader, objective: Objective) -> StepData:
     note = {"error": error, "counters": counters, "bad_rows": step.bad_rows if step else []}
     micro_batch = objective.config.train.micro_batch
     dealt = deal(step.packs if step else [], objective.mesh, micro_batch, objective.ports, objective.cost, note)
-    for told in dealt.notes:
-        if told["error"] is not None:
-            raise UserError(told["error"])
+    raise_first(told["error"] for told in dealt.notes)
     return StepData(
         micro_batches=dealt.batches,
         totals=dealt.totals,
@@ -111,12 +109,6 @@ def train_step(
         update_average(optimizer, config.optimizer.ema, step)
     counted = {name: mean for name, mean in means.items() if data.counts[name]}
     return StepResult(total_loss, counted, grad_norm, lr, finite, stopping > 0, routers)
-
-
-def raise_everywhere(error: UserError | None, mesh: Mesh) -> None:
-    """Raise the first rank's error on every rank."""
-    messages = [message for message in mesh.gather(str(error) if error else None) if message]
-    raise UserError(mesh.from_first(messages[0] if messages else None))
 
 
 def _dropout_seed(seed: int, step: int, packs: Sequence[int], sp_rank: int) -> int:
