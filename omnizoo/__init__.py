@@ -28,6 +28,13 @@ _HOME = {
     "train": "omnizoo.training.run",
     "Callback": "omnizoo.training.callbacks",
     "Logger": "omnizoo.training.callbacks",
+    "RowSource": "omnizoo.data.rows",
+    "BadRow": "omnizoo.data.rows",
+    "Encoder": "omnizoo.modalities.base",
+    "Decoder": "omnizoo.modalities.base",
+    "Size": "omnizoo.modalities.base",
+    "BadMedia": "omnizoo.modalities.item",
+    "Recipe": "omnizoo.recipes.base",
 }
 __all__ = list(_HOME)
 

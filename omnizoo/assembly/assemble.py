@@ -7,9 +7,12 @@ from typing import Any
 from torch import nn
 
 from omnizoo.assembly.entrance import read_modalities
-from omnizoo.config.schema import Config
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config, Given
+from omnizoo.data.fingerprint import content_of
 from omnizoo.data.loader import FlatPack, Loader, Reader, build_loader, build_reader, read_held_out
-from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
+from omnizoo.models.build import build_model, check_vocabulary, given_model, load_tokenizer, tensors_of
+from omnizoo.parallel.agree import rank_apart
 from omnizoo.parallel.mesh import Mesh
 
 
@@ -35,6 +38,26 @@ class Assembly:
         if not self.config.train.eval_every:
             return []
         return read_held_out(self.config, self.tokenizer, mesh.rank, mesh.layout.world, **self.media)
+
+
+def check_same_model(config: Config, mesh: Mesh) -> None:
+    """Refuse a model from Python that is not the same on all ranks: each rank has made its own. Weights may differ;
+    those of the first rank count."""
+    if not isinstance(config.model.given, Given):
+        return
+    given = given_model(config.model)
+    tensors = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors_of(given)]
+    if (rank := rank_apart(mesh, tensors)) is not None:
+        raise UserError(f"model=: rank {rank} has a module with other parameters than rank 0; make the same on all")
+    if nowhere := mesh.from_first([name for name, tensor in tensors_of(given) if tensor.is_meta]):
+        raise UserError(f"model=: {nowhere[0]} is on meta; the first rank's module needs weights to begin with")
+
+
+def check_same_rows(config: Config, loader: Loader, mesh: Mesh) -> None:
+    """Refuse rows from Python that are not the same on all ranks."""
+    for spec, source in zip(config.data.sources, loader.reader.sources, strict=True):
+        if spec.path is None and (rank := rank_apart(mesh, content_of(source))) is not None:
+            raise UserError(f"{spec.name}: rank {rank} has other rows than rank 0; make the same ones on every rank")
 
 
 def assemble(config: Config) -> Assembly:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from omnizoo.config.schema import Model
-from omnizoo.models.build import read_model_config, tokenizer_folder
+from omnizoo.models.build import is_own_module, read_model_config, tokenizer_folder
 from omnizoo.models.config_fields import unknown_fields
 from omnizoo.recipes.base import EXPERTS, VISITED, recipe_of
 
@@ -98,9 +98,10 @@ class Shrinking:
 
 def shrink_model(model: Model, how: Shrinking) -> Model:
     """A model of the same families and structure, with random weights. A user's own module is taken as it is."""
-    if model.module is not None:
+    if is_own_module(model):
         return model
-    small: dict[str, Any] = {"path": None, "tokenizer": tokenizer_folder(model)}
+    tokenizer = model.tokenizer or tokenizer_folder(model)
+    small: dict[str, Any] = {"path": None, "given": None, "tokenizer": tokenizer}
     if model.foundation is None:
         return model.model_copy(update=small | {"part": None, "config": shrink_config(read_model_config(model), how)})
     composed = read_model_config(model)

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import LONGEST_TEXT, Config
+from omnizoo.config.schema import LONGEST_TEXT, Config, Given
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,14 @@ MOVED = {
     "train.no_decay": "optimizer.no_decay",
 }
 COMMAND_LINE = "command line"
+IN_PYTHON = "config"
+# Arguments of `omnizoo.train`: section and key that take the object, and keys that would say the same.
+GIVEN = {
+    "model": ("model", "given", ("path", "config", "module", "foundation")),
+    "tokenizer": ("model", "tokenizer", ("tokenizer",)),
+    "data": ("data", "sources", ("sources",)),
+    "eval_data": ("data", "eval_sources", ("eval_sources",)),
+}
 ALL_KEYS = "`omnizoo train --help` lists all keys"
 KEYS = reference.keys()
 # No config comes near these; what does was not meant as one, or is there to take time and memory.
@@ -91,18 +99,27 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _dialect.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), notices: bool = True) -> Config:
-    """The config of the file at `path`, changed by `overrides` (`["--train.lr", "1e-3", "--log.dir=runs/a"]`).
+def load_config(
+    config: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    notices: bool = True,
+    objects: Mapping[str, Any] | None = None,
+) -> Config:
+    """The config of a file or a mapping, changed by `overrides` (`["--train.lr", "1e-3", "--log.dir=runs/a"]`).
 
     Relative paths in it are relative to the working directory, whether they stand in the file or on the command line.
+    `objects` are those of `omnizoo.train`, by the names of its arguments; they take the place of what files name.
     """
     say = logger.warning if notices else logger.debug  # of several ranks, one says it
     changes = _renamed(parse_overrides(overrides), say)
-    data, lines = _parse_yaml(_read_text(path), str(path))
+    data, lines, path = _read(config)
     if not isinstance(data, dict):
         found = "empty" if data is None else _show(data)
         raise UserError(f"{path}: the config is {found}; expected the sections {', '.join(reference.sections())}")
-    _move(data, lines, str(path), say)
+    _move(data, lines, path, say)
+    for argument, value in (objects or {}).items():
+        if value is not None:
+            _give(data, argument, value, path)
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
         raise UserError(_list(blocked, len(blocked)))
@@ -111,9 +128,45 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), notices: bool =
     except ValidationError as error:
         # A value that fits none of the types of a union has one error for each of them: keep one per key.
         details = {_cut_to_schema(detail): detail for detail in error.errors(include_url=False)}
-        origin = _Origin(str(path), lines, tuple(changes))
+        origin = _Origin(path, lines, tuple(changes))
         some = list(details.items())[:MOST_MISTAKES]
         raise UserError(_list((_explain(loc, detail, data, origin) for loc, detail in some), len(details))) from None
+
+
+def _read(config: str | Path | Mapping[str, Any] | Config) -> tuple[Any, dict[str, int], str]:
+    """The values of a config, the line of each key, and what to call it in messages."""
+    if isinstance(config, Config):
+        return config.model_dump(), {}, IN_PYTHON
+    if isinstance(config, Mapping):
+        return _copied(config), {}, IN_PYTHON
+    if not isinstance(config, str | Path):
+        kind = type(config).__name__
+        raise UserError(f"{IN_PYTHON} is a {kind}; expected the path of a YAML file, a mapping or a Config")
+    return (*_parse_yaml(_read_text(config), str(config)), str(config))
+
+
+def _copied(value: Any) -> Any:
+    """Mappings and lists anew, whatever is in them as it is: a config of the user's own is not changed."""
+    if isinstance(value, Mapping):
+        return {key: _copied(part) for key, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, list) else value
+
+
+def _give(data: dict[str, Any], argument: str, value: Any, path: str) -> None:
+    """Put an object of `omnizoo.train` where the config has what it stands for; a config that has both is refused."""
+    section, key, rivals = GIVEN[argument]
+    values = data.setdefault(section, {})
+    if not isinstance(values, dict):
+        return  # which is a mistake of its own
+    for rival in rivals:
+        named = values.get(rival)
+        if isinstance(named, list):
+            named = [part for part in named if not (isinstance(part, dict) and part.get("given"))]
+        if named:
+            raise UserError(f"{path}: {section}.{rival} is set, and {argument}= was given to train; keep one of them")
+    name = type(value).__qualname__
+    given = Given(value, name if argument == "model" else f"{argument}= ({name})")
+    values[key] = [{"given": given}] if key.endswith("sources") else given
 
 
 def _read_text(path: str | Path) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic.fields import FieldInfo
 
-from omnizoo.config.schema import Config, Section
+from omnizoo.config.schema import Config, Given, Section
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
 SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >=")]
@@ -118,7 +118,7 @@ def _annotation_text(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
     if origin in (Union, UnionType):
-        return " or ".join(_annotation_text(arg) for arg in args)
+        return " or ".join(_annotation_text(arg) for arg in args if arg is not Given)  # no file can hold one
     if origin is list:
         return f"list of {_annotation_text(args[0])}"
     if origin is tuple:

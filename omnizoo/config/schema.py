@@ -4,11 +4,12 @@ A run is a function of this config without `parallel` (and without `log`): the l
 `docs/configuration.md` and `omnizoo train --help` are generated from these fields.
 """
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
-from omnizoo.config.doors import check_name
+from omnizoo.config.doors import check_name, check_own_name
 from omnizoo.config.optimizers import OPTIMIZERS, check_options
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -22,8 +23,30 @@ Decay = Annotated[float, Field(ge=0, le=1000)]  # of weights
 Steps = Annotated[int, Field(ge=0, le=10**12)]
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """An object that `omnizoo.train` was given from Python. A file holds its name in its place."""
+
+    value: Any = field(repr=False)
+    name: str
+
+
+def _written(value: Any) -> Any:
+    return value.name if isinstance(value, Given) else value
+
+
+Object = Annotated[Text | Given | None, PlainSerializer(_written)]
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        arbitrary_types_allowed=True,  # `Given`
+    )
 
 
 class Part(Section):
@@ -99,6 +122,10 @@ class Model(Section):
         None,
         description="`package.module:callable` that builds your own torch module; it gets `model.config` as arguments",
     )
+    given: Object = Field(
+        None,
+        description="written by `omnizoo.train(model=...)`: the class of the object that was trained; not set by hand",
+    )
     foundation: Part | None = Field(
         None, description="in place of path and config: the causal language model of a composed omni model"
     )
@@ -108,7 +135,7 @@ class Model(Section):
     part: Text | None = Field(
         None, description="of a published model of several, the one to train: its key in config.json"
     )
-    tokenizer: Text | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
+    tokenizer: Object = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
     attention: Text = Field(
         "auto",
         description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
@@ -130,13 +157,16 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
-        origins = [origin for origin in (self.path, self.config, self.foundation) if origin is not None]
+        possible = (self.path, self.config, self.foundation, self.given)
+        origins = [origin for origin in possible if origin is not None]
         if len(origins) != 1:
             raise ValueError(
                 "give exactly one of model.path (weights), model.config (random init) and model.foundation (composed)"
             )
         if self.foundation is not None:
             self._is_composed(self.foundation)
+        if self.given is not None and (self.module is not None or self.part is not None):
+            raise ValueError("model.given is a whole model: it has no model.module and no model.part")
         if self.module is not None:
             if not isinstance(self.config, dict) or ":" not in self.module:
                 raise ValueError(
@@ -164,16 +194,45 @@ class Model(Section):
 
 
 class Source(Section):
-    path: Text = Field(
-        description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
+    path: Text | None = Field(
+        None, description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
+    )
+    rows: Text | None = Field(
+        None,
+        description="in place of path: `package.module:callable` of your own that gives rows: a list of dicts, a "
+        "`datasets.Dataset`, a torch dataset, an `omnizoo.RowSource` (docs/extending.md)",
+    )
+    options: dict[str, Any] = Field({}, description="arguments of the callable in `rows`")
+    given: Object = Field(
+        None, description="written by `omnizoo.train(data=...)`: the kind of the rows; not set by hand"
     )
     weight: Annotated[float, Field(gt=0, le=1e12)] = Field(
         1.0, description="share of samples, relative to the other sources"
     )
     split: Text = Field("train", description="split to read when the path is a `datasets` folder")
     media_dir: Text | None = Field(
-        None, description="folder that relative paths of media in its rows start from; default: that of the data file"
+        None,
+        description="folder that relative paths of media in its rows start from; default: that of the data file, or of "
+        "rows from Python the working directory",
     )
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path or self.rows or _written(self.given))
+
+    @field_validator("rows")
+    @classmethod
+    def _own_rows(cls, value: str | None) -> str | None:
+        return value and check_own_name(value, "a callable that gives rows; expected `package.module:callable`")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Source":
+        if sum(origin is not None for origin in (self.path, self.rows, self.given)) != 1:
+            raise ValueError("a source has one of path (a file or folder) and rows (`package.module:callable`)")
+        if self.options and self.rows is None:
+            raise ValueError("options are arguments of the callable in rows, which is not set")
+        return self
 
 
 class Data(Section):
@@ -410,9 +469,7 @@ class CallbackPart(Section):
         """A name alone is enough where there are no options."""
         kind = value.get("kind") if isinstance(value, dict) else value
         if isinstance(kind, str):
-            module, _, name = kind.partition(":")
-            if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-                raise ValueError(f"{kind!r:.80} is not the name of a class; expected `package.module:Class`")
+            check_own_name(kind, "a class; expected `package.module:Class`")
         return {"kind": value} if isinstance(value, str) else value
 
 

@@ -10,10 +10,10 @@ from omnizoo.data.rows import STRUCTS, BadRow, Folder, Row, RowSource, check_cha
 
 
 class DatasetRows(RowSource):
-    """Whatever `datasets` made of the path: memory-mapped Arrow. Media stay as they are stored."""
+    """Whatever `datasets` has opened: memory-mapped Arrow. Media stay as they are stored."""
 
-    def __init__(self, path: Path, folder: Folder, dataset: Any) -> None:
-        self.path, self.folder = path, folder
+    def __init__(self, name: str, folder: Folder, dataset: Any) -> None:
+        self.name, self.folder = name, folder
         self.dataset, self.features = dataset.with_format("arrow"), undecoded(dataset.features)
         # where columns are JSON, a null is one that its author wrote
         self.structs = [name for name in STRUCTS if "Json(" not in repr(self.features.get(name))]
@@ -33,7 +33,7 @@ class DatasetRows(RowSource):
         return self.folder.find(name)
 
     def where(self, row: int) -> str:
-        return f"{self.path} row {row}"
+        return f"{self.name} row {row}"
 
 
 def undecoded(feature: Any) -> Any:
@@ -65,7 +65,7 @@ def open_with_datasets(path: Path, folder: Folder, split: str, is_saved_dataset:
             f"data source {path} holds no JSONL, Parquet or tar, and `datasets` cannot load it (split {split!r}): "
             f"{first_line(error)}"
         ) from error
-    return DatasetRows(path, folder, dataset)
+    return DatasetRows(str(path), folder, dataset)
 
 
 def builder_of(path: Path) -> str:

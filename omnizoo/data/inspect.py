@@ -175,7 +175,7 @@ def source_mix(samples: Sequence[Found], reader: Reader) -> list[SourceMix]:
     for found in samples:
         tokens[found.sample.id.source] += found.tokens
     return [
-        SourceMix(spec.path, len(source), count[i], tokens[i])
+        SourceMix(spec.name, len(source), count[i], tokens[i])
         for i, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True))
     ]
 

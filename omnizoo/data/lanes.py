@@ -166,7 +166,7 @@ class Lane:
         # an epoch of all lanes and then some: a lane's own share of a small source may well have no usable row
         if cursor.fruitless >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
-                f"data source {self.data.sources[i].path}: none of the last {cursor.fruitless} rows read was usable; "
+                f"data source {self.data.sources[i].name}: none of the last {cursor.fruitless} rows read was usable; "
                 f"the last one ({source.where(row)}): {reason}"
             )
         return True

@@ -423,7 +423,7 @@ def read_held_out(
     if bad:
         log.warning("skipped %d rows of data.eval_sources; the first: %s", len(bad), bad[0])
     if not read:
-        raise UserError(f"data.eval_sources ({', '.join(s.path for s in data.sources)}): no usable row")
+        raise UserError(f"data.eval_sources ({', '.join(s.name for s in data.sources)}): no usable row")
     return packs
 
 
@@ -442,7 +442,12 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
     config, sources = reader.config, reader.sources
     keys = ("lanes", "pack_tokens", "look_ahead", "overlong", "shuffle", "shuffle_rows", "append_eos")
     specs = [
-        {**spec.model_dump(), "rows": len(source), **content_of(source)}
+        {
+            "path": spec.name,
+            **{key: getattr(spec, key) for key in ("weight", "split", "media_dir")},
+            "rows": len(source),
+            **content_of(source),
+        }
         for spec, source in zip(config.data.sources, sources, strict=True)
     ]
     values = {f"data.{key}": getattr(config.data, key) for key in keys}

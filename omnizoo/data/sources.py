@@ -1,5 +1,5 @@
-"""Open what `data.sources` names as rows with random access: JSONL, Parquet, tar (WebDataset), a folder of them, or a
-`datasets` folder. Media that rows name are found here too, and are kept from leaving the dataset's folder.
+"""Open what `data.sources` names as rows with random access: JSONL, Parquet, tar (WebDataset), a folder of them, a
+`datasets` folder, or rows from Python. Media that rows name are found, too, and only in the folder of the dataset.
 
 Opening reads sizes only (line offsets, Parquet footers, tar headers); rows are decoded when asked for. Nothing is ever
 unpickled.
@@ -19,6 +19,7 @@ import numpy as np
 from omnizoo.config import schema
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.data.dataset_rows import open_with_datasets
+from omnizoo.data.given_rows import open_rows
 from omnizoo.data.json_lines import JsonLines, is_json_lines
 from omnizoo.data.parquet_rows import PARQUET, GroupCache, ParquetRows
 from omnizoo.data.rows import Folder, Row, RowSource
@@ -67,7 +68,18 @@ def open_source(
     spec: schema.Source, media_outside: bool = False, modalities: Collection[str] = frozenset()
 ) -> RowSource:
     """`media_outside` lets rows name files anywhere; `modalities` are the content types that tar members may be of."""
-    path = Path(spec.path).expanduser()
+    if spec.media_dir is not None and not Path(spec.media_dir).expanduser().is_dir():
+        raise UserError(f"media_dir {spec.media_dir} of data source {spec.name} is not a folder")
+    source = (
+        open_rows(spec, media_outside) if spec.path is None else open_path(spec, spec.path, media_outside, modalities)
+    )
+    if not len(source):
+        raise UserError(f"data source {spec.name} has no rows")
+    return source
+
+
+def open_path(spec: schema.Source, name: str, media_outside: bool, modalities: Collection[str]) -> RowSource:
+    path = Path(name).expanduser()
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -78,8 +90,6 @@ def open_source(
         raise UserError(f"data source {path}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise UserError(f"data source {path} is {kind_of_file(mode)}, not a file or folder")
-    if spec.media_dir is not None and not Path(spec.media_dir).expanduser().is_dir():
-        raise UserError(f"media_dir {spec.media_dir} of data source {path} is not a folder")
 
     def folder_of(file: Path) -> Folder:
         if spec.media_dir is not None:
@@ -92,14 +102,10 @@ def open_source(
     try:
         files = [] if is_saved_dataset else data_files(path, spec.split)
         if files:
-            source = concatenate(files, folder_of, modalities)
-        else:
-            source = open_with_datasets(path, folder_of(path), spec.split, is_saved_dataset)
+            return concatenate(files, folder_of, modalities)
+        return open_with_datasets(path, folder_of(path), spec.split, is_saved_dataset)
     except OSError as error:
         raise UserError(f"data source {path}: {error.filename or ''}: {error.strerror or first_line(error)}") from None
-    if not len(source):
-        raise UserError(f"data source {path} has no rows")
-    return source
 
 
 def open_unbuffered(path: Path) -> FileIO:

@@ -21,12 +21,14 @@ from transformers.utils import logging as transformers_logging
 
 from omnizoo.assembly.entrance import attach_media, keep_logits
 from omnizoo.assembly.shrink import Shrinking, random_fields, shrink_config
+from omnizoo.config.doors import check_call
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import Model
 from omnizoo.models.build import (
     UnbuildableError,
     build_from,
     build_model,
+    is_own_module,
     read_model_config,
     refuse_state_across_tokens,
 )
@@ -72,9 +74,10 @@ def probe(spec: Model) -> Probed:
 
 def _probe(spec: Model) -> Probed:
     failure: BaseException | None = None
-    if spec.module is None:
+    is_own = is_own_module(spec)
+    if not is_own:
         refuse_state_across_tokens(_language_config(spec), _key(spec))
-    for shrinking in SHRINKINGS if spec.module is None else SHRINKINGS[:1]:
+    for shrinking in SHRINKINGS[:1] if is_own else SHRINKINGS:
         small = replace(shrinking, vocabulary=VOCABULARY)
         try:
             model = _small_copy(spec, small)
@@ -85,13 +88,13 @@ def _probe(spec: Model) -> Probed:
         except FAILURES as error:
             if isinstance(error, UserError) and not isinstance(error, UnbuildableError):
                 raise
-            if spec.module is not None:
+            if is_own:
                 raise  # a user's own code: its traceback says more than we could
             failure = failure or error
             continue
         model.train(not is_random)
         _refuse_leaks(run, spec)
-        if is_random or spec.module is not None:
+        if is_random or is_own:
             return Probed(shrinking, ("by code of its own",) if is_random else (), stubborn=is_random)
         return Probed(shrinking, _active(spec, small))
     if failure is not None:
@@ -167,7 +170,7 @@ def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
 
 
 def _build(spec: Model, shrinking: Shrinking, device: str) -> nn.Module:
-    if spec.module is not None:
+    if is_own_module(spec):
         return build_model(spec, "fp32", device)
     published = _language_config(spec)
     config = type(published)(**shrink_config(published, shrinking))
@@ -180,6 +183,7 @@ class _Run:
 
     def __init__(self, model: nn.Module, spec: Model) -> None:
         self.model, self.composed = model, spec.foundation is not None
+        self.name = f"{_key(spec)}: {type(model).__name__}"
         if isinstance(model, PreTrainedModel):
             rows, special = len(model.get_input_embeddings().get_parameter("weight")), _special(model.config.to_dict())
         else:  # which table is that of the tokens is not known; one of a few rows is for something else
@@ -209,9 +213,14 @@ class _Run:
         if self.composed:  # as a composed model calls its foundation
             assert isinstance(self.model, PreTrainedModel)
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+        if not isinstance(self.model, PreTrainedModel):
+            check_call(self.model.forward, "forward", self.name, [], inputs)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            logits: torch.Tensor = self.model(**inputs).logits
+            output = self.model(**inputs)
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor):
+            raise UserError(f"{self.name}: forward gives a {type(output).__name__}; expected an object with `logits`")
         return list(logits.squeeze(0).split(lengths))
 
     def is_random(self) -> bool:
@@ -281,8 +290,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _key(spec: Model) -> str:
-    if spec.module is not None:
-        return "model.module"
+    if spec.module is not None or spec.given is not None:
+        return "model.module" if spec.module else "model="
     return "model.foundation" if spec.foundation else "model.path" if spec.path else "model.config"
 
 

@@ -2,14 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.assembly.assemble import assemble
+from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
 from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
@@ -18,6 +20,7 @@ from omnizoo.checkpoint.ownership import check_space, hold
 from omnizoo.checkpoint.save import SaveError, load, save
 from omnizoo.checkpoint.start import Origin, find
 from omnizoo.config.errors import TrainingError
+from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
 from omnizoo.data.loader import merge_states
@@ -45,15 +48,32 @@ log = logging.getLogger(__name__)
 
 
 def train(
-    config: Config,
+    config: str | Path | Mapping[str, Any] | Config,
     on_failure: Callable[[int, BaseException], None] | None = None,
     *,
+    model: nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    data: Any = None,
+    eval_data: Any = None,
     callbacks: Sequence[Callback] = (),
 ) -> int:
     """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code.
 
-    `callbacks` come after those of `log.callbacks`. Give them on every rank; only those of the first are called.
+    `model` stands for what `model.path` or `model.module` would name: a Hugging Face model, or a module that is called
+    as one. A copy of it is trained, from the weights that it has on the first rank. `data` and `eval_data` stand for
+    `data.sources` and `data.eval_sources`: a list of dicts, a `datasets.Dataset`, a torch dataset (docs/extending.md).
+    `callbacks` come after those of `log.callbacks`; only those of the first rank are called. Under torchrun, every rank
+    is given the same objects.
     """
+    objects = {"model": model, "tokenizer": tokenizer, "data": data, "eval_data": eval_data}
+    if not isinstance(config, Config) or any(given is not None for given in objects.values()):
+        config = load_config(config, objects=objects)
+    return _train(config, on_failure, callbacks)
+
+
+def _train(
+    config: Config, on_failure: Callable[[int, BaseException], None] | None, callbacks: Sequence[Callback]
+) -> int:
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as folders:
         mesh = build_mesh(config, process)
@@ -68,6 +88,7 @@ def train(
         check_optimizer(config)
         learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
         assembled = agree(mesh, lambda: assemble(config))
+        check_same_model(config, mesh)
         model, name = assembled.model, type(assembled.model).__name__  # FSDP renames the class
         probed = agree(mesh, lambda: probe(config.model) if mesh.is_first else None)
         if probed is not None:
@@ -75,6 +96,7 @@ def train(
         agree(mesh, lambda: check_memory(model, mesh, config))
         agree(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
         loader = agree(mesh, lambda: assembled.loader(mesh))
+        check_same_rows(config, loader, mesh)
         held_out = agree(mesh, lambda: assembled.held_out(mesh))
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
@@ -256,7 +278,8 @@ def describe(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     held = local_bytes(model)
     train, layout = config.train, mesh.layout
-    drawn = (config.model.foundation or config.model).path or f"drawn from train.seed {train.seed}"
+    own = "those of the object" if config.model.given else f"drawn from train.seed {train.seed}"
+    drawn = (config.model.foundation or config.model).path or own
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
         "weights": str(origin.checkpoint or drawn),
@@ -270,7 +293,7 @@ def describe(
             dict.fromkeys([config.optimizer.kind, *(g.kind for g in config.optimizer.groups if g.kind)])
         ),
         "attention": attention_name(model),
-        "data": "\n".join(f"{source.path} (weight {source.weight:g})" for source in config.data.sources),
+        "data": "\n".join(f"{source.name} (weight {source.weight:g})" for source in config.data.sources),
         "run folder": str(run.root),
         "checkpoints": f"{directory}, "
         + (f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"),
