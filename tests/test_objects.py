@@ -274,9 +274,9 @@ def test_rows_named_in_a_config_are_trained_on_and_inspected(
         ({"rows": "own_rows:NoRead"}, "own_rows:NoRead fails: TypeError: Can't instantiate abstract class NoRead"),
         ({"rows": "own_rows:ROWS"}, "own_rows has no 'ROWS'"),
         ({"rows": "own_rows"}, "is not the name of a callable that gives rows"),
-        ({"rows": "own_rows:make", "path": "x"}, "a source has one of path (a file or folder) and rows"),
+        ({"rows": "own_rows:make", "path": "x"}, "data.sources.0: a source has one of path and rows; expected"),
         ({"path": "x", "options": {"a": 1}}, "options are arguments of the callable in rows"),
-        ({}, "a source has one of path (a file or folder) and rows"),
+        ({}, "data.sources.0: path is missing, and so is rows; expected a file or folder"),
     ],
 )
 def test_rows_named_wrongly_in_a_config_are_one_line(

@@ -49,6 +49,8 @@ KEYS = reference.keys()
 MOST_BYTES, MOST_VALUES, MOST_DEPTH, MOST_MISTAKES = 2**19, 20_000, 64, 20
 LONGEST_NUMBER = 400  # digits
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {key.key: key.type for key in KEYS}
+# What a section may find wrong with itself: keys, and items of lists and mappings of sections.
+PLACES = set(TYPES) | {key.key.rpartition(".")[0] for key in KEYS}
 
 # PyYAML reads YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of YAML
 # 1.2 instead; an integer with a leading zero stays text, so that nobody has to guess its base.
@@ -407,7 +409,8 @@ def _cut_to_schema(detail: ErrorDetails) -> Loc:
     loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return loc
-    return next((loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in TYPES), ())
+    places = PLACES if detail["type"] == "value_error" else TYPES
+    return next((loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in places), ())
 
 
 def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:

@@ -197,15 +197,6 @@ class Source(Section):
     path: Text | None = Field(
         None, description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
     )
-    rows: Text | None = Field(
-        None,
-        description="in place of path: `package.module:callable` of your own that gives rows: a list of dicts, a "
-        "`datasets.Dataset`, a torch dataset, an `omnizoo.RowSource` (docs/extending.md)",
-    )
-    options: dict[str, Any] = Field({}, description="arguments of the callable in `rows`")
-    given: Object = Field(
-        None, description="written by `omnizoo.train(data=...)`: the kind of the rows; not set by hand"
-    )
     weight: Annotated[float, Field(gt=0, le=1e12)] = Field(
         1.0, description="share of samples, relative to the other sources"
     )
@@ -214,6 +205,15 @@ class Source(Section):
         None,
         description="folder that relative paths of media in its rows start from; default: that of the data file, or of "
         "rows from Python the working directory",
+    )
+    rows: Text | None = Field(
+        None,
+        description="in place of path: `package.module:callable` of your own that gives rows: a list of dicts, a "
+        "`datasets.Dataset`, a torch dataset, an `omnizoo.RowSource` (docs/extending.md)",
+    )
+    options: dict[str, Any] = Field({}, description="arguments of the callable in `rows`")
+    given: Object = Field(
+        None, description="written by `omnizoo.train(data=...)`: the kind of the rows; not set by hand"
     )
 
     @property
@@ -228,8 +228,10 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Source":
-        if sum(origin is not None for origin in (self.path, self.rows, self.given)) != 1:
-            raise ValueError("a source has one of path (a file or folder) and rows (`package.module:callable`)")
+        origins = sum(origin is not None for origin in (self.path, self.rows, self.given))
+        if origins != 1:
+            what = "path is missing, and so is" if not origins else "a source has one of path and"
+            raise ValueError(f"{what} rows; expected a file or folder as path, or `package.module:callable` as rows")
         if self.options and self.rows is None:
             raise ValueError("options are arguments of the callable in rows, which is not set")
         return self
