@@ -32,6 +32,7 @@ class Local:
     inputs: dict[str, Any]  # the model's keyword arguments
     targets: torch.Tensor  # [N] token ids, one per row of the logits that come out
     pack_of_token: torch.Tensor  # [T] which pack of the micro-batch
+    packs: int  # of the micro-batch, which ranks may share
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
 
 
@@ -67,7 +68,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[str])
             device=mesh.device,
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
-    return Local(inputs, labels[0, kept].to(mesh.device), packs.to(mesh.device), is_filler)
+    return Local(inputs, labels[0, kept].to(mesh.device), packs.to(mesh.device), len(batch.packs), is_filler)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_c
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.loggers import built_in_loggers
+from omnizoo.training.loss_contract import build_losses
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.optimizer import build_optimizer, check_optimizer
@@ -67,6 +68,7 @@ def train(
         )
 
         check_optimizer(config)
+        build_losses(config)  # one of the user's own may be a mistake
         learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
         tokenizer = load_tokenizer(config.model)
         model = build_model(config.model, config.parallel.precision)
@@ -102,7 +104,7 @@ def train(
             return 0
 
         fetching = time.perf_counter()
-        objective = Objective(model, mesh, config)
+        objective = agreed(mesh, lambda: Objective(model, mesh, config))
         eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
