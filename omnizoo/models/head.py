@@ -52,7 +52,7 @@ class Head:
     @contextmanager
     def doing(self, work: Work) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """Around one forward pass of the model: `work` takes the place of its head. Call what this gives with the
-        model's output afterwards: it gives 0, with a graph that a backward pass has to begin at."""
+        model's logits afterwards: it gives 0, with a graph that a backward pass has to begin at."""
         own = self.module.forward
         made: list[torch.Tensor] = []
 
@@ -60,14 +60,14 @@ class Head:
             work(hidden.flatten(0, -2), lambda rows: self.after(own(rows)))
             empty = own(hidden[..., :0, :].detach())
             numbers = torch.linspace(-TRIED, TRIED, 2 * empty.shape[-1], device=empty.device).to(empty.dtype)
-            made.append(numbers.view(*empty.shape[:-2], 2, -1))
-            return made[-1] + 0 * hidden.sum()
+            made.append(numbers.view(2, -1))
+            return made[-1].expand(*empty.shape[:-2], 2, -1) + 0 * hidden.sum()
 
         def anchor(out: torch.Tensor) -> torch.Tensor:
             if len(made) != 1:
                 self._refuse(f"calls its head {len(made)} times in a forward pass")
             if not self._is_tried:
-                self._try(out, self.after(made[0]))
+                self._try(out.detach().flatten(0, -2), self.after(made[0]))
             return 0 * out.sum()
 
         vars(self.module)["forward"] = take_place
@@ -79,11 +79,8 @@ class Head:
     def _try(self, out: torch.Tensor, expected: torch.Tensor) -> None:
         """Once per run: what came out must be what is expected to."""
         self._is_tried = True
-        expected = expected.detach()
-        same = out.shape == expected.shape and bool(
-            (out.detach().float() - expected.float()).abs().max() <= 8 * torch.finfo(expected.dtype).eps * TRIED
-        )
-        if not same:
+        within = 8 * torch.finfo(expected.dtype).eps * TRIED
+        if out.shape != expected.shape or not (out.to(expected.dtype) - expected).abs().max() <= within:
             self._refuse("changes logits after its head in a way that its config does not tell")
 
     def _refuse(self, why: str) -> Any:
