@@ -13,7 +13,8 @@ from torch import nn
 from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.flops import count_flops
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import TEXT, Batch, Known, Totals
+from omnizoo.data.deal import Batch
+from omnizoo.data.plan import TEXT, Known, Totals
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.ops.cross_entropy import cross_entropy_sum
 from omnizoo.parallel.mesh import Mesh
@@ -49,7 +50,7 @@ class Objective:
 
     def counts(self, totals: Totals) -> dict[str, int]:
         """What each term's sum runs over, all ranks together."""
-        produced = [port.partition("/")[0] for port in self.ports if port.endswith("/decoder")]
+        produced = [port.modality for port in self.ports if port.role == "decoder"]
         counts = {name: totals.targets.get(name, 0) for name in (TEXT, *produced)}
         if self.config.train.balance_loss:
             counts[BALANCE] = totals.packs
