@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omnizoo.data.render import Rendered
-from omnizoo.data.row_media import Item
 from omnizoo.data.sources import BadRow
+from omnizoo.modalities.base import Item
 
 
 class SampleId(NamedTuple):

@@ -24,9 +24,9 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.messages import Conventions, Message, read_list, read_messages
 from omnizoo.data.row_fields import Fields
-from omnizoo.data.row_media import Find, Item, Notation, RowMedia
+from omnizoo.data.row_media import Find, Notation, RowMedia
 from omnizoo.data.sources import BadRow, Folder, Row
-from omnizoo.modalities.base import Modality
+from omnizoo.modalities.base import Item, Modality
 
 Span = tuple[int, int]
 Ids = npt.NDArray[np.int32]

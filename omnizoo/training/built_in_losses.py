@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import Totals
+from omnizoo.data.plan import Totals
 from omnizoo.models.hf_private import routers
 from omnizoo.models.routing import RouterRecord
 from omnizoo.ops.cross_entropy import cross_entropy_sum

@@ -14,6 +14,7 @@ from torch import nn
 from omnizoo.config.schema import Parallel
 from omnizoo.data.deal import Batch
 from omnizoo.data.loader import IGNORE
+from omnizoo.modalities.base import Port
 from omnizoo.models.media_batch import MediaBatch, Rows
 from omnizoo.ops.attention import Pattern
 from omnizoo.parallel.mesh import Mesh
@@ -42,7 +43,7 @@ def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
     return NO_CACHE | lengths | {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
 
 
-def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[str]) -> Local:
+def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]) -> Local:
     """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included."""
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
     is_filler = False
@@ -91,6 +92,6 @@ def forward(model: nn.Module, local: Local) -> tuple[torch.Tensor, dict[str, tor
     return logits.squeeze(0), getattr(out, "losses", None) or {}  # not `[0]`, whose backward copies all of it
 
 
-def _deliver(rows: dict[str, torch.Tensor], routes: dict[str, Route], mesh: Mesh) -> dict[str, Rows]:
+def _deliver(rows: dict[Port, torch.Tensor], routes: dict[Port, Route], mesh: Mesh) -> dict[Port, Rows]:
     delivered = deliver(rows, {port: routes[port] for port in rows if port in routes}, mesh.world_group)
     return {port: Rows(*arrived) for port, arrived in delivered.items()}

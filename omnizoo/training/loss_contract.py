@@ -16,7 +16,7 @@ from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import TEXT, Totals
+from omnizoo.data.plan import TEXT, Totals
 from omnizoo.models.routing import RouterRecord
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local

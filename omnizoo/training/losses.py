@@ -14,7 +14,8 @@ from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.flops import count_flops
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import TEXT, Batch, Known, Totals
+from omnizoo.data.deal import Batch
+from omnizoo.data.plan import TEXT, Known, Totals
 from omnizoo.models.head import Head, Logits
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.parallel.mesh import Mesh
@@ -40,7 +41,7 @@ class Objective:
         self.ports = media_ports(model)
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
-        self.produced = [port.partition("/")[0] for port in self.ports if port.endswith("/decoder")]
+        self.produced = [port.modality for port in self.ports if port.role == "decoder"]
         losses = build_losses(config)
         self.of_text = [loss for loss in losses if loss.view != "of_routers"]
         self.of_routers = [loss for loss in losses if loss.view == "of_routers"]

@@ -277,7 +277,7 @@ def describe(
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
         "weights": str(origin.checkpoint or drawn),
-        **({"modalities": ", ".join(media_ports(model))} if media_ports(model) else {}),
+        **({"modalities": ", ".join(map(str, media_ports(model)))} if media_ports(model) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "

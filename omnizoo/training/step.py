@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.data.deal import Batch, Totals, deal
+from omnizoo.data.deal import Batch, deal
 from omnizoo.data.loader import Loader
+from omnizoo.data.plan import Totals
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.gradients import clip_gradients, gradient_norm
 from omnizoo.parallel.mesh import Mesh
