@@ -13,17 +13,15 @@ class Chunked(Loss):
         self.rows = rows
 
     def of_hidden(self, hidden, head, batch):
-        total = 0 * hidden.sum()
-        for some, targets in zip(hidden.split(self.rows), batch.targets.split(self.rows), strict=True):
-            total = total + F.cross_entropy(head(some).float(), targets, reduction="sum")
-        return total
+        pieces = zip(hidden.split(self.rows), batch.targets.split(self.rows), strict=True)
+        return batch.sum(torch.cat([F.cross_entropy(head(h).float(), t, reduction="none") for h, t in pieces]))
 
 
 class Norm(Loss):
     """Of the logits; on a rank without targets, a number that has nothing to do with the model."""
 
     def of_logits(self, logits, batch):
-        return logits.float().square().sum() if len(logits) else torch.zeros(())
+        return batch.sum(logits.float().square().sum(1)) if len(logits) else torch.zeros(())
 
 
 class Experts(Loss):

@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny import SHAPE, model_config, read_steps, write_config
+from fixtures import CHATML, make_tokenizer
+from tiny import SHAPE, model_config, read_steps, write_config, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from omnizoo.assembly.parallelize import parallelize
@@ -17,6 +19,7 @@ from omnizoo.config.load import load_config
 from omnizoo.config.losses import LOSSES
 from omnizoo.config.schema import Config
 from omnizoo.data.loader import IGNORE, build_loader
+from omnizoo.data.render import Renderer
 from omnizoo.models import head
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.ops.cross_entropy import cross_entropy_sum
@@ -87,16 +90,17 @@ def reference(config: Config, data: Any, smoothing: float, z: float) -> tuple[fl
     fields = dict(config.model.config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     model.load_state_dict(weights, strict=False)
-    total, count = torch.zeros(()), 0
+    total, count = torch.zeros(()), 0.0
     for batch in step.micro_batches:
+        of_token = torch.ones(batch.tokens) if batch.weights is None else batch.weights[0]
         for first, last in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
             ids, labels = batch.input_ids[:, first:last], batch.labels[0, first:last]
             logits = model(ids, use_cache=False).logits[0]
-            for row, label in zip(logits, labels, strict=True):
+            for row, label, weight in zip(logits, labels, of_token[first:last], strict=True):
                 if label != IGNORE:
                     log_p = row.log_softmax(0)
                     loss = -(1 - smoothing) * log_p[label] - smoothing * log_p.mean() + z * row.logsumexp(0) ** 2
-                    total, count = total + loss, count + 1
+                    total, count = total + weight * loss, count + weight.item()
     loss = total / count
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -115,6 +119,87 @@ def test_smoothing_and_z_loss_are_those_of_hugging_face_sample_by_sample(tmp_pat
     loss, expected = reference(load_config(path, []), data, 0.1, 0.01)
     assert result.loss == result.terms["text"] == pytest.approx(loss, rel=1e-6)
     assert_same(gradients, expected)
+
+
+# Weights of messages and rows.
+
+
+def weighted_rows(factor: float = 1.0) -> list[dict[str, Any]]:
+    """Chats of four turns whose answers have weights, some by the row; and texts of weight `factor`."""
+    rows: list[dict[str, Any]] = []
+    for i in range(60):
+        weights = [None, (0.25, 2, 0, 1)[i % 4], None, (3, 1, 0.5, 0.125)[i % 4]]
+        said = ["question", "Paris is the capital", "and so on?", f"yes {i} and no"]
+        roles = ("user", "assistant") * 2
+        messages = [
+            {"role": role, "content": text} | ({} if weight is None else {"weight": factor * weight})
+            for role, text, weight in zip(roles, said, weights, strict=True)
+        ]
+        rows.append({"messages": messages} | ({"weight": 0.5} if i % 3 == 0 else {}))
+        rows.append({"text": f"any number of ranks {i}", "weight": factor})
+    return rows
+
+
+def weighted_config(folder: Path, factor: float = 1.0, **train: Any) -> Path:
+    path = write_config(folder, data={"sources": [{"path": str(folder / "rows.jsonl")}]}, train=train)
+    write_rows(folder / "rows.jsonl", weighted_rows(factor))
+    return path
+
+
+def test_weights_are_those_of_the_messages_and_of_the_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    row = weighted_rows()[0]  # 0.25 and 3, in a row of 0.5
+    rendered = Renderer(tokenizer, True).render(row)
+    assert rendered.weights is not None
+    found = {weight: rendered.weights == weight for weight in sorted(set(rendered.weights.tolist()))}
+    texts = {weight: tokenizer.decode(rendered.ids[at]) for weight, at in found.items()}
+    assert list(texts) == [0, 0.125, 1.5]
+    assert texts[0.125] == "Paris is the capital<|im_end|>"
+    assert texts[1.5] == "yes 0 and no<|im_end|>"
+    assert np.array_equal(rendered.targets, rendered.weights > 0)
+    for message in row["messages"]:  # all weights are 1: as if there were none
+        message.pop("weight", None)
+    assert Renderer(tokenizer, True).render(row | {"weight": 1}).weights is None
+    tagged = CHATML.replace("{{ message['content'] }}", "{% generation %}{{ message['content'] }}{% endgeneration %}")
+    both = [{"role": "assistant", "content": "a", "weight": 2}, {"role": "assistant", "content": "b", "weight": 0.5}]
+    rendered = Renderer(make_tokenizer(tmp_path, tagged), True).render({"messages": both})
+    assert rendered.weights is not None
+    assert rendered.weights[rendered.targets].tolist() == [2, 0.5]
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01}])
+def test_weighted_losses_are_those_of_hugging_face_sample_by_sample(options: dict[str, float], tmp_path: Path) -> None:
+    losses = [{"kind": "cross_entropy", "options": options}]
+    path = weighted_config(tmp_path, losses=losses, global_batch=2)
+    result, gradients, data = one_step(path)
+    weights = data[0].micro_batches[0].weights
+    assert weights is not None
+    assert len(set(weights.flatten().tolist())) > 5
+    assert data[0].counts["text"] != data[0].totals.targets["text"]
+    loss, expected = reference(load_config(path, []), data, *(options.values() or (0, 0)))
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert_same(gradients, expected)
+    # Only what weights are relative to each other matters, also where all of them together are below 1.
+    (tmp_path / "less").mkdir()
+    less = weighted_config(tmp_path / "less", factor=2.0**-14, losses=losses, global_batch=2)
+    scaled, same, (step, _) = one_step(less)
+    assert 0 < step.counts["text"] < 1
+    assert scaled.loss == pytest.approx(result.loss, rel=1e-6)
+    assert_same(same, gradients)
+
+
+@pytest.mark.slow
+def test_verify_passes_with_weights_of_messages(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = ["--data.sources", f"[{{path: {write_rows(tmp_path / 'rows.jsonl', weighted_rows())}}}]"]
+    losses = [
+        {"kind": "cross_entropy", "options": {"label_smoothing": 0.1, "z_loss": 0.01}},
+        {"kind": "own_losses:Chunked", "weight": 0.5},
+        {"kind": "own_losses:Norm", "weight": 1e-4},
+        {"kind": "own_losses:Experts", "weight": 0.01},
+        {"kind": "router_z", "weight": 0.01},
+    ]
+    assert verify(losses, *rows) == 0
+    assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 
 # At the head's own place.
@@ -181,19 +266,6 @@ def test_verify_passes_with_distillation(tmp_path: Path, capfd: pytest.CaptureFi
     teacher = make_teacher(tmp_path / "teacher", ROOT / "examples/data/tiny/tokenizer")
     distill = {"kind": "distill:Distillation", "weight": 0.5, "options": {"teacher": str(teacher), "temperature": 3.0}}
     assert verify([{"kind": "cross_entropy", "weight": 0.5}, distill, {"kind": "balance", "weight": 0.01}]) == 0
-    assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_verify_passes_with_smoothing_z_loss_and_a_loss_at_the_head(capfd: pytest.CaptureFixture[str]) -> None:
-    losses = [
-        {"kind": "cross_entropy", "options": {"label_smoothing": 0.1, "z_loss": 0.01}},
-        {"kind": "own_losses:Chunked", "weight": 0.5},
-        {"kind": "own_losses:Norm", "weight": 1e-4},
-        {"kind": "own_losses:Experts", "weight": 0.01},
-        {"kind": "router_z", "weight": 0.01},
-    ]
-    assert verify(losses) == 0
     assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 

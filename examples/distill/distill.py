@@ -43,4 +43,5 @@ class Distillation(omnizoo.Loss):
         soft = self.soft_targets(batch, logits.shape[1])
         student = F.log_softmax(logits.float() / self.temperature, dim=1)
         # The square keeps the gradients as large as those of cross entropy, whatever the temperature.
-        return F.kl_div(student, soft, reduction="sum", log_target=True) * self.temperature**2
+        each = F.kl_div(student, soft, reduction="none", log_target=True).sum(1)
+        return batch.sum(each) * self.temperature**2

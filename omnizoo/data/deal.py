@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnizoo.data.loader import FlatPack, filler
+from omnizoo.data.loader import FlatPack, filler, join_weights
 from omnizoo.data.plan import Cost, Known, Round, Totals, known_of, plan_step
 from omnizoo.modalities.base import Inputs, Item, Port, Size
 from omnizoo.parallel.exchange import Payload, exchange_payloads, gather_json
@@ -40,6 +40,7 @@ class Batch:
     media: dict[Port, list[Inputs]]  # by port: the items this rank works on
     routes: dict[Port, Route]  # by port: where their rows go, and which rows come to this rank's tokens
     label_routes: dict[Port, Route]  # the same for rows that are predicted, to the token before
+    weights: torch.Tensor | None = None  # [1, T] of the loss on each label; None: 1
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ def outgoing(rounds: Sequence[Round], own: dict[int, FlatPack], layout: Layout) 
             for known in packs:
                 pack = own.get(known.index)
                 if pack is not None:
-                    arrays = {"ids": pack.ids, "labels": pack.labels}
-                    arrays |= {} if pack.positions is None else {"positions": pack.positions}
+                    some = {name: getattr(pack, name) for name in ("ids", "labels", "positions", "weights")}
+                    arrays = {name: array for name, array in some.items() if array is not None}
                     header = {"index": pack.index, "lengths": pack.lengths, "sample_ids": pack.sample_ids}
                     for rank in range(d * layout.sp, (d + 1) * layout.sp):
                         to[rank].append((header, arrays))
@@ -134,6 +135,7 @@ def make_batch(
         rows = [counted[:, : len(pack.ids)] if pack.positions is None else pack.positions for pack in packs]
         positions = torch.from_numpy(np.concatenate(rows, axis=1))[:, None]
         positions = positions if positions.is_floating_point() else positions.long()  # some families count in real time
+    weights = join_weights(packs)
     real = [pack for pack in packs if pack.sample_ids]
     place = {id(pack): number for number, pack in enumerate(real)}
     pack_of_token = np.repeat([place.get(id(pack), -1) for pack in packs], [len(pack.ids) for pack in packs])
@@ -150,4 +152,5 @@ def make_batch(
         media=media or {},
         routes=routes or {},
         label_routes=label_routes or {},
+        weights=None if weights is None else torch.from_numpy(weights)[None],
     )

@@ -29,7 +29,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.fingerprint import content_of, reading_of
 from omnizoo.data.lanes import Lane
-from omnizoo.data.packing import Pack
+from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Positions, Renderer
 from omnizoo.data.sources import RowSource, open_source
 from omnizoo.modalities.base import Item, Modality
@@ -54,6 +54,7 @@ class FlatPack:
     sample_ids: list[str]  # source/epoch/row/part; none: a filler, which counts nowhere
     positions: npt.NDArray[Any] | None = None  # [R, T], of models with several positions per token
     items: tuple[Item, ...] = ()  # prepared
+    weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         for (sample, prepared), start in zip(kept, itertools.accumulate(lengths, initial=0), strict=False)
         for item, inputs in zip(sample.items, prepared, strict=True)
     ]
+    weights = join_weights(samples)
     flat = FlatPack(
         index=index,
         ids=ids,
@@ -110,8 +112,16 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         sample_ids=[str(sample.id) for sample in samples],
         positions=np.concatenate(positions, axis=1) if positions else None,
         items=tuple(items),
+        weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
     )
     return flat, bad
+
+
+def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np.float32] | None:
+    """The weights of samples or packs end to end; None if none of them has any."""
+    if all(part.weights is None for part in parts):
+        return None
+    return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
 
 
 def filler(index: int) -> FlatPack:

@@ -6,6 +6,7 @@ A plan is a pure function of what is known of the packs (lengths and costs, no d
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from omnizoo.data.loader import IGNORE, FlatPack, filler
@@ -24,6 +25,7 @@ class Known:
     index: int
     lengths: list[int]
     labels: int  # text targets
+    weight: float  # sum of their weights; as many as they are where no row has any
     is_filler: bool
     items: list[Item]  # their spans are within the pack
 
@@ -44,8 +46,10 @@ Cost = Callable[[Known], float]  # of a pack -> FLOPs
 
 
 def known_of(pack: FlatPack) -> Known:
-    labels = int((pack.labels != IGNORE).sum())
-    return Known(pack.index, pack.lengths, labels, not pack.sample_ids, list(pack.items))
+    is_target = pack.labels != IGNORE
+    labels = int(is_target.sum())
+    weight = labels if pack.weights is None else float(pack.weights[is_target].sum(dtype=np.float64))
+    return Known(pack.index, pack.lengths, labels, weight, not pack.sample_ids, list(pack.items))
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Totals:
     tokens: int
     packs: int
     targets: dict[str, int]  # of the text, and of each modality that is produced
+    weight: float  # sum of the weights of the text's targets; as many as they are where no row has any
     flops: float  # of packs and media items
 
 
@@ -71,7 +76,7 @@ def plan_step(packs: Sequence[Known], layout: Layout, micro_batch: int, ports: S
     """The plan for the packs of all ranks, in any order. `ports` are the model's, whether or not these packs have items
     for them."""
     if not packs:
-        return Plan([], Totals(0, 0, {}, 0.0), {})
+        return Plan([], Totals(0, 0, {}, 0, 0.0), {})
     known = sorted(packs, key=lambda pack: pack.index)
     real = [pack for pack in known if not pack.is_filler]
     targets = {TEXT: sum(pack.labels for pack in real)}
@@ -81,6 +86,7 @@ def plan_step(packs: Sequence[Known], layout: Layout, micro_batch: int, ports: S
         tokens=sum(pack.tokens for pack in real),
         packs=len(real),
         targets=targets,
+        weight=sum(pack.weight for pack in real),
         flops=sum(cost(pack) + sum(item.size.cost for item in pack.items) for pack in real),
     )
     # Held-out packs need not divide evenly.

@@ -18,13 +18,13 @@ from omnizoo.training.routers import balance_sum, router_z_sum
 
 
 class CrossEntropy(Loss):
-    """Of the next token of the text; a mean over targets."""
+    """Of the next token of the text; a mean over targets, by their weights."""
 
     def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
-        return cross_entropy_sum(logits, batch.targets, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        return cross_entropy_sum(logits, batch.targets, batch.weights, self.label_smoothing, self.z_loss)
 
 
 class Balance(Loss):

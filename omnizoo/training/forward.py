@@ -32,9 +32,14 @@ class Local:
 
     inputs: dict[str, Any]  # the model's keyword arguments
     targets: torch.Tensor  # [N] token ids, one per row of the logits that come out
+    weights: torch.Tensor | None  # [N] of the loss on each target, by the rows of the dataset; None: 1
     pack_of_token: torch.Tensor  # [T] which pack of the micro-batch
     packs: int  # of the micro-batch, which ranks may share
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a value for each target, `[N]`, by the weights of the targets."""
+        return values.sum() if self.weights is None else (values * self.weights).sum()
 
 
 def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
@@ -46,6 +51,7 @@ def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
 def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]) -> Local:
     """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included."""
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
+    weights = batch.weights
     is_filler = False
     if mesh.layout.sp == 1:
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
@@ -53,6 +59,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
         sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), parallel.overlap)
         index = sequence.index.cpu()
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
+        weights = None if weights is None else weights[:, index]
         is_filler = not len(index)
         inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence.attend}
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
@@ -69,7 +76,8 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
             device=mesh.device,
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
-    return Local(inputs, labels[0, kept].to(mesh.device), packs.to(mesh.device), len(batch.packs), is_filler)
+    weights = None if weights is None else weights[0, kept].to(mesh.device)
+    return Local(inputs, labels[0, kept].to(mesh.device), weights, packs.to(mesh.device), len(batch.packs), is_filler)
 
 
 @dataclass(frozen=True)

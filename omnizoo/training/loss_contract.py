@@ -16,7 +16,7 @@ from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config
-from omnizoo.data.plan import TEXT, Totals
+from omnizoo.data.plan import Totals
 from omnizoo.models.routing import RouterRecord
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local
@@ -34,17 +34,18 @@ class Loss:
     """A loss. Its constructor takes the `options` of the config; one of the methods `of_...` says what it sees.
 
     That method gives the loss summed over this rank's part of a micro-batch: a tensor of no dimension with its graph,
-    0 where there is nothing. `batch` has the targets `[N]` (token ids), the inputs of the model, and of each token
-    `[T]` which pack it is of. A rank may have any part of a pack, so nothing but sums over targets or tokens comes out
-    the same on every layout.
+    0 where there is nothing. `batch` has the targets `[N]` (token ids) and their weights, the inputs of the model, and
+    of each token `[T]` which pack it is of. A rank may have any part of a pack, so nothing but sums over targets or
+    tokens comes out the same on every layout: `batch.sum(values)` of a value for each target is one.
     """
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         """Called once before the first step, on all ranks. `model` is sharded already."""
 
     def count(self, totals: Totals) -> float:
-        """What the sum over all ranks and micro-batches is divided by: here, the number of the text's targets."""
-        return totals.targets.get(TEXT, 0)
+        """What the sum over all ranks and micro-batches is divided by: here, the number of the text's targets, each by
+        its weight, as `batch.sum` adds them up."""
+        return totals.weight
 
     def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
         """`logits [N, V]` are those that predict `batch.targets [N]`."""
