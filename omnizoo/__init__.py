@@ -19,6 +19,7 @@ _HOME = {
     "build_loader": "omnizoo.data.loader",
     "merge_states": "omnizoo.data.loader",
     "build_optimizer": "omnizoo.training.optimizer",
+    "Loss": "omnizoo.training.loss_contract",
     "Objective": "omnizoo.training.losses",
     "next_step": "omnizoo.training.step",
     "train_step": "omnizoo.training.step",

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
 from omnizoo.modalities.base import Sampling
 from omnizoo.models.build import build_model
-from omnizoo.models.generate import Conversation, PromptItem
+from omnizoo.models.generate import Conversation
 from omnizoo.models.omni import OmniModel
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
@@ -102,7 +103,7 @@ def ask(writer: Writer, content: Any, seed: int, **options: Any) -> list[tuple[s
 @torch.no_grad()
 def first_logits(writer: Writer, content: Any) -> torch.Tensor:
     prompt, conversation = writer.renderer.prompt([{"role": "user", "content": content}]), Conversation(writer.model)
-    items = [PromptItem(i.port, writer._module(i.port).prepare(i.media), i.spans) for i in prompt.items]
+    items = [replace(i, inputs=i.port.module(writer.modalities).prepare(i.media)) for i in prompt.items]
     conversation.read(prompt.ids.tolist(), items)
     return conversation.logits
 

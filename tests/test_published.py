@@ -25,7 +25,7 @@ from omnizoo.assembly.entrance import attach_media
 from omnizoo.assembly.shrink import Shrinking, shrink_config
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.modalities.base import Modality
+from omnizoo.modalities.base import Item, Modality, Port
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model, load_files
@@ -134,7 +134,7 @@ def mix(family: str) -> list[list[Any]]:
 @dataclass(frozen=True)
 class Sample:
     ids: np.ndarray[Any, Any]
-    items: list[SimpleNamespace]  # port, size, spans, media: as the loader has them
+    items: list[Item]
     labels: torch.Tensor
 
 
@@ -153,7 +153,7 @@ def write(contents: Sequence[Any], modalities: dict[str, Modality], seed: int) -
                 ids += [MARKS[modality.placeholder]] * run
             else:  # marks are tokens, and so is every other character
                 ids += [MARKS.get(token, 8 + ord(token[0]) % 88) for token in re.findall(r"<\|\w+\|>|.", run)]
-        items.append(SimpleNamespace(port=f"{part.modality}/encoder", size=size, spans=spans, media=part))
+        items.append(Item(Port(part.modality, "encoder"), size, tuple(spans), False, part))
     array = np.array(ids, np.int32)
     labels = torch.from_numpy(np.append(array[1:], -100)).long()
     labels[labels < 8] = -100
@@ -172,14 +172,14 @@ def reference_inputs(
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        items = [item.media for item in sample.items if item.port == f"{kind}/encoder"]
+        items = [item.media for item in sample.items if item.port.modality == kind]
         prepared = [modalities[kind].encoder.prepare(media) for media in items]
         if prepared:
             inputs[pixels] = torch.cat([item["pixels"] for item in prepared]).to(dtype)
             inputs[grid] = torch.stack([item["grid"] for item in prepared])
             if kind == "video" and "omni" in family:
                 inputs["video_second_per_grid"] = torch.tensor([2 / 4.0] * len(items))
-    sounds = [item.media for item in sample.items if item.port == "audio/encoder"]
+    sounds = [item.media for item in sample.items if item.port.modality == "audio"]
     if sounds:
         extractor = modalities["audio"].encoder.extractor
         mels = [
@@ -200,7 +200,7 @@ def packed_inputs(
     lengths = [len(sample.ids) for sample in samples]
     starts = list(accumulate(lengths, initial=0))
     positions = [recipe_of(family).positions(model, sample.ids, sample.items) for sample in samples]
-    places: dict[str, list[Any]] = {f"{name}/encoder": [] for name in modalities}
+    places: dict[Port, list[Any]] = {Port(name, "encoder"): [] for name in modalities}
     for sample, start in zip(samples, starts, strict=False):
         for item in sample.items:
             index = np.concatenate([np.arange(start + first, start + first + rows) for first, rows in item.spans])
@@ -212,10 +212,7 @@ def packed_inputs(
         for port, listed in places.items()
     }
     media = MediaBatch(
-        items={
-            port: [modalities[port.partition("/")[0]].encoder.prepare(item) for item, _ in listed]
-            for port, listed in places.items()
-        },
+        items={port: [port.module(modalities).prepare(item) for item, _ in listed] for port, listed in places.items()},
         deliver=lambda rows: {port: Rows(value, index[port]) for port, value in rows.items()},
         deliver_labels=lambda rows: {},
         device=torch.device("cpu"),

@@ -15,10 +15,21 @@ from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.exchange import exchange_payloads, gather_json
 from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.parallel.route import RoutedItem, Share, deliver, plan_routes
+from omnizoo.parallel.route import Share, deliver, plan_routes
 from omnizoo.parallel.sequence import slice_tokens
 
 WIDTHS = {"a": 5, "b": 3, "c": 1}
+
+
+@dataclass(frozen=True)
+class RoutedItem:
+    port: str
+    spans: list[tuple[int, int]]
+    owner: int
+
+
+def share_of(lengths: list[int], items: list[RoutedItem]) -> Share:
+    return Share(lengths, items, [item.owner for item in items])
 
 
 def random_shares(layout: Layout, random: np.random.Generator, density: float) -> list[Share]:
@@ -38,7 +49,7 @@ def random_shares(layout: Layout, random: np.random.Generator, density: float) -
                         RoutedItem(str(random.choice(list(WIDTHS))), spans, int(random.integers(layout.world)))
                     )
                     spans = []
-        shares.append(Share(lengths, items))
+        shares.append(share_of(lengths, items))
     return shares
 
 
@@ -99,14 +110,14 @@ def test_every_row_arrives_once_at_the_holder_of_its_token(
 
 
 def test_a_row_to_predict_needs_a_token_before_it_in_its_own_sample() -> None:
-    shares = [Share([3, 4], [RoutedItem("a", [(3, 2)], 0)])]
+    shares = [share_of([3, 4], [RoutedItem("a", [(3, 2)], 0)])]
     assert plan_routes(Layout(), 0, shares)["a"].place.tolist() == [3, 4]
     with pytest.raises(AssertionError, match="no token before it"):
         plan_routes(Layout(), 0, shares, shift=-1)
 
 
 def test_one_process_needs_no_group() -> None:
-    shares = [Share([6], [RoutedItem("a", [(1, 1), (4, 2)], 0), RoutedItem("b", [(2, 1)], 0)])]
+    shares = [share_of([6], [RoutedItem("a", [(1, 1), (4, 2)], 0), RoutedItem("b", [(2, 1)], 0)])]
     features = {"a": torch.randn(3, 5, requires_grad=True), "b": torch.randn(1, 2), "c": torch.randn(4, 1)}
     got = deliver(features, plan_routes(Layout(), 0, shares))
     assert {port: place.tolist() for port, (_, place) in got.items()} == {"a": [1, 4, 5], "b": [2], "c": []}
@@ -170,7 +181,7 @@ def check_deliver(layout: Layout, rank: int, seed: int, density: float, dtype: t
 
 def check_frozen(rank: int, world: int) -> None:
     """Where no row of a port wants a gradient, none is sent back."""
-    shares = [Share([9], [RoutedItem(port, [(1, 2), (5, 2)], 0) for port in "ab"]) for _ in range(world)]
+    shares = [share_of([9], [RoutedItem(port, [(1, 2), (5, 2)], 0) for port in "ab"]) for _ in range(world)]
     layout = Layout(dp_shard=world)
     count = 4 * world if rank == 0 else 1
     features = {"a": torch.randn(count, 4), "b": torch.randn(count, 3, requires_grad=True)}

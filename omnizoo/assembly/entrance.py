@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from omnizoo.assembly.parts import Treatments
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
+from omnizoo.modalities.base import Port
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_batch import MediaBatch
 from omnizoo.models.omni import OmniModel, modalities_of
@@ -83,11 +84,11 @@ def unread_inputs(model: nn.Module) -> list[str]:
     return [name for name in ((inputs,) if isinstance(inputs, str) else inputs) if name != "text"]
 
 
-def media_ports(model: nn.Module) -> list[str]:
+def media_ports(model: nn.Module) -> list[Port]:
     """The modules of a model that make rows of media, in the order in which it runs them."""
     if isinstance(model, OmniModel):
-        return [f"{name}/encoder" for name in model.encoders] + [f"{name}/decoder" for name in model.decoders]
-    return [f"{name}/encoder" for name in recipe_for(model).towers]
+        return model.ports("encoder") + model.ports("decoder")
+    return [Port(name, "encoder") for name in recipe_for(model).towers]
 
 
 def keep_logits(model: nn.Module) -> None:
@@ -117,7 +118,7 @@ def attach_media(model: nn.Module, spec: Model) -> None:
     enter = recipe.enter
     options = {name: m.encoder.options for name, m in spec.modalities.items() if m.encoder}
     encoders = {
-        f"{name}/encoder": modality.encoder
+        Port(name, "encoder"): modality.encoder
         for name, modality in recipe.modalities(model, tokenizer_folder(spec), options).items()
         if modality.encoder is not None
     }
@@ -126,7 +127,7 @@ def attach_media(model: nn.Module, spec: Model) -> None:
         media: MediaBatch | None = kwargs.pop("media", None)
         if media is not None:
             rows = media.deliver({port: media.encode(port, encoder) for port, encoder in encoders.items()})
-            kwargs = enter(model, kwargs, rows)
+            kwargs = enter(model, kwargs, {port.modality: arrived for port, arrived in rows.items()})
         return args, kwargs
 
     model.register_forward_pre_hook(hook, with_kwargs=True)

@@ -98,7 +98,9 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
             )
         if facts.heads:
             check_heads(layout, facts.heads, facts.kv_heads)
-    if layout.ep > 1 and not facts.experts:
+    # One that is not trained, such as a teacher, goes along with a mesh that is made for another.
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if layout.ep > 1 and not facts.experts and is_trained:
         has = "does not compute its experts through transformers' interface" if facts.num_experts else "has no experts"
         raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {has}; set parallel.ep: 1")
     if facts.experts:

@@ -86,13 +86,17 @@ class Treatments:
             parameter.requires_grad_(not frozen and parameter.requires_grad)
 
     def apply(self, model: nn.Module) -> None:
-        """Freeze, and set the precision of weights: before the model is sharded."""
+        """Freeze, and set the precision of weights: before the model is sharded.
+
+        A model may come with all of it frozen, such as a teacher; but not become so by the config.
+        """
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
         self.freeze(model)
         for name, parameter in model.named_parameters():
             treatment = self.of(name)
             if treatment.dtype is not None:
                 parameter.data = parameter.data.to(treatment.dtype)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        if is_trained and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")
 
 

@@ -2,7 +2,7 @@
 content again."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from omnizoo.data.rows import BadRow, Folder
 from omnizoo.modalities.base import Modality, Sampling
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import check_vocabulary, load_tokenizer
-from omnizoo.models.generate import Piece, PromptItem, generate
+from omnizoo.models.generate import Piece, generate
 from omnizoo.models.omni import OmniModel, modalities_of
 from omnizoo.models.weights import load_whole
 
@@ -45,7 +45,7 @@ class Writer:
         try:
             prompt = self.renderer.prompt(messages, folder.find)
             items = [
-                PromptItem(item.port, self._module(item.port).prepare(item.media), item.spans) for item in prompt.items
+                replace(item, inputs=item.port.module(self.modalities).prepare(item.media)) for item in prompt.items
             ]
         except (BadRow, BadMedia) as reason:
             raise UserError(f"the prompt cannot be used: {reason}") from None
@@ -61,10 +61,6 @@ class Writer:
     def decode(self, piece: Piece) -> str:
         """A piece of text as a reader wants it: special tokens are for the model."""
         return str(self.tokenizer.decode(piece.ids, skip_special_tokens=True))
-
-    def _module(self, port: str) -> Any:
-        name, _, role = port.partition("/")
-        return getattr(self.modalities[name], role)
 
     def _end_of_turn(self) -> list[int]:
         """Tokens that end an answer: the model's own, and the one the chat template puts there."""

@@ -21,7 +21,7 @@ from omnizoo.config.load import load_config
 if TYPE_CHECKING:
     from omnizoo.data.inspect import Found, Inspection, Piece
     from omnizoo.data.loader import Reader
-    from omnizoo.data.row_media import Item
+    from omnizoo.modalities.base import Item
 
 LOSS, NO_LOSS = "bold green", "dim"
 COLOURS = ("blue", "magenta", "cyan", "yellow", "red", "white")  # of modalities, in the order of the config
@@ -112,7 +112,7 @@ def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list
     cost = sum(port.cost for port in inspection.ports)
     rows = [
         [
-            port.port,
+            str(port.port),
             percent(port.samples / samples),
             f"{port.items:,}",
             f"{port.tokens:,}",
@@ -283,7 +283,7 @@ def draw_sample(found: "Found", reader: "Reader", numbers: dict[str, int]) -> st
 def draw_item(item: "Item", reader: "Reader", numbers: dict[str, int], where: str = "") -> str:
     from omnizoo.data.inspect import visible
 
-    about = [item.port + " target" * item.is_target, f"{describe_item(item)}{' in ' * bool(where)}{where}"]
+    about = [str(item.port) + " target" * item.is_target, f"{describe_item(item)}{' in ' * bool(where)}{where}"]
     caption = "<br>".join(escape(visible(line)) for line in about)
     return f"<div class=m{numbers[item.media.modality]}>{preview(item, reader)}<small>{caption}</small></div>"
 
@@ -294,7 +294,7 @@ def preview(item: "Item", reader: "Reader") -> str:
     from omnizoo.modalities.item import BadMedia
 
     try:
-        shown = reader.module(item.port).preview(item.media)
+        shown = item.port.module(reader.modalities).preview(item.media)
     except BadMedia as reason:
         return escape(visible(str(reason)))
     if shown not in (item.media.name, escape(item.media.name)):

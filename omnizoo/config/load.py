@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,7 +33,10 @@ MOVED = {
     "train.eps": "optimizer.options.eps",
     "train.weight_decay": "optimizer.weight_decay",
     "train.no_decay": "optimizer.no_decay",
+    "train.router_bias_rate": "router.bias_rate",
 }
+# Weights of losses that were keys of their own: now items of train.losses, of this kind.
+LISTED = {"train.balance_loss": "balance", "train.router_z_loss": "router_z"}
 COMMAND_LINE = "command line"
 IN_PYTHON = "config"
 # Arguments of `omnizoo.train`: section and key that take the object, and keys that would say the same.
@@ -125,12 +128,12 @@ def load_config(
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
         raise UserError(_list(blocked, len(blocked)))
+    origin = _Origin(str(path), lines, tuple(changes) + _list_losses(data, lines, changes, str(path), say))
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         # A value that fits none of the types of a union has one error for each of them: keep one per key.
         details = {_cut_to_schema(detail): detail for detail in error.errors(include_url=False)}
-        origin = _Origin(path, lines, tuple(changes))
         some = list(details.items())[:MOST_MISTAKES]
         raise UserError(_list((_explain(loc, detail, data, origin) for loc, detail in some), len(details))) from None
 
@@ -374,6 +377,40 @@ def _move(data: dict[str, Any], lines: dict[str, int], path: str, say: Callable[
         if old in lines:
             lines[new] = lines[old]
         say("%s: %s is now %s; the old name still works", where, old, new)
+
+
+def _list_losses(
+    data: dict[str, Any], lines: dict[str, int], changes: Collection[str], path: str, say: Callable[..., None]
+) -> tuple[str, ...]:
+    """Make items of train.losses out of the keys that losses had; returns those items that the command line sets.
+
+    A weight of 0 said that there is no such loss, as configs with all of their defaults in them still do.
+    """
+    train = data.get("train")
+    given = [old for old in LISTED if isinstance(train, dict) and old.partition(".")[2] in train]
+    if not given:
+        return ()
+    train = data["train"] = dict(data["train"])  # a YAML alias may show the same object elsewhere
+    losses: list[Any] = [{"kind": "cross_entropy"}]
+    overridden = []
+    for old in given:
+        weight = train.pop(old.partition(".")[2])
+        if isinstance(weight, int | float) and not isinstance(weight, bool) and weight == 0:
+            continue
+        where = COMMAND_LINE if old in changes else f"{path}:{lines[old]}" if old in lines else path
+        if "losses" in train:
+            raise UserError(f"{where}: {old} is now an item of train.losses, and both are given; keep train.losses")
+        item = f"{{kind: {LISTED[old]}, weight: {_show(weight)}}}"
+        say("%s: %s is now train.losses: [{kind: cross_entropy}, %s]; the old name still works", where, old, item)
+        new = f"train.losses.{len(losses)}"
+        losses.append({"kind": LISTED[old], "weight": weight})
+        if old in changes:
+            overridden.append(new)
+        elif old in lines:
+            lines[new] = lines[old]
+    if len(losses) > 1:
+        train["losses"] = losses
+    return tuple(overridden)
 
 
 def _holds(data: Any, key: str) -> bool:

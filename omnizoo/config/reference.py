@@ -132,7 +132,8 @@ def _default_text(field: FieldInfo) -> str:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, Section):
-        return "{}"
+        given = [key for key in type(value).model_fields if key in value.model_fields_set]
+        return "{" + ", ".join(f"{key}: {_value_text(getattr(value, key))}" for key in given) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value_text(item) for item in value) + "]"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

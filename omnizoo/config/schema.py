@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from omnizoo.config.doors import check_name, check_own_name
-from omnizoo.config.optimizers import OPTIMIZERS, check_options
+from omnizoo.config.losses import LOSSES, default_name
+from omnizoo.config.optimizers import OPTIMIZERS, check_optimizer_options
+from omnizoo.config.options import check_options
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -319,6 +321,39 @@ class EarlyStop(Section):
     )
 
 
+class LossPart(Section):
+    kind: Text = Field(
+        "cross_entropy",
+        description="`cross_entropy` of the text; `balance` and `router_z` of a mixture of experts; or "
+        "`package.module:Class` of your own, a subclass of `omnizoo.Loss`",
+    )
+    weight: Weight = Field(1.0, description="what it is multiplied by; 0: a metric only")
+    options: dict[str, Any] = Field(
+        {}, description="its arguments: `label_smoothing` and `z_loss` of cross_entropy, or those of your class"
+    )
+    name: Annotated[str, Field(min_length=1, max_length=80)] | None = Field(
+        None,
+        description="its metric is `loss/NAME`; default: `text` for cross_entropy, else its kind, or the name of your "
+        "class in lower case",
+    )
+
+    @property
+    def label(self) -> str:
+        return self.name or default_name(self.kind)
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        return check_name(value, LOSSES, "loss")
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str | None) -> str | None:
+        if value is not None and not value.isidentifier():
+            raise ValueError(f"{value!r} cannot be the name of a metric; use letters, digits and _")
+        return value
+
+
 class Train(Section):
     steps: Annotated[int, Field(ge=1, le=10**12)] = Field(1000, description="optimizer steps of the whole run")
     global_batch: Count = Field(8, description="packs per optimizer step over all ranks")
@@ -333,14 +368,10 @@ class Train(Section):
     decay_steps: Steps = Field(0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
-    balance_loss: Weight = Field(
-        0.0, description="mixture of experts: weight of the load-balancing loss, taken per pack"
-    )
-    router_z_loss: Weight = Field(
-        0.0, description="mixture of experts: weight of the mean squared log-sum-exp of router logits"
-    )
-    router_bias_rate: Weight = Field(
-        0.0, description="routers with a correction bias: how far a step moves it towards even load (no loss needed)"
+    losses: list[LossPart] = Field(
+        [LossPart(kind="cross_entropy")],
+        description="what is minimised, besides the loss of each decoder: the sum of these, each by its weight "
+        "(docs/losses.md)",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="initial weights, data order and dropout")
     max_bad_steps: Annotated[int, Field(ge=1, le=10**12)] = Field(
@@ -358,6 +389,25 @@ class Train(Section):
     @classmethod
     def _known_schedule(cls, value: str) -> str:
         return check_name(value, SCHEDULES, "schedule")
+
+    @model_validator(mode="after")
+    def _known_losses(self) -> "Train":
+        places: dict[str, int] = {}
+        for i, loss in enumerate(self.losses):
+            if loss.kind in LOSSES:
+                check_options(loss.kind, LOSSES[loss.kind], loss.options, f"train.losses.{i}.options")
+            if (other := places.setdefault(loss.label, i)) != i:
+                raise ValueError(
+                    f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as train.losses.{other} is; give one of "
+                    "them another `name`"
+                )
+        return self
+
+
+class Router(Section):
+    bias_rate: Weight = Field(
+        0.0, description="routers with a correction bias: how far a step moves it towards even load (no loss needed)"
+    )
 
 
 class ParameterGroup(Section):
@@ -426,9 +476,9 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _known_options(self) -> "Optimizer":
-        check_options(self.kind, self.options, "optimizer.options")
+        check_optimizer_options(self.kind, self.options, "optimizer.options")
         for i, group in enumerate(self.groups):
-            check_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
+            check_optimizer_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
         return self
 
 
@@ -499,8 +549,19 @@ class Config(Section):
     optimizer: Optimizer = Field(
         default_factory=Optimizer, description="what updates the weights, and which of them how"
     )
+    router: Router = Field(default_factory=Router, description="routers of a mixture of experts, besides their losses")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
     log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
+
+    @model_validator(mode="after")
+    def _one_name_each(self) -> "Config":
+        for i, loss in enumerate(self.train.losses):
+            if (modality := self.model.modalities.get(loss.label)) is not None and modality.decoder is not None:
+                raise ValueError(
+                    f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as the loss of that decoder is; give it "
+                    "another `name`"
+                )
+        return self
 
     @model_validator(mode="after")
     def _evaluates_on_something(self) -> "Config":

@@ -14,7 +14,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.lanes import Counters
 from omnizoo.data.loader import Reader, flatten
 from omnizoo.data.packing import Pack, Sample
-from omnizoo.data.row_media import Item
+from omnizoo.modalities.base import Item, Port
 
 LOOK = 512  # samples to look at; fewer if there are fewer rows
 BINS = 12  # of the histogram of lengths
@@ -63,7 +63,7 @@ class Found:
 class PortMix:
     """What one encoder or decoder gets."""
 
-    port: str
+    port: Port
     samples: int
     items: int
     tokens: int
@@ -144,7 +144,7 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
 def varied(samples: Sequence[Found]) -> list[Found]:
     """Few that together have every source, encoder and decoder; then those with a new mix; then all others."""
     mixes = [
-        frozenset([(found.sample.id.source, ""), *((-1, item.port) for item in found.sample.items)])
+        frozenset([("source", found.sample.id.source), *(item.port for item in found.sample.items)])
         for found in samples
     ]
     order: list[int] = []
@@ -181,7 +181,7 @@ def source_mix(samples: Sequence[Found], reader: Reader) -> list[SourceMix]:
 
 
 def port_mix(samples: Sequence[Found]) -> list[PortMix]:
-    by_port: dict[str, list[tuple[Item, Found]]] = {}
+    by_port: dict[Port, list[tuple[Item, Found]]] = {}
     for found in samples:
         for item in found.sample.items:
             by_port.setdefault(item.port, []).append((item, found))

@@ -29,11 +29,11 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.fingerprint import content_of, reading_of
 from omnizoo.data.lanes import Lane
-from omnizoo.data.packing import Pack
+from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Positions, Renderer
 from omnizoo.data.rows import RowSource
 from omnizoo.data.sources import open_source
-from omnizoo.modalities.base import Decoder, Encoder, Inputs, Modality
+from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
 
@@ -41,18 +41,6 @@ log = logging.getLogger(__name__)
 
 WORKER_DEATH = re.compile(r"DataLoader worker \(pid\S* .*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 IGNORE = -100  # the label of a position without a target, as torch's cross entropy has it
-
-
-@dataclass(frozen=True)
-class PackItem:
-    """A media item of a pack: what is known before it is decoded, and what came of that."""
-
-    port: str  # which module makes its rows: `<modality>/encoder` or `<modality>/decoder`
-    rows: int
-    cost: float
-    targets: int  # 0: no loss on it
-    spans: tuple[tuple[int, int], ...]  # (first token of the pack, rows)
-    inputs: Inputs
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,8 @@ class FlatPack:
     lengths: list[int]
     sample_ids: list[str]  # source/epoch/row/part; none: a filler, which counts nowhere
     positions: npt.NDArray[Any] | None = None  # [R, T], of models with several positions per token
-    items: tuple[PackItem, ...] = ()
+    items: tuple[Item, ...] = ()  # prepared
+    weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     bad, kept = [], []
     for sample in pack.samples:
         try:
-            kept.append((sample, [reader.module(item.port).prepare(item.media) for item in sample.items]))
+            kept.append((sample, [item.port.module(reader.modalities).prepare(item.media) for item in sample.items]))
         except BadMedia as reason:
             bad.append(f"{reader.sources[sample.id.source].where(sample.id.row)}: {reason}")
     if not kept:
@@ -111,17 +100,11 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     labels[np.cumsum(lengths) - 1] = IGNORE  # what follows a sample is another one's
     positions = [sample.positions for sample in samples if sample.positions is not None]
     items = [
-        PackItem(
-            port=item.port,
-            rows=item.size.rows,
-            cost=item.size.cost,
-            targets=(item.size.targets or item.size.rows) if item.is_target else 0,
-            spans=tuple((start + first, rows) for first, rows in item.spans),
-            inputs=inputs,
-        )
+        item.moved(start, raw=None, inputs=inputs)
         for (sample, prepared), start in zip(kept, itertools.accumulate(lengths, initial=0), strict=False)
         for item, inputs in zip(sample.items, prepared, strict=True)
     ]
+    weights = join_weights(samples)
     flat = FlatPack(
         index=index,
         ids=ids,
@@ -130,8 +113,16 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         sample_ids=[str(sample.id) for sample in samples],
         positions=np.concatenate(positions, axis=1) if positions else None,
         items=tuple(items),
+        weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
     )
     return flat, bad
+
+
+def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np.float32] | None:
+    """The weights of samples or packs end to end; None if none of them has any."""
+    if all(part.weights is None for part in parts):
+        return None
+    return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
 
 
 def filler(index: int) -> FlatPack:
@@ -147,11 +138,6 @@ class Reader:
     sources: Sequence[RowSource]
     renderer: Renderer
     modalities: Mapping[str, Modality]
-
-    def module(self, port: str) -> Encoder | Decoder:
-        name, _, role = port.partition("/")
-        module: Encoder | Decoder = getattr(self.modalities[name], role)
-        return module
 
     def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
         return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omnizoo.data.render import Rendered
-from omnizoo.data.row_media import Item
 from omnizoo.data.rows import BadRow
+from omnizoo.modalities.base import Item
 
 
 class SampleId(NamedTuple):
@@ -32,6 +32,7 @@ class Sample:
     targets: npt.NDArray[np.bool_]
     items: tuple[Item, ...] = ()  # media, in order; their spans are within the sample
     positions: npt.NDArray[Any] | None = None  # [R, L], for models with several positions per token
+    weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
     for part, start in enumerate(range(0, len(ids), pack_tokens)):
         piece = slice(start, start + pack_tokens)
         own = None if positions is None else positions[:, piece] - (positions[:, [start]] if part else 0)
-        yield Sample(SampleId(source, epoch, row, part), ids[piece], rendered.targets[piece], items, own)
+        weights = None if rendered.weights is None else rendered.weights[piece]
+        yield Sample(SampleId(source, epoch, row, part), ids[piece], rendered.targets[piece], items, own, weights)
 
 
 class Packer:

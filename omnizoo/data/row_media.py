@@ -10,7 +10,6 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from omnizoo.data.row_fields import Fields, of_part
 from omnizoo.data.rows import BadRow, Row
-from omnizoo.modalities.base import Modality, Size
+from omnizoo.modalities.base import Item, Modality, Port
 from omnizoo.modalities.item import WELL_KNOWN, BadMedia, Media
 
 Find = Callable[[str], Path | bytes]  # the file, or the bytes, that a row calls by a name
@@ -28,17 +27,6 @@ DESCRIBES = ("format", "mime_type")  # keys that say what the bytes are, which t
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 PATH_MAX = 4096  # characters; a longer string is no path
-
-
-@dataclass(frozen=True)
-class Item:
-    """A media item and its places in a sample."""
-
-    port: str  # which module makes its rows: `<modality>/encoder` or `<modality>/decoder`
-    media: Media
-    size: Size
-    spans: tuple[tuple[int, int], ...]  # (first token, rows) of each run of its places
-    is_target: bool  # the model learns to produce it
 
 
 class Notation:
@@ -149,8 +137,8 @@ class RowMedia:
         if not size.rows:
             raise BadRow(f"{label} has no rows")
         inner = "".join(run if isinstance(run, str) else modality.placeholder for run in runs)
-        role = "decoder" if module is modality.decoder else "encoder"
-        self.items.append(Item(f"{name}/{role}", media, size, (), is_target))
+        port = Port(name, "decoder" if module is modality.decoder else "encoder")
+        self.items.append(Item(port, size, (), is_target, media))
         self.texts.append(modality.begin + inner + modality.end)
         return self.texts[-1]
 

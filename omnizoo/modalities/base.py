@@ -5,10 +5,10 @@ foundation: which items a call gets, and where their rows go, is decided elsewhe
 loader workers, on a copy of the module that has no weights; the rest runs on the device, inside the model's forward.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from omnizoo.modalities.item import Media
 
 Inputs = dict[str, torch.Tensor]  # a prepared item: what `encode` or `targets` needs of it
+Role = Literal["encoder", "decoder"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,47 @@ class Size:
     targets: int | None = None  # decoders: what the loss is a mean over; None: its rows
     layout: tuple[str | int, ...] = ()  # text between its places, e.g. ("<0.5 s>", 64, "<1.5 s>", 64); (): one run
     shape: tuple[float, ...] = ()  # for models that place items on several axes: what they need to know for it
+
+
+class Port(NamedTuple):
+    """A module of the model that items go through: the encoder or the decoder of a modality."""
+
+    modality: str
+    role: Role
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+    def module(self, modalities: Mapping[str, "Modality"]) -> "Encoder | Decoder":
+        module: Encoder | Decoder | None = getattr(modalities[self.modality], self.role)
+        assert module is not None, f"there is no {self}"
+        return module
+
+
+@dataclass(frozen=True)
+class Item:
+    """A media item and its places: of a sample, then of its pack, then of the micro-batch that the pack is dealt to."""
+
+    port: Port  # the module it goes through
+    size: Size
+    spans: tuple[tuple[int, int], ...]  # (first token, how many) of each run of its places
+    is_target: bool  # the model learns to produce it
+    raw: Media | None = None  # as its row gives it; left behind once it is prepared
+    inputs: Inputs | None = None  # once it is prepared, where it was prepared
+
+    @property
+    def media(self) -> Media:
+        assert self.raw is not None, "asked of an item that was prepared already"
+        return self.raw
+
+    @property
+    def targets(self) -> int:
+        """What its loss is a mean over."""
+        return (self.size.targets or self.size.rows) if self.is_target else 0
+
+    def moved(self, by: int, **changes: Any) -> "Item":
+        """The same item, among tokens of which `by` more come before it."""
+        return replace(self, spans=tuple((first + by, count) for first, count in self.spans), **changes)
 
 
 @dataclass(frozen=True)

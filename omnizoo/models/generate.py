@@ -12,16 +12,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.base import Decoder, Inputs, Modality, Sampling
+from omnizoo.modalities.base import Decoder, Item, Modality, Sampling
 from omnizoo.models.media_batch import place
 from omnizoo.models.omni import OmniModel, last_hidden_state
-
-
-@dataclass(frozen=True)
-class PromptItem:
-    port: str  # `<modality>/encoder` or `<modality>/decoder`
-    inputs: Inputs
-    spans: Sequence[tuple[int, int]]  # (first token, rows)
 
 
 @dataclass(frozen=True)
@@ -57,13 +50,14 @@ class Conversation:
         rows: torch.Tensor = self.foundation.get_input_embeddings()(torch.tensor(ids, device=self.model.device))
         return rows
 
-    def read(self, ids: Sequence[int], items: Sequence[PromptItem]) -> None:
+    def read(self, ids: Sequence[int], items: Sequence[Item]) -> None:
         embeddings = self.embed(ids)
         for item in items:
             assert isinstance(self.model, OmniModel)
-            name, _, role = item.port.partition("/")
+            assert item.inputs is not None
+            name = item.port.modality
             inputs = place(item.inputs, self.model.device, embeddings.dtype)
-            if role == "encoder":
+            if item.port.role == "encoder":
                 rows = self.model.encoder(name).encode([inputs])
             else:
                 decoder = self.model.decoder(name)
@@ -79,7 +73,7 @@ def generate(
     tokenizer: Any,
     modalities: Mapping[str, Modality],
     ids: Sequence[int],
-    items: Sequence[PromptItem] = (),
+    items: Sequence[Item] = (),
     max_tokens: int = 256,
     sampling: Sampling | None = None,
     stop: Sequence[int] = (),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from omnizoo.modalities.base import Decoder, Encoder, Inputs
+from omnizoo.modalities.base import Decoder, Encoder, Inputs, Port
 
 
 @dataclass(frozen=True)
@@ -20,31 +20,31 @@ class Rows:
     index: torch.Tensor  # [N]: the token, in this rank's slice, that each belongs to
 
 
-Deliver = Callable[[dict[str, torch.Tensor]], dict[str, Rows]]
+Deliver = Callable[[dict[Port, torch.Tensor]], dict[Port, Rows]]
 
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """What a model's forward gets as `media`. Ports are `<modality>/encoder` and `<modality>/decoder`."""
+    """What a model's forward gets as `media`."""
 
-    items: dict[str, list[Inputs]]  # by port, on the host
+    items: dict[Port, list[Inputs]]  # by port, on the host
     deliver: Deliver  # rows of all ports to the tokens in whose place they are
     deliver_labels: Deliver  # rows of decoder ports to the tokens that predict them
     device: torch.device
     dtype: torch.dtype  # of the computation
 
-    def encode(self, port: str, encoder: Encoder) -> torch.Tensor:
+    def encode(self, port: Port, encoder: Encoder) -> torch.Tensor:
         """Rows `[n, C]` of this rank's items."""
         return self._run(port, encoder.encode, encoder.blank, self.dtype)
 
     @torch.no_grad()
-    def targets(self, port: str, decoder: Decoder) -> torch.Tensor:
+    def targets(self, port: Port, decoder: Decoder) -> torch.Tensor:
         """Target rows `[n, K]` of this rank's items, in fp32 at least: codes and losses depend on every digit."""
         return self._run(port, decoder.targets, decoder.blank, torch.promote_types(self.dtype, torch.float32))
 
     def _run(
         self,
-        port: str,
+        port: Port,
         work: Callable[[Sequence[Inputs]], torch.Tensor],
         blank: Callable[[], Inputs],
         dtype: torch.dtype,

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import ModelOutput
 
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.base import Decoder, Encoder, Modality
+from omnizoo.modalities.base import Decoder, Encoder, Modality, Port, Role
 from omnizoo.modalities.build import build_part, check_code
 from omnizoo.models.media_batch import MediaBatch
 
@@ -188,19 +188,21 @@ class OmniModel(PreTrainedModel):
 
     def enter(self, embeddings: torch.Tensor, media: MediaBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """`embeddings [1, T, width]` with rows of media in their places; and by decoder the rows to be predicted."""
-        features = {f"{name}/encoder": media.encode(f"{name}/encoder", self.encoder(name)) for name in self.encoders}
-        targets = {f"{name}/decoder": media.targets(f"{name}/decoder", self.decoder(name)) for name in self.decoders}
+        features = {port: media.encode(port, self.encoder(port.modality)) for port in self.ports("encoder")}
+        targets = {port: media.targets(port, self.decoder(port.modality)) for port in self.ports("decoder")}
         arrived = media.deliver(features) if features else {}
         produced = media.deliver(targets) if targets else {}
         for port, rows in [*arrived.items(), *produced.items()]:
-            name, _, role = port.partition("/")
             values = rows.rows
-            if role == "decoder":  # targets are precise; what is fed back in is an activation
+            if port.role == "decoder":  # targets are precise; what is fed back in is an activation
                 given = values.to(media.dtype) if values.is_floating_point() else values
-                values = self.decoder(name).embed(given)
+                values = self.decoder(port.modality).embed(given)
             embeddings = embeddings.index_put((torch.zeros_like(rows.index), rows.index), values.to(embeddings.dtype))
         labels = media.deliver_labels(targets) if targets else {}
-        return embeddings, {port.partition("/")[0]: rows for port, rows in labels.items()}
+        return embeddings, {port.modality: rows for port, rows in labels.items()}
+
+    def ports(self, role: Role) -> list[Port]:
+        return [Port(name, role) for name in (self.encoders if role == "encoder" else self.decoders)]
 
     def encoder(self, name: str) -> Encoder:
         module = self.encoders[name]

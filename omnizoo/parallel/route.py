@@ -4,6 +4,7 @@ ranks that hold its tokens, and their gradients back. All ranks know all items, 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,17 @@ from omnizoo.parallel.sequence import slice_tokens
 Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class RoutedItem:
-    port: str  # items of a port are worked on together, and have rows of one width
-    spans: Sequence[tuple[int, int]]  # (first token in the micro-batch, how many) of its rows, in order
-    owner: int  # the rank, of all, that makes its rows
+Port = Any  # whatever can be a key and be sorted; items of a port are worked on together, and have rows of one width
+
+
+class Placed(Protocol):
+    """What a route needs to know of an item."""
+
+    @property
+    def port(self) -> Port: ...
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]: ...  # (first token in the micro-batch, how many) of its rows
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class Share:
     """What the ranks that share a pack work on in this micro-batch."""
 
     lengths: Sequence[int]  # of its samples
-    items: Sequence[RoutedItem]
+    items: Sequence[Placed]
+    owners: Sequence[int]  # of each item: the rank, of all, that makes its rows
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Route:
     place: torch.Tensor  # [received] the token of each row that arrives, among those this rank holds
 
 
-def plan_routes(layout: Layout, rank: int, shares: Sequence[Share], shift: int = 0) -> dict[str, Route]:
+def plan_routes(layout: Layout, rank: int, shares: Sequence[Share], shift: int = 0) -> dict[Port, Route]:
     """For every port with a row anywhere, how rows travel from and to `rank`; `shares`: of all dp ranks.
 
     A rank's own rows of a port are those of the items it owns, in the order of `shares` and of the items in there.
@@ -53,21 +61,22 @@ def plan_routes(layout: Layout, rank: int, shares: Sequence[Share], shift: int =
     ports = sorted({item.port for share in shares for item in share.items if item.spans})
     goes_to, comes_from, places = ({port: [_NONE] for port in ports} for _ in range(3))  # by port, for each row
     for dp, share in enumerate(shares):
-        items = [item for item in share.items if item.spans and (dp == dp_rank or item.owner == rank)]
+        owned = zip(share.items, share.owners, strict=True)
+        items = [(item, owner) for item, owner in owned if item.spans and (dp == dp_rank or owner == rank)]
         if not items:  # slices are worked out only where this rank has to do with them
             continue
         holder, place = _holders(layout, share.lengths)
         starts = np.cumsum([0, *share.lengths])
-        for item in items:
+        for item, owner in items:
             tokens = np.concatenate([np.arange(first, first + rows) for first, rows in item.spans])
             assert not shift or not np.isin(tokens, starts).any(), "a row to predict has no token before it"
             tokens += shift
-            if item.owner == rank:
+            if owner == rank:
                 goes_to[item.port].append(dp * layout.sp + holder[tokens])
             if dp == dp_rank:
                 here = place[tokens[holder[tokens] == sp_rank]]
                 places[item.port].append(here)
-                comes_from[item.port].append(np.full(len(here), item.owner))
+                comes_from[item.port].append(np.full(len(here), owner))
     return {
         port: _route(layout.world, *(np.concatenate(of[port]) for of in (goes_to, comes_from, places)))
         for port in ports
@@ -75,8 +84,8 @@ def plan_routes(layout: Layout, rank: int, shares: Sequence[Share], shift: int =
 
 
 def deliver(
-    features: Mapping[str, torch.Tensor], routes: Mapping[str, Route], group: dist.ProcessGroup | None = None
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    features: Mapping[Port, torch.Tensor], routes: Mapping[Port, Route], group: dist.ProcessGroup | None = None
+) -> dict[Port, tuple[torch.Tensor, torch.Tensor]]:
     """Of each port, this rank's own rows `[n, C]` become the rows `[N, C]` of the tokens it holds, and which these are.
 
     One all-to-all for all ports, none if nobody has a row. What comes back depends on `features` even without rows:

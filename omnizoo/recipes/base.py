@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.base import Modality
+from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.hf_private import block_class_names, is_experts
 from omnizoo.models.media_batch import Rows
@@ -39,7 +39,8 @@ class Recipe:
     attention_width: tuple[str, str] | None = None  # config fields (query-key width, value width) of a head, if two
     # Families that read more than text. The model is on meta where its modalities are asked for.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
-    positions: Callable[[PreTrainedModel, Ids, Sequence[Any]], npt.NDArray[Any]] | None = None  # [R, L] of a sample
+    positions: Callable[[PreTrainedModel, Ids, Sequence[Item]], npt.NDArray[Any]] | None = None  # [R, L] of a sample
+    # What the model's forward is called with, rows of media (by modality) among it.
     enter: Callable[[PreTrainedModel, dict[str, Any], dict[str, Rows]], dict[str, Any]] | None = None
     towers: Mapping[str, str] = field(default_factory=dict)  # modality -> module that encodes it
     projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules between tower and foundation

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from omnizoo.modalities.base import Item
 from omnizoo.models.media_batch import Rows
 from omnizoo.recipes.base import Ids, Recipe
 from omnizoo.recipes.qwen_towers import (
@@ -24,7 +25,7 @@ from omnizoo.recipes.qwen_towers import (
 )
 
 
-def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Any]) -> npt.NDArray[np.float32]:
+def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> npt.NDArray[np.float32]:
     """`[4, L]`: in the text, by which samples are told apart; then time, height and width."""
     tokens = torch.from_numpy(ids).long()[None]
     sounds, clips = shapes_of(items, "audio"), shapes_of(items, "video")
@@ -43,7 +44,7 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Any]) -> npt.NDA
 
 def enter(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[str, Rows]) -> dict[str, Any]:
     """There is no way in for sound that is encoded already, other than among the embeddings."""
-    sound = rows["audio/encoder"]
+    sound = rows["audio"]
     embeddings = model.get_input_embeddings()(inputs["input_ids"])
     first = torch.zeros_like(sound.index)
     embeddings = embeddings.index_put((first, sound.index), sound.rows.to(embeddings.dtype))

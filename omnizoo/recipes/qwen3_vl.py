@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
+from omnizoo.modalities.base import Item
 from omnizoo.recipes.base import Ids, Recipe
 from omnizoo.recipes.qwen_towers import (
     BEGIN,
@@ -35,7 +36,7 @@ class TimedVideoTower(VideoTower):
         return tuple(part for at in seconds for part in (f"<{at:.1f} seconds>{BEGIN}", rows, END))
 
 
-def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Any]) -> Ids:
+def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> Ids:
     """`[4, L]`: in the text, by which samples are told apart; then time, height and width."""
     tokens = torch.from_numpy(ids).long()[None]
     config: Any = model.config

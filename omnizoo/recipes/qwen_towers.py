@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen2VLImageProcessorPil, WhisperFeatu
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.base import Encoder, Inputs, Modality, Size
+from omnizoo.modalities.base import Encoder, Inputs, Item, Modality, Size
 from omnizoo.modalities.files import (
     CLIP_OPTIONS,
     PICTURE_OPTIONS,
@@ -290,9 +290,9 @@ def build_modalities(
     return built
 
 
-def shapes_of(items: Sequence[Any], modality: str) -> torch.Tensor | None:
+def shapes_of(items: Sequence[Item], modality: str) -> torch.Tensor | None:
     """`[n, ...]`, of a sample's items of one modality; None: it has none."""
-    shapes = [item.size.shape for item in items if item.port == f"{modality}/encoder"]
+    shapes = [item.size.shape for item in items if item.port.modality == modality]
     return torch.tensor(shapes) if shapes else None
 
 
@@ -304,7 +304,7 @@ def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[s
         first, *deeper = arrived.rows[arrived.index.argsort()].split(width, 1)
         return SimpleNamespace(pooler_output=[first], deepstack_features=[[level] for level in deeper])
 
-    return inputs | {"mm_encoder_outputs": {name: output(rows[f"{name}/encoder"]) for name in ("image", "video")}}
+    return inputs | {"mm_encoder_outputs": {name: output(rows[name]) for name in ("image", "video")}}
 
 
 def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **own: int) -> Any:

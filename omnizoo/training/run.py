@@ -36,6 +36,7 @@ from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_c
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.loggers import built_in_loggers
+from omnizoo.training.loss_contract import build_losses
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.optimizer import build_optimizer, check_optimizer
@@ -86,6 +87,7 @@ def _train(
         )
 
         check_optimizer(config)
+        build_losses(config)  # one of the user's own may be a mistake
         learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
         assembled = agree(mesh, lambda: assemble(config))
         check_same_model(config, mesh)
@@ -119,7 +121,7 @@ def _train(
             return 0
 
         fetching = time.perf_counter()
-        objective = Objective(model, mesh, config)
+        objective = agree(mesh, lambda: Objective(model, mesh, config))
         eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
@@ -283,7 +285,7 @@ def describe(
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
         "weights": str(origin.checkpoint or drawn),
-        **({"modalities": ", ".join(media_ports(model))} if media_ports(model) else {}),
+        **({"modalities": ", ".join(map(str, media_ports(model)))} if media_ports(model) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "

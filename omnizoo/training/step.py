@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.data.deal import Batch, Totals, deal
+from omnizoo.data.deal import Batch, deal
 from omnizoo.data.loader import Loader
+from omnizoo.data.plan import Totals
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.agree import raise_first
 from omnizoo.parallel.gradients import clip_gradients, gradient_norm
@@ -29,7 +30,7 @@ class StepData:
 
     micro_batches: Sequence[Batch]
     totals: Totals
-    counts: dict[str, int]  # of each loss term
+    counts: dict[str, float]  # of each loss term
     imbalance: dict[str, float]  # busiest rank / mean over ranks: of tokens, and of each encoder and decoder
     counters: dict[str, int]  # rows skipped, samples dropped or split, since the start of the run
     bad_rows: Sequence[str]  # of this step, on all ranks
@@ -87,7 +88,7 @@ def train_step(
         torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
         with exact(config.parallel.precision):
             terms = objective.terms(batch)
-            loss = torch.stack([term.weight * term.sum / max(1, data.counts[term.name]) for term in terms]).sum()
+            loss = torch.stack([term.weight * term.sum / (data.counts[term.name] or 1) for term in terms]).sum()
             loss.backward()
         for term in terms:
             sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
@@ -96,7 +97,7 @@ def train_step(
     norm = gradient_norm(model.parameters())
     *totals, stopping = mesh.sum([*(float(value) for value in sums.values()), float(stop)])
     # A sum over no target is 0 times the outputs: nothing, or the NaN of a broken model, which must be seen.
-    means = {name: total / max(1, data.counts[name]) for name, total in zip(sums, totals, strict=True)}
+    means = {name: total / (data.counts[name] or 1) for name, total in zip(sums, totals, strict=True)}
     total_loss, grad_norm = sum(weights[name] * mean for name, mean in means.items()), float(norm)
     finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
     lr = learning_rate(config.train, step)
