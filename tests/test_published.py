@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 import omnizoo.models.attention  # noqa: F401 - registers our attention
-from omnizoo.assembly.entrance import attach_media
+from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, shrink_config
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
@@ -29,7 +29,7 @@ from omnizoo.modalities.base import Item, Modality, Port
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model, load_files
-from omnizoo.models.media_batch import MediaBatch, Rows, place
+from omnizoo.models.media_batch import Delivered, Features, MediaBatch, place
 from omnizoo.ops.precision import exact
 from omnizoo.recipes.base import read_facts, recipe_of
 
@@ -86,7 +86,7 @@ def ours(family: str, precision: str) -> tuple[PreTrainedModel, dict[str, Modali
     if "moe" in family:
         use_dispatched(language_model(model))
     options = {name: {"encoder": {"options": given}} for name, given in options_of(family).items()}
-    attach_media(model, Model(config={"model_type": family}, modalities=options))
+    media_model(model).attach(Model(config={"model_type": family}, modalities=options))
     return model, read(family)
 
 
@@ -213,8 +213,10 @@ def packed_inputs(
     }
     media = MediaBatch(
         items={port: [port.module(modalities).prepare(item) for item, _ in listed] for port, listed in places.items()},
-        deliver=lambda rows: {port: Rows(value, index[port]) for port, value in rows.items()},
-        deliver_labels=lambda rows: {},
+        deliver=lambda made: {
+            port: Delivered(Features(value, index[port]), Features(value[:0], index[port][:0]))
+            for port, value in made.items()
+        },
         device=torch.device("cpu"),
         dtype=model.dtype,
     )

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.flops import count_flops
+from omnizoo.assembly.published import media_model
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
 from omnizoo.data.plan import TEXT, Known, Totals
@@ -39,7 +39,7 @@ class Objective:
         train = config.train
         losses = (train.balance_loss, train.router_z_loss, train.router_bias_rate)
         self.recorder = RouterRecorder(model, required=any(losses))
-        self.ports = media_ports(model)
+        self.ports = media_model(model).ports
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.statistics = RouterStatistics()
