@@ -102,7 +102,10 @@ def ask(writer: Writer, content: Any, seed: int, **options: Any) -> list[tuple[s
 
 @torch.no_grad()
 def first_logits(writer: Writer, content: Any) -> torch.Tensor:
-    prompt, conversation = writer.renderer.prompt([{"role": "user", "content": content}]), Conversation(writer.model)
+    prompt, conversation = (
+        writer.renderer.prompt([{"role": "user", "content": content}]),
+        Conversation(writer.model, writer.media),
+    )
     items = [replace(i, inputs=i.port.module(writer.modalities).prepare(i.media)) for i in prompt.items]
     conversation.read(prompt.ids.tolist(), items)
     return conversation.logits

@@ -156,7 +156,7 @@ def test_media_that_are_cast_on_entry_are_found() -> None:
         return args, {"media": replace(kwargs["media"], items=items)}
 
     items = {Port("image", "decoder"): [{"noise": torch.tensor([-0.806])}]}
-    media = MediaBatch(items, lambda rows: {}, lambda rows: {}, torch.device("cpu"), torch.bfloat16)
+    media = MediaBatch(items, lambda made: {}, torch.device("cpu"), torch.bfloat16)
     found: list[str] = []
     model = Reading()
     with watching(model, found):

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from omnizoo.assembly.published import media_model
+from omnizoo.modalities.base import Decoder
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.tally import Tally, causal_pairs, is_trained, weights_of
 from omnizoo.models.hf_private import language_model
-from omnizoo.models.omni import OmniModel
 from omnizoo.recipes.base import count_experts, recipe_of
 
 
@@ -66,8 +67,9 @@ def count_flops(model: nn.Module) -> FlopCount:
     if head is not None:
         last.multiply(head, 1)
     rows, predicted = {}, {}
-    decoders = {name: model.decoder(name) for name in model.decoders} if isinstance(model, OmniModel) else {}
-    for name, decoder in decoders.items():
+    for name, prefix in media_model(model).producers.items():
+        decoder = model.get_submodule(prefix)
+        assert isinstance(decoder, Decoder)
         enter, leave = Tally(), Tally(trunk.trained)
         for part, module in decoder.named_children():
             if not isinstance(module, Frozen):

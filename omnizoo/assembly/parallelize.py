@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from omnizoo.assembly.entrance import attach_media, keep_logits
+from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
+from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
@@ -47,7 +48,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     treatments.apply(model)
     treatments.keep_precision(model)
     check_memory(model, mesh, config)
-    origins = weight_origins(model, config.model)
+    media = media_model(model)
+    origins = weight_origins(model, media, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
     blocks = [model.get_submodule(name) for name in facts.blocks]
     if experts:
@@ -83,7 +85,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
         wanted = set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
         fill(model, initial_weights(partial(build_model, config.model, precision), config.train.seed, names))
-    attach_media(model, config.model)
+    media.attach(config.model)
     keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from omnizoo.assembly.entrance import keep_logits
+from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.data.render import HERE, Renderer
@@ -18,7 +20,7 @@ from omnizoo.modalities.base import Modality, Sampling
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import check_vocabulary, load_tokenizer
 from omnizoo.models.generate import Piece, generate
-from omnizoo.models.omni import OmniModel, modalities_of
+from omnizoo.models.media_model import MediaModel
 from omnizoo.models.weights import load_whole
 
 
@@ -27,6 +29,7 @@ class Writer:
     """A trained model, whole, on one device, with what it takes to talk to it."""
 
     model: PreTrainedModel
+    media: MediaModel
     tokenizer: Any
     renderer: Renderer
     modalities: Mapping[str, Modality]
@@ -52,7 +55,7 @@ class Writer:
         if not len(prompt.ids):
             raise UserError("the prompt is empty: there is nothing to go on from")
         ids, stop = prompt.ids.tolist(), self._end_of_turn()
-        return generate(self.model, self.tokenizer, self.modalities, ids, items, max_tokens, sampling, stop)
+        return generate(self.model, self.media, self.tokenizer, self.modalities, ids, items, max_tokens, sampling, stop)
 
     def text(self, pieces: Sequence[Piece]) -> str:
         """What was written, without special tokens; items as their names in brackets."""
@@ -85,5 +88,8 @@ def load_writer(
     nn.Module.to(model, device or torch.device("cpu"))
     tokenizer = load_tokenizer(spec)
     check_vocabulary(model, tokenizer)
-    modalities = modalities_of(model) if isinstance(model, OmniModel) else {}
-    return Writer(model.eval(), tokenizer, Renderer(tokenizer, False, modalities), modalities)
+    media = media_model(model)
+    modalities = media.modalities(spec)
+    media.attach(spec)
+    keep_logits(model)
+    return Writer(model.eval(), media, tokenizer, Renderer(tokenizer, False, modalities), modalities)

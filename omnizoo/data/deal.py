@@ -38,8 +38,7 @@ class Batch:
     tokens: int
     packs: tuple[int, ...]  # their numbers in the run
     media: dict[Port, list[Inputs]]  # by port: the items this rank works on
-    routes: dict[Port, Route]  # by port: where their rows go, and which rows come to this rank's tokens
-    label_routes: dict[Port, Route]  # the same for rows that are predicted, to the token before
+    routes: dict[Port, Route]  # by port: where what it makes of them goes, and what comes to this rank's tokens
     weights: torch.Tensor | None = None  # [1, T] of the loss on each label; None: 1
 
 
@@ -79,7 +78,7 @@ def deal(
         media: dict[Port, list[Inputs]] = {port: [] for port in ports}
         for at, item in each.owned(mesh.rank):
             media[item.port].append(inputs[number, at])
-        batches.append(make_batch(own, media, *each.routes(mesh.rank)))
+        batches.append(make_batch(own, media, each.routes(mesh.rank)))
     return Dealt(batches, plan.totals, plan.imbalance, [rank["note"] for rank in told])
 
 
@@ -122,7 +121,6 @@ def make_batch(
     packs: Sequence[FlatPack],
     media: dict[Port, list[Inputs]] | None = None,
     routes: dict[Port, Route] | None = None,
-    label_routes: dict[Port, Route] | None = None,
 ) -> Batch:
     lengths = np.array([length for pack in packs for length in pack.lengths])
     ends = np.cumsum(lengths)
@@ -151,6 +149,5 @@ def make_batch(
         packs=tuple(pack.index for pack in real),
         media=media or {},
         routes=routes or {},
-        label_routes=label_routes or {},
         weights=None if weights is None else torch.from_numpy(weights)[None],
     )

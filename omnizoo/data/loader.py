@@ -30,12 +30,13 @@ from omnizoo.config.schema import Config
 from omnizoo.data.fingerprint import content_of, reading_of
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Pack, Sample
-from omnizoo.data.render import Positions, Renderer
+from omnizoo.data.render import Renderer
 from omnizoo.data.rows import RowSource
 from omnizoo.data.sources import open_source
 from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
+from omnizoo.models.media_model import Positions
 
 log = logging.getLogger(__name__)
 

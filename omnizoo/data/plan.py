@@ -4,10 +4,9 @@ A plan is a pure function of what is known of the packs (lengths and costs, no d
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from omnizoo.data.loader import IGNORE, FlatPack, filler
 from omnizoo.modalities.base import Item, Port
@@ -128,28 +127,14 @@ class Round:
         """The items that a rank works on, and their numbers in this micro-batch."""
         return ((at, item) for at, item in enumerate(self.items) if self.owners[at] == rank)
 
-    def routes(self, rank: int) -> tuple[dict[Port, Route], dict[Port, Route]]:
-        """Routes of the rows to their tokens, and of those to be predicted to the token before each."""
-        kept: dict[Port, list[int]] = {}  # of the rows this rank makes, those to be predicted
-        made: dict[Port, int] = {}
-        for _, item in self.owned(rank):
-            first = made.get(item.port, 0)
-            made[item.port] = first + item.size.rows
-            if item.is_target:
-                kept.setdefault(item.port, []).extend(range(first, made[item.port]))
-        predicted = plan_routes(self.layout, rank, self._shares(lambda item: item.is_target), shift=-1)
-        for port, route in predicted.items():
-            rows = torch.tensor(kept.get(port, []), dtype=torch.int64)
-            predicted[port] = replace(route, order=rows[route.order])
-        return plan_routes(self.layout, rank, self._shares(lambda item: True)), predicted
-
-    def _shares(self, wanted: Callable[[Item], bool]) -> list[Share]:
+    def routes(self, rank: int) -> dict[Port, Route]:
+        """How what the owners make of items gets to the tokens of all ranks, as `rank` sees it."""
         shares = []
         for d, own in enumerate(self.packs):
-            chosen = [at for at, item in enumerate(self.items) if self.dp_of[at] == d and wanted(item)]
+            of_dp = [at for at, dp in enumerate(self.dp_of) if dp == d]
             lengths = [length for pack in own for length in pack.lengths]
-            shares.append(Share(lengths, [self.items[at] for at in chosen], [self.owners[at] for at in chosen]))
-        return shares
+            shares.append(Share(lengths, [self.items[at] for at in of_dp], [self.owners[at] for at in of_dp]))
+        return plan_routes(self.layout, rank, shares)
 
 
 def media_imbalance(rounds: Sequence[Round], world: int, ports: Sequence[Port]) -> dict[str, float]:

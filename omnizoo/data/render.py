@@ -8,7 +8,7 @@ A media item is written with one placeholder for each run of its places, which i
 import itertools
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
@@ -27,10 +27,9 @@ from omnizoo.data.row_fields import Fields
 from omnizoo.data.row_media import Find, Notation, RowMedia
 from omnizoo.data.rows import BadRow, Folder, Row
 from omnizoo.modalities.base import Item, Modality
+from omnizoo.models.media_model import Ids, Positions
 
 Span = tuple[int, int]
-Ids = npt.NDArray[np.int32]
-Positions = Callable[[Ids, Sequence[Item]], npt.NDArray[Any]]  # of a sample: [R, L]
 HERE = Folder(Path(), None)
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAGS_HINT = "put {% generation %} tags around what the model writes into the template"

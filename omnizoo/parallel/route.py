@@ -16,8 +16,6 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.sequence import slice_tokens
 
 Numbers = npt.NDArray[np.int64]
-
-
 Port = Any  # whatever can be a key and be sorted; items of a port are worked on together, and have rows of one width
 
 
@@ -29,6 +27,9 @@ class Placed(Protocol):
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]: ...  # (first token in the micro-batch, how many) of its rows
+
+    @property
+    def is_target(self) -> bool: ...  # its rows are also needed at the tokens before theirs, which predict them
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,37 @@ class Share:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one port's rows in one micro-batch, as one rank sees it."""
+    """The way of one port's rows in one micro-batch, as one rank sees it. A row goes to a rank once, whether that holds
+    its token, the token before it, or both."""
 
     order: torch.Tensor  # [sent] which of its own rows, ordered by the rank they go to
     sent: list[int]  # how many to each rank
     received: list[int]  # how many from each rank
-    place: torch.Tensor  # [received] the token of each row that arrives, among those this rank holds
+    place: torch.Tensor  # [received] the token of each row that arrives, among those this rank holds; -1: not here
+    before: torch.Tensor  # [received] and the token that predicts it; -1: not here, or nobody does
 
 
-def plan_routes(layout: Layout, rank: int, shares: Sequence[Share], shift: int = 0) -> dict[Port, Route]:
+@dataclass(frozen=True)
+class Arrived:
+    """Rows of one port for the tokens of this rank."""
+
+    rows: torch.Tensor  # [N, C]
+    place: torch.Tensor  # [N] the token, among those this rank holds, in whose place each is
+    predicted: torch.Tensor  # [M, C] rows to be predicted
+    before: torch.Tensor  # [M] the token that each is predicted from
+
+
+def plan_routes(layout: Layout, rank: int, shares: Sequence[Share]) -> dict[Port, Route]:
     """For every port with a row anywhere, how rows travel from and to `rank`; `shares`: of all dp ranks.
 
     A rank's own rows of a port are those of the items it owns, in the order of `shares` and of the items in there.
-    With `shift` -1 a row goes to the token before its own: the one it is predicted from.
     """
     assert len(shares) == layout.dp, f"{len(shares)} shares for {layout.dp} dp ranks"
     dp_rank, sp_rank = divmod(rank, layout.sp)
     ports = sorted({item.port for share in shares for item in share.items if item.spans})
-    goes_to, comes_from, places = ({port: [_NONE] for port in ports} for _ in range(3))  # by port, for each row
+    leaving = {port: [np.empty((2, 0), np.int64)] for port in ports}  # (rank it goes to, number among its own)
+    arriving = {port: [np.empty((3, 0), np.int64)] for port in ports}  # (rank it comes from, its token, the one before)
+    made = dict.fromkeys(ports, 0)
     for dp, share in enumerate(shares):
         owned = zip(share.items, share.owners, strict=True)
         items = [(item, owner) for item, owner in owned if item.spans and (dp == dp_rank or owner == rank)]
@@ -68,40 +82,57 @@ def plan_routes(layout: Layout, rank: int, shares: Sequence[Share], shift: int =
         holder, place = _holders(layout, share.lengths)
         starts = np.cumsum([0, *share.lengths])
         for item, owner in items:
-            tokens = np.concatenate([np.arange(first, first + rows) for first, rows in item.spans])
-            assert not shift or not np.isin(tokens, starts).any(), "a row to predict has no token before it"
-            tokens += shift
+            tokens = np.concatenate([np.arange(first, first + count) for first, count in item.spans])
+            is_first = item.is_target and np.isin(tokens, starts).any()
+            assert not is_first, "a row to predict has no token before it"
+            reached = np.stack([tokens, tokens - 1] if item.is_target else [tokens])  # [1 or 2, rows]
+            to = holder[reached]
             if owner == rank:
-                goes_to[item.port].append(dp * layout.sp + holder[tokens])
+                own = np.broadcast_to(made[item.port] + np.arange(len(tokens)), to.shape)
+                made[item.port] += len(tokens)
+                is_new = np.ones(to.shape, bool)
+                is_new[1:] = to[1:] != to[0]
+                leaving[item.port].append(np.stack([dp * layout.sp + to.T[is_new.T], own.T[is_new.T]]))
             if dp == dp_rank:
-                here = place[tokens[holder[tokens] == sp_rank]]
-                places[item.port].append(here)
-                comes_from[item.port].append(np.full(len(here), owner))
+                here = np.full((3, len(tokens)), -1)
+                here[0] = owner
+                here[1 : 1 + len(to)] = np.where(to == sp_rank, place[reached], -1)
+                arriving[item.port].append(here[:, (here[1:] >= 0).any(0)])
     return {
-        port: _route(layout.world, *(np.concatenate(of[port]) for of in (goes_to, comes_from, places)))
+        port: _route(layout.world, np.concatenate(leaving[port], axis=1), np.concatenate(arriving[port], axis=1))
         for port in ports
     }
 
 
 def deliver(
     features: Mapping[Port, torch.Tensor], routes: Mapping[Port, Route], group: dist.ProcessGroup | None = None
-) -> dict[Port, tuple[torch.Tensor, torch.Tensor]]:
-    """Of each port, this rank's own rows `[n, C]` become the rows `[N, C]` of the tokens it holds, and which these are.
+) -> dict[Port, Arrived]:
+    """Of each port, this rank's own rows `[n, C]` become those of the tokens it holds.
 
     One all-to-all for all ports, none if nobody has a row. What comes back depends on `features` even without rows:
-    whoever uses all of it, in all its emptiness, answers the other ranks in backward and gets exact zeros.
+    whoever uses all of it, empty or not, answers the other ranks in backward and gets exact zeros.
     """
     ports = sorted(routes)
     rows = [features[port].index_select(0, routes[port].order.to(features[port].device)) for port in ports]
     if ports and len(routes[ports[0]].sent) > 1:
         sent, received = [routes[port].sent for port in ports], [routes[port].received for port in ports]
         rows = list(exchange_tables(rows, sent, received, group))
-    places = [routes[port].place.to(features[port].device) for port in ports]
-    nothing = {port: (own[:0], own.new_empty(0, dtype=torch.int64)) for port, own in features.items()}
-    return nothing | dict(zip(ports, zip(rows, places, strict=True), strict=True))
+    arrived = {
+        port: Arrived(*_at(own, routes[port].place), *_at(own, routes[port].before))
+        for port, own in zip(ports, rows, strict=True)
+    }
+    nothing = torch.empty(0, dtype=torch.int64)
+    return {
+        port: arrived.get(port) or Arrived(*_at(own[:0], nothing), *_at(own[:0], nothing))
+        for port, own in features.items()
+    }
 
 
-_NONE: Numbers = np.empty(0, np.int64)
+def _at(rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that have a token, and these tokens."""
+    kept = (tokens >= 0).nonzero().squeeze(1)
+    tokens = tokens[kept].to(rows.device)
+    return rows if len(kept) == len(rows) else rows[kept.to(rows.device)], tokens
 
 
 def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
@@ -114,11 +145,13 @@ def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
     return holder, place
 
 
-def _route(world: int, goes_to: Numbers, comes_from: Numbers, places: Numbers) -> Route:
+def _route(world: int, leaving: Numbers, arriving: Numbers) -> Route:
     # Stable: rows from one rank to another keep the order of items and of rows in them, which both ends know.
+    (goes_to, own), (comes_from, place, before) = leaving, arriving[:, np.argsort(arriving[0], kind="stable")]
     return Route(
-        order=torch.from_numpy(np.argsort(goes_to, kind="stable")),
+        order=torch.from_numpy(own[np.argsort(goes_to, kind="stable")]),
         sent=np.bincount(goes_to, minlength=world).tolist(),
         received=np.bincount(comes_from, minlength=world).tolist(),
-        place=torch.from_numpy(places[np.argsort(comes_from, kind="stable")]),
+        place=torch.from_numpy(place.copy()),
+        before=torch.from_numpy(before.copy()),
     )

@@ -10,7 +10,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,10 +18,10 @@ from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.hf_private import block_class_names, is_experts
-from omnizoo.models.media_batch import Rows
+from omnizoo.models.media_batch import Features
+from omnizoo.models.media_model import Ids
 
 Options = Mapping[str, Mapping[str, Any]]  # by modality: `options` of its encoder in the config
-Ids = npt.NDArray[np.int32]
 
 # What configs call the number of experts in a layer, and of those that a token visits.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
@@ -40,8 +39,8 @@ class Recipe:
     # Families that read more than text. The model is on meta where its modalities are asked for.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
     positions: Callable[[PreTrainedModel, Ids, Sequence[Item]], npt.NDArray[Any]] | None = None  # [R, L] of a sample
-    # What the model's forward is called with, rows of media (by modality) among it.
-    enter: Callable[[PreTrainedModel, dict[str, Any], dict[str, Rows]], dict[str, Any]] | None = None
+    # What the model's forward is called with, features of media (by modality) among it.
+    enter: Callable[[PreTrainedModel, dict[str, Any], dict[str, Features]], dict[str, Any]] | None = None
     towers: Mapping[str, str] = field(default_factory=dict)  # modality -> module that encodes it
     projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules between tower and foundation
 

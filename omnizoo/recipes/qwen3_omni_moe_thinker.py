@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from omnizoo.modalities.base import Item
-from omnizoo.models.media_batch import Rows
-from omnizoo.recipes.base import Ids, Recipe
+from omnizoo.models.media_batch import Features
+from omnizoo.models.media_model import Ids
+from omnizoo.recipes.base import Recipe
 from omnizoo.recipes.qwen_towers import (
     BEGIN,
     END,
@@ -42,13 +43,13 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> npt.ND
     return rows
 
 
-def enter(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[str, Rows]) -> dict[str, Any]:
+def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
     """There is no way in for sound that is encoded already, other than among the embeddings."""
-    sound = rows["audio"]
+    sound = features["audio"]
     embeddings = model.get_input_embeddings()(inputs["input_ids"])
     first = torch.zeros_like(sound.index)
-    embeddings = embeddings.index_put((first, sound.index), sound.rows.to(embeddings.dtype))
-    return enter_visual(model, inputs, rows) | {"inputs_embeds": embeddings}
+    embeddings = embeddings.index_put((first, sound.index), sound.values.to(embeddings.dtype))
+    return enter_visual(model, inputs, features) | {"inputs_embeds": embeddings}
 
 
 MODALITIES = {

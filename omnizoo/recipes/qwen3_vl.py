@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from omnizoo.modalities.base import Item
-from omnizoo.recipes.base import Ids, Recipe
+from omnizoo.models.media_model import Ids
+from omnizoo.recipes.base import Recipe
 from omnizoo.recipes.qwen_towers import (
     BEGIN,
     END,

@@ -1,7 +1,7 @@
-"""How media enter the published Qwen3 omni models: their own towers as encoders, their own merge of rows into the text.
+"""How media enter the published Qwen3 omni models: their own towers as encoders, their own merge into the text.
 
-An encoder here has no weights: it calls the model it was made for. Rows of deepstack models carry all their levels side
-by side, so that they travel once; `enter_visual` takes them apart again.
+An encoder here has no weights: it calls the model it was made for. Features of deepstack models carry all their levels
+side by side, so that they travel once; `enter_visual` takes them apart again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.tally import Tally
 from omnizoo.modalities.tower import Work
-from omnizoo.models.media_batch import Rows
+from omnizoo.models.media_batch import Features
 
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 IMAGES = {
@@ -296,15 +296,15 @@ def shapes_of(items: Sequence[Item], modality: str) -> torch.Tensor | None:
     return torch.tensor(shapes) if shapes else None
 
 
-def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[str, Rows]) -> dict[str, Any]:
-    """Hand rows to the model as what its own towers gave: always both kinds, so that every rank builds one graph."""
+def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+    """Hand features to the model as what its towers gave: always both kinds, so that every rank builds one graph."""
     width = model.config.get_text_config().hidden_size
 
-    def output(arrived: Rows) -> SimpleNamespace:
-        first, *deeper = arrived.rows[arrived.index.argsort()].split(width, 1)
+    def output(arrived: Features) -> SimpleNamespace:
+        first, *deeper = arrived.values[arrived.index.argsort()].split(width, 1)
         return SimpleNamespace(pooler_output=[first], deepstack_features=[[level] for level in deeper])
 
-    return inputs | {"mm_encoder_outputs": {name: output(rows[name]) for name in ("image", "video")}}
+    return inputs | {"mm_encoder_outputs": {name: output(features[name]) for name in ("image", "video")}}
 
 
 def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **own: int) -> Any:

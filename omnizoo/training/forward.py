@@ -15,7 +15,7 @@ from omnizoo.config.schema import Parallel
 from omnizoo.data.deal import Batch
 from omnizoo.data.loader import IGNORE
 from omnizoo.modalities.base import Port
-from omnizoo.models.media_batch import MediaBatch, Rows
+from omnizoo.models.media_batch import Delivered, Features, MediaBatch
 from omnizoo.ops.attention import Pattern
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route, deliver
@@ -71,8 +71,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
     if ports:
         inputs["media"] = MediaBatch(
             items={port: batch.media.get(port, []) for port in ports},
-            deliver=lambda rows: _deliver(rows, batch.routes, mesh),
-            deliver_labels=lambda rows: _deliver(rows, batch.label_routes, mesh),
+            deliver=lambda made: _deliver(made, batch.routes, mesh),
             device=mesh.device,
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
@@ -100,6 +99,9 @@ def forward(model: nn.Module, local: Local) -> tuple[torch.Tensor, dict[str, tor
     return logits.squeeze(0), getattr(out, "losses", None) or {}  # not `[0]`, whose backward copies all of it
 
 
-def _deliver(rows: dict[Port, torch.Tensor], routes: dict[Port, Route], mesh: Mesh) -> dict[Port, Rows]:
-    delivered = deliver(rows, {port: routes[port] for port in rows if port in routes}, mesh.world_group)
-    return {port: Rows(*arrived) for port, arrived in delivered.items()}
+def _deliver(made: dict[Port, torch.Tensor], routes: dict[Port, Route], mesh: Mesh) -> dict[Port, Delivered]:
+    delivered = deliver(made, routes, mesh.world_group)
+    return {
+        port: Delivered(Features(arrived.rows, arrived.place), Features(arrived.predicted, arrived.before))
+        for port, arrived in delivered.items()
+    }

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.flops import count_flops
+from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
@@ -38,7 +38,7 @@ class Objective:
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         self.model, self.mesh, self.config = model, mesh, config
-        self.ports = media_ports(model)
+        self.ports = media_model(model).ports
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]

@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.assembly.entrance import attach_media, keep_logits
+from omnizoo.assembly.entrance import keep_logits
+from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.config.doors import check_call
 from omnizoo.config.errors import UserError, named_line
@@ -34,7 +35,6 @@ from omnizoo.models.build import (
 )
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
-from omnizoo.models.omni import OmniConfig, OmniModel
 from omnizoo.recipes.base import read_facts, recipe_for
 from omnizoo.training.forward import packed_inputs
 
@@ -113,10 +113,9 @@ def active_dropout(model: nn.Module) -> dict[str, float]:
 
 
 def dropout_of_media(model: nn.Module) -> list[str]:
-    """Dropout in the encoders and decoders of a composed model, which the probe does not build."""
-    if not isinstance(model, OmniModel):
-        return []
-    parts = [*model.encoders.items(), *model.decoders.items()]
+    """Dropout in the encoders and decoders of a model, which the probe does not run."""
+    media = media_model(model)
+    parts = [(name, model.get_submodule(part)) for name, part in [*media.towers.items(), *media.producers.items()]]
     return [f"{name}.{inner} {p:g}" for name, part in parts for inner, p in active_dropout(part).items()]
 
 
@@ -144,7 +143,7 @@ def _active(spec: Model, shrinking: Shrinking) -> tuple[str, ...]:
 def _language_config(spec: Model) -> PretrainedConfig:
     """Of a composed model, that of its foundation."""
     config: PretrainedConfig = read_model_config(spec)
-    return config.get_text_config() if isinstance(config, OmniConfig) else config
+    return config.get_text_config() if spec.foundation is not None else config
 
 
 def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
@@ -164,7 +163,7 @@ def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
             weight.add_(0.05 * torch.randn(weight.shape))
     if isinstance(model, PreTrainedModel) and expert_modules(model):
         use_dispatched(language_model(model))
-    attach_media(model, spec)
+    media_model(model).attach(spec)
     keep_logits(model)
     return model.train()
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
-from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
+from omnizoo.assembly.published import media_model
 from omnizoo.checkpoint.folder import checkpoints, clean, folder_of
 from omnizoo.checkpoint.ownership import check_space, hold
 from omnizoo.checkpoint.save import SaveError, load, save
@@ -285,7 +285,7 @@ def describe(
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
         "weights": str(origin.checkpoint or drawn),
-        **({"modalities": ", ".join(map(str, media_ports(model)))} if media_ports(model) else {}),
+        **({"modalities": ", ".join(map(str, ports))} if (ports := media_model(model).ports) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "
