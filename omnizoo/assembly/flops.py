@@ -17,7 +17,7 @@ from omnizoo.modalities.base import Decoder
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.tally import Tally, causal_pairs, is_trained, weights_of
 from omnizoo.models.hf_private import language_model
-from omnizoo.recipes.base import count_experts, recipe_of
+from omnizoo.recipes.base import Recipe, count_experts, recipe_for, recipe_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def count_flops(model: nn.Module) -> FlopCount:
     per_pair = {}
     for window, layers in attention_windows(language.config).items():
         pair = Tally(trunk.trained)
-        pair.attend(layers, attention_width(language.config))
+        pair.attend(layers, attention_width(language.config, recipe_for(model)))
         per_pair[window] = pair.flops
     last = Tally(trunk.trained)
     if head is not None:
@@ -89,9 +89,9 @@ def attention_windows(config: PretrainedConfig) -> Counter[int | None]:
     return Counter(near if kind.startswith("sliding") else None for kind in attending)
 
 
-def attention_width(config: PretrainedConfig) -> float:
-    """Heads x the mean of the widths that scores and values are products of."""
-    names = recipe_of(config.model_type).attention_width
+def attention_width(config: PretrainedConfig, recipe: Recipe | None = None) -> float:
+    """Heads x the mean of the widths that scores and values are products of; `recipe` is of the whole model."""
+    names = (recipe and recipe.attention_width) or recipe_of(config.model_type).attention_width
     # From the mapping: of a config whose layers differ, the attribute cannot be read.
     default = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     width = sum(getattr(config, name) for name in names) / 2 if names else default

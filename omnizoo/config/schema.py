@@ -128,6 +128,11 @@ class Model(Section):
         None,
         description="written by `omnizoo.train(model=...)`: the class of the object that was trained; not set by hand",
     )
+    recipe: Text | None = Field(
+        None,
+        description="`package.module:RECIPE` of your own: an `omnizoo.Recipe` with facts of the family, in place "
+        "of the built-in one (docs/extending.md)",
+    )
     foundation: Part | None = Field(
         None, description="in place of path and config: the causal language model of a composed omni model"
     )
@@ -156,6 +161,11 @@ class Model(Section):
         [], description="glob patterns of weights that `model.path` may lack; they are drawn from `train.seed`"
     )
     allow_unexpected: list[Text] = Field([], description="glob patterns of weights in `model.path` to ignore")
+
+    @field_validator("recipe")
+    @classmethod
+    def _own_recipe(cls, value: str | None) -> str | None:
+        return value and check_own_name(value, "a recipe; expected `package.module:RECIPE`")
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from omnizoo.models.config_fields import check_numbers, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
 
+RECIPE = "_omnizoo_recipe"  # where a model keeps the recipe that the config names for it
+RECIPE_EXPECTED = "an instance of omnizoo.Recipe"
+Built = TypeVar("Built", bound=nn.Module)
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 
 
@@ -40,10 +43,10 @@ def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module
     Face models are, and has to hand its keyword arguments on to `omnizoo.attend`.
     """
     if model.given is not None:
-        return copy_given(given_model(model), model, precision, device)
+        return _with_recipe(copy_given(given_model(model), model, precision, device), model)
     if model.module is not None:
         with torch.device(device):
-            return _own_module(model).to(MASTER_DTYPE[precision])
+            return _with_recipe(_own_module(model).to(MASTER_DTYPE[precision]), model)
     built = build_from(read_model_config(model), model, precision, device)
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
@@ -70,6 +73,13 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     _set_attention(language_model(built), model.attention)
+    return _with_recipe(built, model)
+
+
+def _with_recipe(built: Built, model: Model) -> Built:
+    """Let a model carry the recipe that the config names for it, so that whoever has the model has its facts."""
+    if model.recipe is not None:
+        vars(built)[RECIPE] = resolve(model.recipe, "model.recipe", RECIPE_EXPECTED)
     return built
 
 

@@ -14,9 +14,12 @@ import numpy.typing as npt
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Model
 from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.frozen import Frozen
+from omnizoo.models.build import RECIPE, RECIPE_EXPECTED
 from omnizoo.models.hf_private import block_class_names, is_experts
 from omnizoo.models.media_batch import Features
 from omnizoo.models.media_model import Ids
@@ -83,7 +86,23 @@ def recipe_of(model_type: str) -> Recipe:
     return recipe
 
 
+def own_recipe(spec: Model) -> Recipe | None:
+    """The recipe that `model.recipe` names."""
+    if spec.recipe is None:
+        return None
+    return _checked(resolve(spec.recipe, "model.recipe", RECIPE_EXPECTED))
+
+
+def _checked(recipe: Any) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"model.recipe: it names a {type(recipe).__name__}; expected {RECIPE_EXPECTED}")
+    return recipe
+
+
 def recipe_for(model: nn.Module) -> Recipe:
+    """The recipe that the config names for `model`, or that of its family."""
+    if RECIPE in vars(model):
+        return _checked(vars(model)[RECIPE])
     return recipe_of(model.config.model_type) if isinstance(model, PreTrainedModel) else Recipe()
 
 

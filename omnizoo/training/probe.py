@@ -35,7 +35,7 @@ from omnizoo.models.build import (
 )
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
-from omnizoo.recipes.base import read_facts, recipe_for
+from omnizoo.recipes.base import own_recipe, read_facts, recipe_for
 from omnizoo.training.forward import packed_inputs
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -172,7 +172,7 @@ def _build(spec: Model, shrinking: Shrinking, device: str) -> nn.Module:
     if is_own_module(spec):
         return build_model(spec, "fp32", device)
     published = _language_config(spec)
-    config = type(published)(**shrink_config(published, shrinking))
+    config = type(published)(**shrink_config(published, shrinking, own_recipe(spec)))
     config.name_or_path = published.name_or_path  # where code that ships with the model is
     return build_from(config, spec, "fp32", device)
 
