@@ -358,10 +358,16 @@ def refused_together(process: Process, tokenizer: Path, folder: Path) -> None:
             "data": ROWS[:: -1 if process.rank else 1],
         },
         "rank 1 has a module with other parameters": {"model": TinyModel(512, 32, 4, 2 + process.rank), "data": ROWS},
+        "eval_data= .* rank 1 has other rows": {
+            "model": own_model(),
+            "data": ROWS,
+            "eval_data": ROWS[process.rank :],
+        },
         "rank 1: no rows": {"model": own_model(), "data": ROWS if process.rank == 0 else []},
     }.items():
+        config = settings(tokenizer, folder / "refused", train={"eval_every": 2 * ("eval_data" in objects)})
         with pytest.raises(UserError, match=what.replace("rank 1: no rows", "has no rows")):
-            omnizoo.train(settings(tokenizer, folder / "refused"), **objects)
+            omnizoo.train(config, **objects)
     assert omnizoo.train(settings(tokenizer, folder / "two"), model=own_model(process.rank), data=ROWS) == 0
 
 

@@ -10,7 +10,7 @@ from omnizoo.assembly.entrance import read_modalities
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Given
 from omnizoo.data.fingerprint import content_of
-from omnizoo.data.loader import FlatPack, Loader, Reader, build_loader, build_reader, read_held_out
+from omnizoo.data.loader import Loader, Reader, build_loader, build_reader, held_out_config
 from omnizoo.models.build import build_model, check_vocabulary, given_model, load_tokenizer, tensors_of
 from omnizoo.parallel.agree import rank_apart
 from omnizoo.parallel.mesh import Mesh
@@ -30,14 +30,13 @@ class Assembly:
     def reader(self) -> Reader:
         return build_reader(self.config, self.tokenizer, **self.media)
 
+    def held_out(self) -> Reader | None:
+        """Reads held-out rows; None if the run never evaluates."""
+        config = held_out_config(self.config)
+        return build_reader(config, self.tokenizer, **self.media) if config.train.eval_every else None
+
     def loader(self, mesh: Mesh) -> Loader:
         return build_loader(self.config, self.tokenizer, mesh.rank, mesh.layout.world, **self.media)
-
-    def held_out(self, mesh: Mesh) -> list[FlatPack]:
-        """This rank's part of the held-out packs; none if the run never evaluates."""
-        if not self.config.train.eval_every:
-            return []
-        return read_held_out(self.config, self.tokenizer, mesh.rank, mesh.layout.world, **self.media)
 
 
 def check_same_model(config: Config, mesh: Mesh) -> None:
@@ -53,10 +52,10 @@ def check_same_model(config: Config, mesh: Mesh) -> None:
         raise UserError(f"model=: {nowhere[0]} is on meta; the first rank's module needs weights to begin with")
 
 
-def check_same_rows(config: Config, loader: Loader, mesh: Mesh) -> None:
+def check_same_rows(reader: Reader, mesh: Mesh) -> None:
     """Refuse rows from Python that are not the same on all ranks."""
-    for spec, source in zip(config.data.sources, loader.reader.sources, strict=True):
-        if spec.path is None and (rank := rank_apart(mesh, content_of(source))) is not None:
+    for spec, source in zip(reader.config.data.sources, reader.sources, strict=True):
+        if mesh.layout.world > 1 and spec.path is None and (rank := rank_apart(mesh, content_of(source))) is not None:
             raise UserError(f"{spec.name}: rank {rank} has other rows than rank 0; make the same ones on every rank")
 
 

@@ -380,23 +380,17 @@ def build_loader(
     return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 
-def read_held_out(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    rank: int,
-    world: int,
-    modalities: Mapping[str, Modality] | None = None,
-    positions: Positions | None = None,
-    reserved: Sequence[int] = (),
-) -> list[FlatPack]:
-    """This rank's part of the first `train.eval_packs` packs of `data.eval_sources`, in file order and read once."""
-    if not config.data.eval_sources:
-        return []
+def held_out_config(config: Config) -> Config:
+    """For a reader of `data.eval_sources`: in file order, in one stream."""
     data = config.data.model_copy(update={"sources": config.data.eval_sources, "lanes": 1, "shuffle": False})
-    reader = build_reader(config.model_copy(update={"data": data}), tokenizer, modalities, positions, reserved)
-    lane = reader.lane(0, once=True)
+    return config.model_copy(update={"data": data})
+
+
+def read_held_out(reader: Reader, rank: int, world: int) -> list[FlatPack]:
+    """This rank's part of the first `train.eval_packs` packs of a reader of held-out data, read once."""
+    data, lane = reader.config.data, reader.lane(0, once=True)
     packs, bad, read = [], [], 0
-    for pack in itertools.islice(iter(lane.next_pack, None), config.train.eval_packs):
+    for pack in itertools.islice(iter(lane.next_pack, None), reader.config.train.eval_packs):
         assert pack is not None
         if read % world == rank:
             flat, undecodable = flatten(read, pack, reader)

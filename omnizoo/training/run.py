@@ -23,11 +23,11 @@ from omnizoo.config.errors import TrainingError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
-from omnizoo.data.loader import merge_states
+from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, memory_gb, peak_flops
 from omnizoo.parallel.agree import agree
-from omnizoo.parallel.layout import Layout, micro_batches
+from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
@@ -68,7 +68,8 @@ def train(
     """
     objects = {"model": model, "tokenizer": tokenizer, "data": data, "eval_data": eval_data}
     if not isinstance(config, Config) or any(given is not None for given in objects.values()):
-        config = load_config(config, objects=objects)
+        rank = (place_in_world() or (0,))[0]
+        config = load_config(config, notices=rank == 0, objects=objects)
     return _train(config, on_failure, callbacks)
 
 
@@ -98,8 +99,13 @@ def _train(
         agree(mesh, lambda: check_memory(model, mesh, config))
         agree(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
         loader = agree(mesh, lambda: assembled.loader(mesh))
-        check_same_rows(config, loader, mesh)
-        held_out = agree(mesh, lambda: assembled.held_out(mesh))
+        held_out_reader = agree(mesh, assembled.held_out)
+        for reader in (loader.reader, held_out_reader):
+            if reader is not None:
+                check_same_rows(reader, mesh)
+        held_out = agree(
+            mesh, lambda: read_held_out(held_out_reader, mesh.rank, mesh.layout.world) if held_out_reader else []
+        )
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
         agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
