@@ -16,7 +16,7 @@ from omnizoo.assembly.parallelize import parallelize
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.losses import LOSSES
+from omnizoo.config.loss_kinds import LOSSES
 from omnizoo.config.schema import Config
 from omnizoo.data.loader import IGNORE, build_loader
 from omnizoo.data.render import Renderer
