@@ -296,7 +296,10 @@ def test_keys_that_losses_had_still_work(tmp_path: Path, caplog: pytest.LogCaptu
     config = load_config(path, [])
     assert [(loss.kind, loss.weight) for loss in config.train.losses] == [("cross_entropy", 1.0), ("balance", 0.01)]
     assert config.router.bias_rate == 0.1
-    for notice in ("train.balance_loss is now train.losses", "train.router_bias_rate is now router.bias_rate"):
+    for notice in (
+        "train.balance_loss is now train.losses: [{kind: cross_entropy}, {kind: balance, weight: 0.01}]",
+        "train.router_bias_rate is now router.bias_rate",
+    ):
         assert sum(notice in record.message for record in caplog.records) == 1
     config = load_config(path, ["--train.balance_loss", "0", "--train.router_z_loss", "0.5"])
     assert [(loss.kind, loss.weight) for loss in config.train.losses] == [("cross_entropy", 1.0), ("router_z", 0.5)]
