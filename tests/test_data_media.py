@@ -328,6 +328,26 @@ def test_an_item_alone_is_something_to_learn(tokenizer: PreTrainedTokenizerFast)
         Renderer(tokenizer, False, bare).render({"text": row["text"][::-1]})
 
 
+def test_weights_are_for_text_and_move_with_it(renderer: Renderer) -> None:
+    def two_turns() -> dict[str, Any]:
+        first, second = chat("look <image>", "fine"), chat("play", "<tone>")
+        return {"messages": first["messages"] + second["messages"], "images": [[1, 2]], "tones": [[1]]}
+
+    row = two_turns()
+    row["messages"][1]["weight"] = 0.5
+    rendered = renderer.render(row)
+    assert rendered.weights is not None
+    assert renderer.tokenizer.decode(rendered.ids[rendered.weights == 0.5]) == "fine<|im_end|>"
+    assert renderer.tokenizer.decode(rendered.ids[rendered.weights == 1]) == "<tone::tone><|im_end|>"
+    for turn, weight in ((3, 2), (None, 2), (None, 0.5)):
+        wrong = two_turns()
+        (wrong if turn is None else wrong["messages"][turn])["weight"] = weight
+        with pytest.raises(BadRow, match="tone given as list is to be produced: a `weight` other than 0 and 1"):
+            renderer.render(wrong)
+    with pytest.raises(BadRow, match="its `weight` is 0"):
+        renderer.render(row | {"weight": 0})
+
+
 def test_tokens_that_the_tokenizer_adds_around_a_text_do_not_move_items(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, special_tokens=MARKS, bos="<s>", trim_offsets=True)
     rendered = Renderer(tokenizer, True, MODALITIES).render({"text": [part("clip", [1]), text(" so")]})

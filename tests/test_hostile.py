@@ -19,7 +19,7 @@ from PIL import Image
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Source
-from omnizoo.data import render
+from omnizoo.data import json_lines, render
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.render import ChatTemplate, Renderer
 from omnizoo.data.rows import BadRow, Folder, RowSource

@@ -392,7 +392,7 @@ def _list_losses(
         return ()
     train = data["train"] = dict(data["train"])  # a YAML alias may show the same object elsewhere
     losses: list[Any] = [{"kind": "cross_entropy"}]
-    overridden = []
+    moved: dict[str, str] = {}
     for old in given:
         weight = train.pop(old.partition(".")[2])
         if isinstance(weight, int | float) and not isinstance(weight, bool) and weight == 0:
@@ -400,17 +400,16 @@ def _list_losses(
         where = COMMAND_LINE if old in changes else f"{path}:{lines[old]}" if old in lines else path
         if "losses" in train:
             raise UserError(f"{where}: {old} is now an item of train.losses, and both are given; keep train.losses")
-        item = f"{{kind: {LISTED[old]}, weight: {_show(weight)}}}"
-        say("%s: %s is now train.losses: [{kind: cross_entropy}, %s]; the old name still works", where, old, item)
-        new = f"train.losses.{len(losses)}"
+        moved[old] = f"train.losses.{len(losses)}"
         losses.append({"kind": LISTED[old], "weight": weight})
-        if old in changes:
-            overridden.append(new)
-        elif old in lines:
-            lines[new] = lines[old]
-    if len(losses) > 1:
+        if where != COMMAND_LINE and old in lines:
+            lines[moved[old]] = lines[old]
+    if moved:
         train["losses"] = losses
-    return tuple(overridden)
+        items = ", ".join(f"{{kind: {loss['kind']}, weight: {_show(loss['weight'])}}}" for loss in losses[1:])
+        now = f"train.losses: [{{kind: cross_entropy}}, {items}]"
+        say("%s: %s is now %s; the old way still works", path, " and ".join(moved), now)
+    return tuple(new for old, new in moved.items() if old in changes)
 
 
 def _holds(data: Any, key: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from omnizoo.config.doors import check_name, check_own_name
-from omnizoo.config.losses import LOSSES, default_name
+from omnizoo.config.loss_kinds import LOSSES, default_name
 from omnizoo.config.optimizers import OPTIMIZERS, check_optimizer_options
 from omnizoo.config.options import check_options
 

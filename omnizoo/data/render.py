@@ -108,22 +108,19 @@ class Renderer:
         if self.reserved and len(found := np.intersect1d(tokens.ids, self.reserved)):
             token = self.tokenizer.convert_ids_to_tokens(int(found[0]))
             raise BadRow(f"its text contains {token!r}, which stands for media that nothing feeds to this model")
-        ids, weights, items = self._place(tokens, media)
         if "weight" in given:
-            weights = weights * np.float32(read_weight(given["weight"], "its `weight`"))
+            weight = read_weight(given["weight"], "its `weight`")
+            if not weight:
+                raise BadRow("no token to learn: its `weight` is 0")
+            tokens = replace(tokens, weights=tokens.weights * np.float32(weight))
+        ids, weights, items = self._place(tokens, media)
         targets = weights > 0
         if not targets[1:].any() and not any(item.is_target for item in items):
             raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
         positions = None if self.positions is None else self.positions(ids, items)
         assert positions is None or positions.shape[1:] == ids.shape, "one column of positions for every token"
-        if (weights[targets] == 1).all():
-            return Rendered(ids, targets, items, positions)
-        if produced := [item for item in items if item.is_target]:
-            name = produced[0].media.name
-            raise BadRow(
-                f"a `weight` other than 0 and 1 is for text, and {name} is to be produced; leave one of them out"
-            )
-        return Rendered(ids, targets, items, positions, weights)
+        is_plain = bool((weights[targets] == 1).all())
+        return Rendered(ids, targets, items, positions, None if is_plain else weights)
 
     def prompt(self, value: list[Message] | str, find: Find = HERE.find) -> Rendered:
         """A conversation up to where the model shall write. A string is one message of the user's or, where there is no
@@ -261,6 +258,8 @@ class Renderer:
                 raise BadRow(f"{item.media.name} comes first, so nothing is there to predict it from: give it a begin")
             if item.is_target and not weights[own].all():
                 raise BadRow(f"{item.media.name} is to be produced, but not where the model writes: {TAGS_HINT}")
+            if item.is_target and (weights[own] != 1).any():
+                raise BadRow(f"{item.media.name} is to be produced: a `weight` other than 0 and 1 is for text only")
             weights[first:last] = 0
             lengths[own] = runs
             places.append(own)

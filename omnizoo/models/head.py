@@ -7,7 +7,8 @@ configs have for it; whether that is all is tried, with numbers that go the same
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -70,11 +71,8 @@ class Head:
                 self._try(out.detach().flatten(0, -2), self.after(made[0]))
             return 0 * out.sum()
 
-        vars(self.module)["forward"] = take_place
-        try:
+        with patch.object(self.module, "forward", take_place):
             yield anchor
-        finally:
-            del vars(self.module)["forward"]
 
     def _try(self, out: torch.Tensor, expected: torch.Tensor) -> None:
         """Once per run: what came out must be what is expected to."""
@@ -83,7 +81,7 @@ class Head:
         if out.shape != expected.shape or not (out.to(expected.dtype) - expected).abs().max() <= within:
             self._refuse("changes logits after its head in a way that its config does not tell")
 
-    def _refuse(self, why: str) -> Any:
+    def _refuse(self, why: str) -> NoReturn:
         raise UserError(
             f"{self.key} works on hidden states and the head, but {self.model} {why}; use a loss that sees logits"
         )
