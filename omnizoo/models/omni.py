@@ -1,7 +1,7 @@
 """A composed omni model: encoders, a foundation (any causal language model) and decoders, as one Hugging Face model.
 
-Rows of media take the places of their placeholders among the embeddings; the foundation runs untouched; each decoder's
-loss is on the hidden states before its rows. Text is what the foundation's own head predicts.
+Features of media take the places of their placeholders among the embeddings; the foundation runs untouched; each
+decoder's loss is on the hidden states before its targets. Text is what the foundation's own head predicts.
 """
 
 import shutil
@@ -115,7 +115,7 @@ def check_folder(part: dict[str, Any], key: str) -> None:
 @dataclass
 class OmniOutput(ModelOutput):
     logits: torch.Tensor | None = None
-    losses: dict[str, torch.Tensor] | None = None  # of each decoder, summed over its rows
+    losses: dict[str, torch.Tensor] | None = None  # of each decoder, summed over its targets
     past_key_values: Any = None
     last_hidden_state: torch.Tensor | None = None
 
