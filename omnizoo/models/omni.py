@@ -79,6 +79,12 @@ class OmniConfig(PretrainedConfig):
                     yield name, role, part
 
 
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Of a composed model, the config of its foundation; of any other, its own."""
+    language: PretrainedConfig = config.get_text_config() if isinstance(config, OmniConfig) else config
+    return language
+
+
 def check_description(modalities: Any) -> dict[str, Any]:
     """`modalities` as written in a config.json: of the shape that everything else takes for granted."""
     wanted = "modalities of a composed model: a mapping of names to {encoder, decoder, marks} was expected"
