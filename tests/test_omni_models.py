@@ -97,7 +97,7 @@ def writer(exported: Path) -> Writer:
 def ask(writer: Writer, content: Any, seed: int, **options: Any) -> list[tuple[str, Any]]:
     sampling = Sampling(generator=torch.Generator().manual_seed(seed), **options)
     pieces = writer.write([{"role": "user", "content": content}], sampling, max_tokens=12)
-    return [(p.modality, p.ids if p.rows is None else p.rows.tolist()) for p in pieces]
+    return [(p.modality, p.ids if p.targets is None else p.targets.tolist()) for p in pieces]
 
 
 @torch.no_grad()
@@ -144,7 +144,7 @@ def test_items_are_produced_at_their_begin_token_and_saved(writer: Writer, modal
     piece, again = produced(), produced()
     handle.remove()
     assert piece.modality == modality
-    assert torch.equal(piece.rows, again.rows)
+    assert torch.equal(piece.targets, again.targets)
     decoder = writer.modalities[modality].decoder
     assert decoder is not None
     file = Path(decoder.save(piece.item, str(tmp_path / "item")))

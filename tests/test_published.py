@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 import omnizoo.models.attention  # noqa: F401 - registers our attention
+from omnizoo.assembly.entrance import read_modalities
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, shrink_config
 from omnizoo.assembly.writer import load_writer
@@ -39,6 +40,7 @@ from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch, place
 from omnizoo.ops.precision import exact
 from omnizoo.recipes.base import read_facts, recipe_of
+from omnizoo.recipes.qwen_towers import Tower
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker")
 MARKS = {
@@ -154,7 +156,7 @@ def write(contents: Sequence[Any], modalities: dict[str, Modality], seed: int) -
         modality = modalities[part.modality]
         size = modality.encoder.measure(part)
         spans = []
-        for run in [modality.begin, *(size.layout or (size.rows,)), modality.end]:
+        for run in [modality.begin, *(size.layout or (size.places,)), modality.end]:
             if isinstance(run, int):
                 spans.append((len(ids), run))
                 ids += [MARKS[modality.placeholder]] * run
@@ -289,7 +291,7 @@ def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_pr
         with torch.no_grad(), exact("fp64"):
             alone = [encoder.encode([item]) for item in items]
             together = encoder.encode(items)
-        assert [len(rows) for rows in alone] == [encoder.measure(item).rows for item in media[name]]
+        assert [len(rows) for rows in alone] == [encoder.measure(item).places for item in media[name]]
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-11, atol=1e-11)
         assert len(encoder.encode([place(encoder.blank(), torch.device("cpu"), torch.float64)])) == 1
 
@@ -415,6 +417,23 @@ def test_the_thinker_is_loaded_from_a_folder_of_the_whole_model(tmp_path: Path) 
     report = load_files(loaded, [tmp_path / "whole.safetensors"], conversion_mapping(loaded), torch.device("cpu"))
     assert (report.missing, report.unexpected, report.mismatched) == (set(), set(), set())
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modalities_are_built_once_and_copied_for_the_loader(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    make = Tower.__init__
+    monkeypatch.setattr(Tower, "__init__", lambda self, *given: (built.append(type(self)), make(self, *given))[1])
+    spec = Model(config={"model_type": family})
+    with torch.device("meta"):
+        model = AutoModelForMultimodalLM.from_config(tiny_config(family))
+    loaded = read_modalities(model, spec)["modalities"]
+    media_model(model).attach(spec)
+    own = media_model(model).modalities(spec)
+    assert len(built) == len(own) == len(loaded)
+    for name, modality in own.items():
+        assert modality.encoder.model is model
+        assert loaded[name].encoder.model is not model
 
 
 def publish(family: str, folder: Path) -> PreTrainedModel:

@@ -138,7 +138,7 @@ def bars(inspection: "Inspection") -> Iterator[tuple[str, int, float]]:
 
 
 def describe_item(item: "Item") -> str:
-    return f"{item.media.name} (tokens: {item.size.rows:,}, cost: {item.size.cost:.3g})"
+    return f"{item.media.name} (tokens: {item.size.places:,}, cost: {item.size.cost:.3g})"
 
 
 def describe_sample(found: "Found") -> str:

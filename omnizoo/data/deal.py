@@ -84,14 +84,14 @@ def deal(
 
 def _tell(pack: Known, ports: Sequence[Port]) -> dict[str, Any]:
     """As JSON has it, and short: a port is its number among those of the model."""
-    items = [[ports.index(i.port), i.size.rows, i.size.cost, i.targets, i.spans] for i in pack.items]
+    items = [[ports.index(i.port), i.size.places, i.size.cost, i.targets, i.spans] for i in pack.items]
     return vars(pack) | {"items": items}
 
 
 def _hear(told: dict[str, Any], ports: Sequence[Port]) -> Known:
     items = [
-        Item(ports[port], Size(rows, cost, targets), tuple((first, count) for first, count in spans), targets > 0)
-        for port, rows, cost, targets, spans in told["items"]
+        Item(ports[port], Size(places, cost, targets), tuple((first, count) for first, count in spans), targets > 0)
+        for port, places, cost, targets, spans in told["items"]
     ]
     return Known(**told | {"items": items})
 

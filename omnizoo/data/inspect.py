@@ -56,7 +56,7 @@ class Found:
     @property
     def loss_tokens(self) -> int:
         text = int(self.sample.targets[1:].sum())  # nothing stands before the first one to predict it from
-        return text + sum(item.size.rows for item in self.sample.items if item.is_target)
+        return text + sum(item.size.places for item in self.sample.items if item.is_target)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def port_mix(samples: Sequence[Found]) -> list[PortMix]:
         items = [item for item, _ in entries]
         costliest, found = max(entries, key=lambda entry: entry[0].size.cost)
         users = len({id(found) for _, found in entries})
-        tokens, cost = sum(item.size.rows for item in items), sum(item.size.cost for item in items)
+        tokens, cost = sum(item.size.places for item in items), sum(item.size.cost for item in items)
         mix.append(PortMix(port, users, len(items), tokens, cost, costliest, found.where))
     return mix
 
@@ -210,11 +210,11 @@ def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[Piece
     has_loss[0] = False
     runs = sorted(((*span, item) for item in sample.items for span in item.spans), key=lambda run: run[0])
     at = 0
-    for first, rows, item in runs:
+    for first, places, item in runs:
         yield from text_pieces(ids[at:first], has_loss[at:first].tolist(), decode)
         target = " target" if item.is_target else ""
-        yield Piece(f"[{item.media.modality} x {rows}{target}]", rows, item.is_target, item)
-        at = first + rows
+        yield Piece(f"[{item.media.modality} x {places}{target}]", places, item.is_target, item)
+        at = first + places
     yield from text_pieces(ids[at:], has_loss[at:].tolist(), decode)
 
 

@@ -48,10 +48,10 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
     """The row as samples of at most `pack_tokens`; more than one only if it is longer than that, and all text."""
     ids, items, positions = rendered.ids, rendered.items, rendered.positions
     if items and len(ids) > pack_tokens:
-        largest = max(items, key=lambda item: item.size.rows)
+        largest = max(items, key=lambda item: item.size.places)
         raise BadRow(
             f"{len(ids)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never cut; "
-            f"its largest item, {largest.media.name}, takes {largest.size.rows}"
+            f"its largest item, {largest.media.name}, takes {largest.size.places}"
         )
     for part, start in enumerate(range(0, len(ids), pack_tokens)):
         piece = slice(start, start + pack_tokens)

@@ -32,13 +32,13 @@ class Known:
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    def rows(self, is_predicted: bool) -> dict[str, int]:
-        """By modality that is produced: rows of its items; `is_predicted`: only of those that are to be learnt."""
-        rows: dict[str, int] = {}
+    def places(self, is_predicted: bool) -> dict[str, int]:
+        """By modality that is produced: places of its items; `is_predicted`: only of those that are to be learnt."""
+        places: dict[str, int] = {}
         for item in self.items:
             if item.port.role == "decoder" and (item.is_target or not is_predicted):
-                rows[item.port.modality] = rows.get(item.port.modality, 0) + item.size.rows
-        return rows
+                places[item.port.modality] = places.get(item.port.modality, 0) + item.size.places
+        return places
 
 
 Cost = Callable[[Known], float]  # of a pack -> FLOPs

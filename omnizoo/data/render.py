@@ -242,8 +242,8 @@ class Renderer:
     def _place(self, tokens: Tokens, media: RowMedia) -> tuple[Ids, npt.NDArray[np.float32], tuple[Item, ...]]:
         """Repeat placeholders to the length of their runs, and tell items where they are.
 
-        Nothing inside of an item is a target of the text: its rows are its decoder's, what stands between them (`Size`)
-        nobody predicts. Begin and end are text like any other.
+        Nothing inside of an item is a target of the text: its places are its decoder's, what stands between them
+        (`Size`) nobody predicts. Begin and end are text like any other.
         """
         ids, weights = tokens.ids, tokens.weights
         is_place = np.isin(ids, self.placeholders)
@@ -251,7 +251,7 @@ class Renderer:
             return ids, weights, ()
         lengths, places = np.ones(len(ids), np.int64), []
         for item, (first, last) in zip(media.items, self._inner_tokens(tokens, media), strict=True):
-            runs = [run for run in item.size.layout or (item.size.rows,) if isinstance(run, int)]
+            runs = [run for run in item.size.layout or (item.size.places,) if isinstance(run, int)]
             own = first + np.flatnonzero(is_place[first:last])
             assert len(own) == len(runs), f"{item.port}: {len(own)} placeholders for the runs {runs}"
             if item.is_target and own[0] == 0:

@@ -132,10 +132,10 @@ class RowMedia:
             size = module.measure(media)
         except BadMedia as bad:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
-        runs = size.layout or (size.rows,)
-        assert sum(run for run in runs if isinstance(run, int)) == size.rows, f"{name}: {size}"
-        if not size.rows:
-            raise BadRow(f"{label} has no rows")
+        runs = size.layout or (size.places,)
+        assert sum(run for run in runs if isinstance(run, int)) == size.places, f"{name}: {size}"
+        if not size.places:
+            raise BadRow(f"{label} takes no place among the tokens")
         inner = "".join(run if isinstance(run, str) else modality.placeholder for run in runs)
         port = Port(name, "decoder" if module is modality.decoder else "encoder")
         self.items.append(Item(port, size, (), is_target, media))

@@ -1,7 +1,7 @@
-"""Text, and whatever else a model has decoders for, one token or row at a time with a key-value cache.
+"""Text, and whatever else a model has decoders for, one token or target at a time with a key-value cache.
 
-At a modality's begin token its decoder takes over, feeds its rows back through the foundation, and hands over again at
-the end token.
+At a modality's begin token its decoder takes over, feeds what it makes back through the foundation, and hands over
+again at the end token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ PLACE = 0  # stands for a token where there is none, but an item's embedding: fo
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of what was generated: token ids of text, or the rows of an item and what they stand for."""
+    """A stretch of what was generated: token ids of text, or the targets of an item and what they stand for."""
 
     modality: str  # "text" or a modality's name
     ids: list[int]
-    rows: torch.Tensor | None = None
+    targets: torch.Tensor | None = None  # [n, K]
     item: Any = None
 
 
@@ -82,7 +82,7 @@ def generate(
 ) -> list[Piece]:
     """What `model` (whole, on one device) writes after a prompt, until a `stop` token or `max_tokens` tokens of text.
 
-    Rows of produced items do not count; a decoder ends its items itself.
+    Places of produced items do not count; a decoder ends its items itself.
     """
     sampling = sampling or Sampling()
     name = model.config.get_text_config()._attn_implementation
@@ -115,7 +115,7 @@ def generate(
 def _produce(conversation: Conversation, modality: Modality, begin: int, tokenizer: Any, sampling: Sampling) -> Piece:
     decoder = modality.decoder
     assert decoder is not None
-    rows = decoder.generate(conversation.write(begin), conversation.feed, sampling)
+    targets = decoder.generate(conversation.write(begin), conversation.feed, sampling)
     if modality.end:
         conversation.write(tokenizer.convert_tokens_to_ids(modality.end))
-    return Piece(modality.name, [], rows, decoder.render(rows))
+    return Piece(modality.name, [], targets, decoder.render(targets))

@@ -1,7 +1,7 @@
 """A composed omni model: encoders, a foundation (any causal language model) and decoders, as one Hugging Face model.
 
-Rows of media take the places of their placeholders among the embeddings; the foundation runs untouched; each decoder's
-loss is on the hidden states before its rows. Text is what the foundation's own head predicts.
+Features of media take the places of their placeholders among the embeddings; the foundation runs untouched; each
+decoder's loss is on the hidden states before its targets. Text is what the foundation's own head predicts.
 """
 
 import shutil
@@ -79,6 +79,12 @@ class OmniConfig(PretrainedConfig):
                     yield name, role, part
 
 
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Of a composed model, the config of its foundation; of any other, its own."""
+    language: PretrainedConfig = config.get_text_config() if isinstance(config, OmniConfig) else config
+    return language
+
+
 def check_description(modalities: Any) -> dict[str, Any]:
     """`modalities` as written in a config.json: of the shape that everything else takes for granted."""
     wanted = "modalities of a composed model: a mapping of names to {encoder, decoder, marks} was expected"
@@ -115,7 +121,7 @@ def check_folder(part: dict[str, Any], key: str) -> None:
 @dataclass
 class OmniOutput(ModelOutput):
     logits: torch.Tensor | None = None
-    losses: dict[str, torch.Tensor] | None = None  # of each decoder, summed over its rows
+    losses: dict[str, torch.Tensor] | None = None  # of each decoder, summed over its targets
     past_key_values: Any = None
     last_hidden_state: torch.Tensor | None = None
 

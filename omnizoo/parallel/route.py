@@ -1,5 +1,6 @@
-"""Rows made on some ranks, needed on others: an item is worked on where there is time for it, its rows are sent to the
-ranks that hold its tokens, and their gradients back. All ranks know all items, so who sends what is planned, not asked.
+"""Features made on some ranks, needed on others: an item is worked on where there is time for it, its features are sent
+to the ranks that hold its tokens, and their gradients back. All ranks know all items, so who sends what is planned, not
+asked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.sequence import slice_tokens
 
 Numbers = npt.NDArray[np.int64]
-Port = Any  # whatever can be a key and be sorted; items of a port are worked on together, and have rows of one width
+Port = Any  # can be a key and be sorted; items of a port are worked on together, and have features of one width
 
 
 class Placed(Protocol):
@@ -26,10 +27,10 @@ class Placed(Protocol):
     def port(self) -> Port: ...
 
     @property
-    def spans(self) -> Sequence[tuple[int, int]]: ...  # (first token in the micro-batch, how many) of its rows
+    def spans(self) -> Sequence[tuple[int, int]]: ...  # (first token in the micro-batch, how many) of its places
 
     @property
-    def is_target(self) -> bool: ...  # its rows are also needed at the tokens before theirs, which predict them
+    def is_target(self) -> bool: ...  # also needed at the tokens before its own, which predict it
 
 
 @dataclass(frozen=True)
@@ -38,35 +39,35 @@ class Share:
 
     lengths: Sequence[int]  # of its samples
     items: Sequence[Placed]
-    owners: Sequence[int]  # of each item: the rank, of all, that makes its rows
+    owners: Sequence[int]  # of each item: the rank, of all, that makes its features
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one port's rows in one micro-batch, as one rank sees it. A row goes to a rank once, whether that holds
-    its token, the token before it, or both."""
+    """The way of one port's features in one micro-batch, as one rank sees it. A feature goes to a rank once, whether
+    that holds its token, the token before it, or both."""
 
-    order: torch.Tensor  # [sent] which of its own rows, ordered by the rank they go to
+    order: torch.Tensor  # [sent] which of its own features, ordered by the rank they go to
     sent: list[int]  # how many to each rank
     received: list[int]  # how many from each rank
-    place: torch.Tensor  # [received] the token of each row that arrives, among those this rank holds; -1: not here
+    place: torch.Tensor  # [received] the token of each feature that arrives, among those this rank holds; -1: not here
     before: torch.Tensor  # [received] and the token that predicts it; -1: not here, or nobody does
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Rows of one port for the tokens of this rank."""
+    """Features of one port for the tokens of this rank."""
 
-    rows: torch.Tensor  # [N, C]
+    features: torch.Tensor  # [N, C]
     place: torch.Tensor  # [N] the token, among those this rank holds, in whose place each is
-    predicted: torch.Tensor  # [M, C] rows to be predicted
+    predicted: torch.Tensor  # [M, C] those to be predicted
     before: torch.Tensor  # [M] the token that each is predicted from
 
 
 def plan_routes(layout: Layout, rank: int, shares: Sequence[Share]) -> dict[Port, Route]:
-    """For every port with a row anywhere, how rows travel from and to `rank`; `shares`: of all dp ranks.
+    """For every port with an item anywhere, how features travel from and to `rank`; `shares`: of all dp ranks.
 
-    A rank's own rows of a port are those of the items it owns, in the order of `shares` and of the items in there.
+    A rank's own features of a port are those of the items it owns, in the order of `shares` and of the items in there.
     """
     assert len(shares) == layout.dp, f"{len(shares)} shares for {layout.dp} dp ranks"
     dp_rank, sp_rank = divmod(rank, layout.sp)
@@ -84,8 +85,8 @@ def plan_routes(layout: Layout, rank: int, shares: Sequence[Share]) -> dict[Port
         for item, owner in items:
             tokens = np.concatenate([np.arange(first, first + count) for first, count in item.spans])
             is_first = item.is_target and np.isin(tokens, starts).any()
-            assert not is_first, "a row to predict has no token before it"
-            reached = np.stack([tokens, tokens - 1] if item.is_target else [tokens])  # [1 or 2, rows]
+            assert not is_first, "what is to be predicted has no token before it"
+            reached = np.stack([tokens, tokens - 1] if item.is_target else [tokens])  # [1 or 2, places]
             to = holder[reached]
             if owner == rank:
                 own = np.broadcast_to(made[item.port] + np.arange(len(tokens)), to.shape)
@@ -107,32 +108,32 @@ def plan_routes(layout: Layout, rank: int, shares: Sequence[Share]) -> dict[Port
 def deliver(
     features: Mapping[Port, torch.Tensor], routes: Mapping[Port, Route], group: dist.ProcessGroup | None = None
 ) -> dict[Port, Arrived]:
-    """Of each port, this rank's own rows `[n, C]` become those of the tokens it holds.
+    """Of each port, this rank's own features `[n, C]` become those of the tokens it holds.
 
-    One all-to-all for all ports, none if nobody has a row. What comes back depends on `features` even without rows:
-    whoever uses all of it, empty or not, answers the other ranks in backward and gets exact zeros.
+    One all-to-all for all ports, none if nobody has an item. What comes back depends on `features` even if it is empty:
+    whoever uses all of it answers the other ranks in backward and gets exact zeros.
     """
     ports = sorted(routes)
-    rows = [features[port].index_select(0, routes[port].order.to(features[port].device)) for port in ports]
+    own = [features[port].index_select(0, routes[port].order.to(features[port].device)) for port in ports]
     if ports and len(routes[ports[0]].sent) > 1:
         sent, received = [routes[port].sent for port in ports], [routes[port].received for port in ports]
-        rows = list(exchange_tables(rows, sent, received, group))
+        own = list(exchange_tables(own, sent, received, group))
     arrived = {
-        port: Arrived(*_at(own, routes[port].place), *_at(own, routes[port].before))
-        for port, own in zip(ports, rows, strict=True)
+        port: Arrived(*_at(came, routes[port].place), *_at(came, routes[port].before))
+        for port, came in zip(ports, own, strict=True)
     }
     nothing = torch.empty(0, dtype=torch.int64)
     return {
-        port: arrived.get(port) or Arrived(*_at(own[:0], nothing), *_at(own[:0], nothing))
-        for port, own in features.items()
+        port: arrived.get(port) or Arrived(*_at(made[:0], nothing), *_at(made[:0], nothing))
+        for port, made in features.items()
     }
 
 
-def _at(rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that have a token, and these tokens."""
+def _at(features: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those that have a token, and these tokens."""
     kept = (tokens >= 0).nonzero().squeeze(1)
-    tokens = tokens[kept].to(rows.device)
-    return rows if len(kept) == len(rows) else rows[kept.to(rows.device)], tokens
+    tokens = tokens[kept].to(features.device)
+    return features if len(kept) == len(features) else features[kept.to(features.device)], tokens
 
 
 def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
@@ -146,7 +147,7 @@ def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
 
 
 def _route(world: int, leaving: Numbers, arriving: Numbers) -> Route:
-    # Stable: rows from one rank to another keep the order of items and of rows in them, which both ends know.
+    # Stable: what goes from one rank to another keeps the order of items and of their places, which both ends know.
     (goes_to, own), (comes_from, place, before) = leaving, arriving[:, np.argsort(arriving[0], kind="stable")]
     return Route(
         order=torch.from_numpy(own[np.argsort(goes_to, kind="stable")]),

@@ -39,8 +39,8 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> npt.ND
         audio_seqlens=None if sounds is None else sounds[:, 0],
         second_per_grids=None if clips is None else clips[:, 3],
     )
-    rows: npt.NDArray[np.float32] = torch.cat([torch.arange(len(ids))[None], axes[:, 0]]).float().numpy()
-    return rows
+    counted: npt.NDArray[np.float32] = torch.cat([torch.arange(len(ids))[None], axes[:, 0]]).float().numpy()
+    return counted
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ class TimedVideoTower(VideoTower):
         fitted: tuple[int, int] = smart_resize(frames, height, width, self.together, self.factor, *self.pixels)
         return fitted
 
-    def layout(self, seconds: npt.NDArray[np.float64], rows: int) -> tuple[str | int, ...]:
-        return tuple(part for at in seconds for part in (f"<{at:.1f} seconds>{BEGIN}", rows, END))
+    def layout(self, seconds: npt.NDArray[np.float64], places: int) -> tuple[str | int, ...]:
+        return tuple(part for at in seconds for part in (f"<{at:.1f} seconds>{BEGIN}", places, END))
 
 
 def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> Ids:

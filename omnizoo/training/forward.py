@@ -102,6 +102,6 @@ def forward(model: nn.Module, local: Local) -> tuple[torch.Tensor, dict[str, tor
 def _deliver(made: dict[Port, torch.Tensor], routes: dict[Port, Route], mesh: Mesh) -> dict[Port, Delivered]:
     delivered = deliver(made, routes, mesh.world_group)
     return {
-        port: Delivered(Features(arrived.rows, arrived.place), Features(arrived.predicted, arrived.before))
+        port: Delivered(Features(arrived.features, arrived.place), Features(arrived.predicted, arrived.before))
         for port, arrived in delivered.items()
     }

@@ -64,7 +64,7 @@ class Objective:
 
     def cost(self, pack: Known) -> float:
         """FLOPs of a pack, but for those of encoders; ranks share packs by it."""
-        return self.flops.of(pack.lengths, pack.labels, pack.rows(is_predicted=False), pack.rows(is_predicted=True))
+        return self.flops.of(pack.lengths, pack.labels, pack.places(is_predicted=False), pack.places(is_predicted=True))
 
     def counts(self, totals: Totals) -> dict[str, float]:
         """What each term's sum runs over, all ranks together."""

@@ -35,6 +35,7 @@ from omnizoo.models.build import (
 )
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
+from omnizoo.models.omni import language_config
 from omnizoo.recipes.base import own_recipe, read_facts, recipe_for
 from omnizoo.training.forward import packed_inputs
 
@@ -141,9 +142,7 @@ def _active(spec: Model, shrinking: Shrinking) -> tuple[str, ...]:
 
 
 def _language_config(spec: Model) -> PretrainedConfig:
-    """Of a composed model, that of its foundation."""
-    config: PretrainedConfig = read_model_config(spec)
-    return config.get_text_config() if spec.foundation is not None else config
+    return language_config(read_model_config(spec))
 
 
 def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
