@@ -19,6 +19,7 @@ _HOME = {
     "build_loader": "omnizoo.data.loader",
     "merge_states": "omnizoo.data.loader",
     "build_optimizer": "omnizoo.training.optimizer",
+    "Loss": "omnizoo.training.loss_contract",
     "Objective": "omnizoo.training.losses",
     "next_step": "omnizoo.training.step",
     "train_step": "omnizoo.training.step",
@@ -28,6 +29,13 @@ _HOME = {
     "train": "omnizoo.training.run",
     "Callback": "omnizoo.training.callbacks",
     "Logger": "omnizoo.training.callbacks",
+    "RowSource": "omnizoo.data.rows",
+    "BadRow": "omnizoo.data.rows",
+    "Encoder": "omnizoo.modalities.base",
+    "Decoder": "omnizoo.modalities.base",
+    "Size": "omnizoo.modalities.base",
+    "BadMedia": "omnizoo.modalities.item",
+    "Recipe": "omnizoo.recipes.base",
 }
 __all__ = list(_HOME)
 

@@ -78,6 +78,10 @@ def grouped() -> dict[str, Any]:
     return base() | {"optimizer": {"groups": [{"match": "*norm*"}]}}
 
 
+def with_loss() -> dict[str, Any]:
+    return base() | {"train": base()["train"] | {"losses": [{"kind": "cross_entropy"}]}}
+
+
 def called() -> dict[str, Any]:
     return base() | {"log": base()["log"] | {"callbacks": [{"kind": "own_callbacks:Quiet"}]}}
 
@@ -177,6 +181,7 @@ def wrong_types() -> Iterator[Case]:
         start = composed if key.startswith(("model.modalities", "model.foundation")) else base
         start = grouped if key.startswith("optimizer.groups.") else start
         start = called if key.startswith("log.callbacks.") else start
+        start = with_loss if key.startswith("train.losses.") else start
         for value in wrong:
             yield setting(key, value, start=start)
 
@@ -243,9 +248,8 @@ BEYOND: list[tuple[str, Any]] = [
     ("optimizer.weight_decay", 1e30),
     ("train.grad_clip", -1.0),
     ("train.grad_clip", INFINITE),
-    ("train.balance_loss", 1e300),
-    ("train.router_z_loss", 1e300),
-    ("train.router_bias_rate", 1e300),
+    ("router.bias_rate", 1e300),
+    ("router.bias_rate", -1.0),
     ("train.seed", -1),
     ("train.seed", 2**64),
     ("train.seed", 10**100),
@@ -765,6 +769,103 @@ def optimizers() -> Iterator[Case]:
     yield setting("train.weight_decay", 0.2, "")
 
 
+LOSSES_FILE = """
+import torch
+from omnizoo import Loss
+number = 3
+class Sum(Loss):
+    def of_logits(self, logits, batch): return logits.sum()
+class Bare: pass
+class Blind(Loss): pass
+class Fails(Sum):
+    def __init__(self): self.rate = 1 / 0
+class Late(Sum):
+    def count(self, totals): return self.seen
+class Tensor(Sum):
+    def count(self, totals): return torch.ones(())
+class Odd(Sum):
+    def count(self, totals): return -0.5
+class Rows(Loss):
+    def of_logits(self, logits, batch): return logits
+class Short(Loss):
+    def of_logits(self): return None
+class Upset(Sum):
+    def set_up(self): pass
+"""
+OWN_LOSSES = "corpus_losses"
+LOSSES: list[tuple[Any, tuple[str, ...]]] = [
+    ([], ("train.losses",)),
+    (["cross_entropy"], ("train.losses",)),
+    ([None], ("train.losses",)),
+    ({"cross_entropy": 1.0}, ("train.losses",)),
+    ([{"kind": "balance"}], ("train.losses", "cross_entropy")),
+    ([{"kind": "cross-entropy"}], ("train.losses.0.kind", "did you mean cross_entropy")),
+    ([{"kind": "router"}], ("train.losses.0.kind", "did you mean router_z")),
+    ([{"kind": ":x"}], ("train.losses.0.kind",)),
+    ([{"kind": LONG}], ("train.losses.0.kind",)),
+    ([{"weight": -1}], ("train.losses.0.weight",)),
+    ([{"weight": NAN}], ("train.losses.0.weight",)),
+    ([{"weight": 1e300}], ("train.losses.0.weight",)),
+    ([{"wieght": 1}], ("train.losses.0.wieght", "did you mean train.losses.0.weight")),
+    ([{"name": "a/b"}], ("train.losses.0.name",)),
+    ([{"name": "\x1b[31m\n"}], ("train.losses.0.name",)),
+    ([{"name": LONG}], ("train.losses.0.name",)),
+    ([{}, {}], ("train.losses.1", "'text'")),
+    ([{}, {"kind": "balance", "name": "text"}], ("train.losses.1", "'text'")),
+    ([{"options": {"label_smoothing": 1.0}}], ("train.losses.0.options.label_smoothing",)),
+    ([{"options": {"label_smoothing": True}}], ("train.losses.0.options.label_smoothing",)),
+    ([{"options": {"z_loss": -1}}], ("train.losses.0.options.z_loss",)),
+    ([{"options": {"z_loss": INFINITE}}], ("train.losses.0.options.z_loss",)),
+    ([{"options": {"smoothing": 0.1}}], ("train.losses.0.options.smoothing", "label_smoothing")),
+    ([{}, {"kind": "balance", "options": {"z_loss": 0.1}}], ("train.losses.1.options.z_loss",)),
+    ([{"kind": "os:system"}], ("train.losses.0.kind", "not a subclass")),
+    ([{"kind": "nowhere:Class"}], ("train.losses.0.kind", "nowhere")),
+    ([{"kind": f"{OWN_LOSSES}:number"}], ("train.losses.0.kind", "not a subclass")),
+    ([{"kind": f"{OWN_LOSSES}:Bare"}], ("train.losses.0.kind", "not a subclass")),
+    ([{"kind": f"{OWN_LOSSES}:Blind"}], ("train.losses.0.kind", "of_logits(logits, batch)")),
+    ([{"kind": f"{OWN_LOSSES}:Summ"}], ("train.losses.0.kind", "did you mean Sum")),
+    ([{"kind": f"{OWN_LOSSES}:Sum", "options": {"rate": 1}}], ("train.losses.0.options", "rate")),
+    ([{"kind": f"{OWN_LOSSES}:Sum", "options": {3: 4}}], ("train.losses.0.options",)),
+    ([{"kind": f"{OWN_LOSSES}:Fails"}], ("train.losses.0.options", "division")),
+    ([{"kind": f"{OWN_LOSSES}:Late"}], ("train.losses.0.kind", "before the forward pass")),
+    ([{"kind": f"{OWN_LOSSES}:Tensor"}], ("train.losses.0.kind", "before the forward pass")),
+    ([{"kind": f"{OWN_LOSSES}:Odd"}], ("train.losses.0.kind", "-0.5")),
+    ([{"kind": f"{OWN_LOSSES}:Rows"}], ("train.losses.0.kind", "expected the sum")),
+    ([{"kind": f"{OWN_LOSSES}:Short"}], ("train.losses.0.kind", "Short.of_logits()")),
+    ([{"kind": f"{OWN_LOSSES}:Upset"}], ("train.losses.0.kind", "Upset.set_up()")),
+]
+
+
+def losses() -> Iterator[Case]:
+    def start() -> dict[str, Any]:
+        (shared() / f"{OWN_LOSSES}.py").write_text(LOSSES_FILE)
+        if str(shared()) not in sys.path:
+            sys.path.append(str(shared()))
+        return base()
+
+    def both() -> dict[str, Any]:
+        return put(base(), "train.losses", [{"kind": "cross_entropy"}])
+
+    for value, says in LOSSES:
+        yield setting("train.losses", value, *says, start=start)
+    yield setting("train.losses", [{"kind": f"{OWN_LOSSES}:Sum", "weight": 0}, {}], "", start=start)
+    for old, value in (
+        ("balance_loss", 1e300),
+        ("balance_loss", "much"),
+        ("router_z_loss", -1),
+        ("balance_loss", True),
+    ):
+        yield setting(f"train.{old}", value, "train.losses.1.weight")
+    yield setting("train.balance_loss", 0.1, "train.balance_loss", "both", start=both)
+    yield setting("train.balance_loss", 0, "", start=both)
+    yield setting("train.router_z_loss", 0.0, "")
+    yield setting("train.router_bias_rate", 1e300, "router.bias_rate")
+    yield setting("train.router_bias_rate", 0.1, "router", start=lambda: base() | {"router": 3})
+    yield setting(
+        "train.losses", [{"name": "image"}], "train.losses.0", "'image'", "decoder", start=composed, note="composed: "
+    )
+
+
 # Files that are no config
 
 
@@ -1031,5 +1132,6 @@ CASES: list[Case] = [
     *parts(),
     *modules(),
     *optimizers(),
+    *losses(),
     *LINES,
 ]

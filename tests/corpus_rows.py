@@ -479,7 +479,10 @@ CASES += [
 
 # Weights and flags
 CASES += [
-    refused("the weight of a row", chat("hi", "yes", weight=0.5), "`weight`", "not supported yet"),
+    trained("the weight of a row", chat("hi", "yes", weight=0.5), CHAT),
+    refused("a weight of zero of a row", chat("hi", "yes", weight=0), "no token to learn"),
+    refused("a weight below zero of a row", chat("hi", "yes", weight=-1), "its `weight` is '-1'"),
+    refused("the weight of a row as text", chat("hi", "yes", weight="2"), "its `weight` is '2'", "0 to 1e+06"),
     trained("a weight of one", chat("hi", "yes", weight=1.0), CHAT),
     refused("a weight of one, and a gizmo", chat("hi", "yes", weight=1, gizmo=1), "`gizmo`"),
     refused("sample_weight", chat("hi", "yes", sample_weight=2), "`sample_weight`", "not supported yet"),
@@ -492,8 +495,12 @@ CASES += [
         "assistant\nno<|im_end|>",
         "⟦yes<|im_end|>⟧",
     ),
-    refused("half a weight", message(1, PLAIN, weight=0.5), "`weight` of message 1", "0.5"),
-    refused("a weight of two", message(1, PLAIN, weight=2), "`weight` of message 1"),
+    trained("half a weight", message(1, PLAIN, weight=0.5), CHAT),
+    trained("a weight of two", message(1, PLAIN, weight=2), CHAT),
+    refused("a weight below zero", message(1, PLAIN, weight=-0.5), "`weight` of message 1", "-0.5"),
+    refused("a weight that is no number", message(1, PLAIN, weight=float("nan")), "`weight` of message 1", "nan"),
+    refused("a weight without end", message(1, PLAIN, weight=1e300), "`weight` of message 1", "1e+300"),
+    refused("a weight that is true", message(1, PLAIN, weight=True), "`weight` of message 1", "True"),
     refused("a weight on a user's turn", message(0, PLAIN, weight=1), "`weight` of message 0", "loss: true"),
     refused("a weight that is text", message(1, PLAIN, weight="1"), "`weight` of message 1"),
     trained(

@@ -63,11 +63,11 @@ def packed_samples_see_each_other() -> Iterator[None]:
 
 @contextmanager
 def balance_loss_per_rank() -> Iterator[None]:
-    from omnizoo.training import losses
+    from omnizoo.training import built_in_losses
 
-    original = losses.balance_terms
+    original = built_in_losses.balance_sum
     with patch.object(
-        losses, "balance_terms", lambda records, packs, n, add_up: original(records, packs, n, lambda load: load)
+        built_in_losses, "balance_sum", lambda records, packs, n, add_up: original(records, packs, n, lambda load: load)
     ):
         yield
 

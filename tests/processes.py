@@ -182,8 +182,15 @@ def _rank(rank: int, nproc: int, folder: Path, function: Callable[..., None], ar
 
 
 def train_in_this_world(args: Sequence[object]) -> int:
-    """`omnizoo train args` in this process. A rank has joined its world already, which can be done only once."""
+    """`omnizoo train args` in this process."""
     from omnizoo.cli.main import main
+
+    stay_in_this_world()
+    return main(["train", *map(str, args)])
+
+
+def stay_in_this_world() -> None:
+    """Let `omnizoo.train` find the world that a rank has joined already, which can be done only once."""
     from omnizoo.parallel import process
     from omnizoo.training import run
 
@@ -195,4 +202,3 @@ def train_in_this_world(args: Sequence[object]) -> int:
         yield process.Process(rank, world, rank, torch.device("cpu"))
 
     run.process_group = joined if "RANK" in os.environ else process.process_group
-    return main(["train", *map(str, args)])

@@ -139,6 +139,13 @@ def test_no_model_type_is_named_outside_of_recipes() -> None:
     assert found == []
 
 
+def test_nobody_asks_whether_a_model_is_composed_or_published() -> None:
+    """What either says of its media, it says by `MediaModel`."""
+    others = [file for file in FILES if file != PACKAGE / "models/omni.py"]
+    found = [f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.endswith(".OmniModel")]
+    assert found == []
+
+
 def test_nothing_is_unpickled() -> None:
     """No pickle, and no torch.load; torch's own collectives of objects stay between our own ranks."""
     found = [

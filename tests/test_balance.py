@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from omnizoo.models.routing import RouterRecord, RouterRecorder, correction_bias
-from omnizoo.training.routers import RouterStatistics, balance_terms, update_bias
+from omnizoo.training.routers import RouterStatistics, balance_sum, router_z_sum, update_bias
 
 TOKENS, EXPERTS, CHOICES, LAYERS, PACKS = 37, 8, 3, 2, 3
 SPLIT = [12, 0, 20, 5]  # tokens of each of four ranks: packs cross their borders, and one has none
@@ -56,7 +56,9 @@ def losses_and_gradients(
     logits: torch.Tensor, pack_of_token: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = logits.clone().requires_grad_()
-    balance, z = balance_terms(records_of(logits), pack_of_token, PACKS, sum_over(group))
+    records = records_of(logits)
+    balance = balance_sum(records, pack_of_token, PACKS, sum_over(group))
+    z = router_z_sum(records, pack_of_token)
     (2.0 * balance + 0.5 * z).backward()
     assert logits.grad is not None
     return balance.detach(), z.detach(), logits.grad
@@ -132,7 +134,7 @@ def test_records_are_the_models_own_router_logits_and_give_its_own_loss() -> Non
     assert [record.layer for record in records] == [f"model.layers.{i}.mlp.gate" for i in range(LAYERS)]
     for record, logits in zip(records, own.router_logits, strict=True):
         assert torch.equal(record.logits, logits)
-    balance, _ = balance_terms(records, torch.zeros(12, dtype=torch.int64), 1, sum_over(None))
+    balance = balance_sum(records, torch.zeros(12, dtype=torch.int64), 1, sum_over(None))
     torch.testing.assert_close(balance, own.aux_loss)
 
 
@@ -147,7 +149,7 @@ def test_recomputed_layers_are_recorded_once_and_keep_their_gradients() -> None:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         with recorder.recording() as records:
             loss = model(tokens, labels=tokens, use_cache=False).loss
-        balance, z = balance_terms(records, packs, 1, sum_over(None))
+        balance, z = balance_sum(records, packs, 1, sum_over(None)), router_z_sum(records, packs)
         (loss + balance + 0.1 * z).backward()
         assert len(records) == LAYERS
         gradients.append({name: p.grad for name, p in model.named_parameters()})

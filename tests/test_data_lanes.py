@@ -16,7 +16,7 @@ from omnizoo.config.schema import Data, Source
 from omnizoo.data.lanes import EpochOrder, Lane
 from omnizoo.data.packing import Pack
 from omnizoo.data.render import Rendered, Renderer
-from omnizoo.data.sources import BadRow, Row, Rows
+from omnizoo.data.rows import BadRow, Row, Rows
 
 
 @dataclass

@@ -22,7 +22,16 @@ from transformers import PreTrainedTokenizerFast
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Data, Model, Source, Train
 from omnizoo.data.deal import Batch, make_batch
-from omnizoo.data.loader import Loader, Step, build_loader, filler, merge_states, read_held_out
+from omnizoo.data.loader import (
+    Loader,
+    Step,
+    build_loader,
+    build_reader,
+    filler,
+    held_out_config,
+    merge_states,
+    read_held_out,
+)
 from omnizoo.data.render import Renderer
 
 
@@ -324,7 +333,8 @@ def test_evaluation_sees_the_first_packs_in_file_order_and_each_rank_reads_its_p
 ) -> None:
     held_out = [Source(path=str(folder / "texts.jsonl"))]
     config = configure(eval_sources=held_out, train={"eval_packs": 5})
-    ranks = [read_held_out(config, tokenizer, rank, dp_size) for rank in range(dp_size)]
+    reader = build_reader(held_out_config(config), tokenizer)
+    ranks = [read_held_out(reader, rank, dp_size) for rank in range(dp_size)]
     packs = {pack.index: pack for packs in ranks for pack in packs}
     assert sorted(packs) == [0, 1, 2, 3, 4]
     assert sum(len(packs) for packs in ranks) == 5
@@ -343,9 +353,8 @@ def test_evaluation_reads_a_small_source_once(
     configure: Configure, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     config = configure(eval_sources=[Source(path=str(folder / "tiny.jsonl"))], train={"eval_packs": 50})
-    packs = read_held_out(config, tokenizer, 0, 1)
+    packs = read_held_out(build_reader(held_out_config(config), tokenizer), 0, 1)
     assert sorted(s for pack in packs for s in pack.sample_ids) == ["0/0/0/0", "0/0/1/0", "0/0/2/0"]
-    assert read_held_out(configure(), tokenizer, 0, 1) == []
 
 
 def test_evaluation_without_a_usable_row_is_refused(
@@ -354,7 +363,7 @@ def test_evaluation_without_a_usable_row_is_refused(
     path = write_jsonl(tmp_path / "bad.jsonl", [{"text": ""}])
     config = configure(eval_sources=[Source(path=str(path))], on_bad_row="skip")
     with pytest.raises(UserError, match=r"data\.eval_sources .*no usable row"):
-        read_held_out(config, tokenizer, 0, 1)
+        read_held_out(build_reader(held_out_config(config), tokenizer), 0, 1)
 
 
 SCRIPT = """

@@ -27,9 +27,9 @@ from omnizoo.config.schema import Data, Source
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Packer, split
 from omnizoo.data.render import Rendered, Renderer
-from omnizoo.data.row_media import Item
-from omnizoo.data.sources import BadRow, Folder, RowSource, open_source
-from omnizoo.modalities.base import Decoder, Encoder, Modality, Size
+from omnizoo.data.rows import BadRow, Folder, RowSource
+from omnizoo.data.sources import open_source
+from omnizoo.modalities.base import Decoder, Encoder, Item, Modality, Size
 from omnizoo.modalities.item import BadMedia, Media
 
 
@@ -43,9 +43,9 @@ def measure(media: Media) -> Size:
             header = file.read(4)
         if header[:3] != b"TOY" or len(header) < 4:
             raise BadMedia("this is no toy")
-        return Size(rows=header[3], cost=header[3])
+        return Size(places=header[3], cost=header[3])
     values = media.value["array"] if isinstance(media.value, dict) else media.value
-    return Size(rows=len(values), cost=1.0)
+    return Size(places=len(values), cost=1.0)
 
 
 class ToyEncoder(Encoder):
@@ -56,14 +56,14 @@ class ToyEncoder(Encoder):
 class ToyDecoder(Decoder):
     def measure(self, media: Media) -> Size:
         size = measure(media)  # not as many rows as the encoder's
-        return dataclasses.replace(size, rows=size.rows + 1)
+        return dataclasses.replace(size, places=size.places + 1)
 
 
 class Timed(Encoder):
     """Two rows for each second, with the time written before them."""
 
     def measure(self, media: Media) -> Size:
-        seconds = measure(media).rows
+        seconds = measure(media).places
         layout = [piece for second in range(seconds) for piece in (f"<{second}.5 s>", 2)]
         return Size(2 * seconds, 1.0, layout=tuple(layout))
 
@@ -164,7 +164,7 @@ def test_every_spelling_of_a_conversation_gives_the_same_tokens_and_items(folder
         "<|im_start|>user\na <image:(2 image):image> b <audio:(3 audio):audio>?<|im_end|>\n"
         "<|im_start|>assistant\n[[<image:]](3 image)[[:image>ok<|im_end|>]]\n"
     )
-    assert [(item.port, item.is_target) for item in first.items] == [
+    assert [(str(item.port), item.is_target) for item in first.items] == [
         ("image/encoder", False),
         ("audio/encoder", False),
         ("image/decoder", True),
@@ -190,7 +190,7 @@ def test_text_rows_may_have_media_and_all_of_them_are_learnt(renderer: Renderer)
     tagged = renderer.render({"text": "see <image> and <audio>", "images": [[1, 2]], "audios": [[1]]})
     parts = [text("see "), part("image", [1, 2]), text(" and "), part("audio", [1])]
     assert shown(renderer, tagged) == "[[see <image:]](3 image)[[:image> and <audio:]](1 audio)[[:audio><|endoftext|>]]"
-    assert [item.port for item in tagged.items] == ["image/decoder", "audio/encoder"]
+    assert [str(item.port) for item in tagged.items] == ["image/decoder", "audio/encoder"]
     assert described(renderer.render({"text": parts}).items) == described(tagged.items)
 
 
@@ -230,7 +230,7 @@ def test_every_kind_of_value(folder: Path, renderer: Renderer) -> None:
     for value in values:
         (item,) = renderer.render(chat([part("image", value)]), find=Folder(folder, folder).find).items
         assert item.media.open().read() == data, value
-        assert item.size.rows == 3
+        assert item.size.places == 3
 
 
 def test_plain_values_stay_what_they_are(folder: Path, renderer: Renderer) -> None:
@@ -239,7 +239,7 @@ def test_plain_values_stay_what_they_are(folder: Path, renderer: Renderer) -> No
     for value, rows in (([1.5, 2.5, 3.5], 3), ([[1, 2], [3, 4]], 2), (array, 4), (mapping, 2)):
         (item,) = renderer.render(chat("<audio>", audios=[value]), find=Folder(folder, folder).find).items
         assert item.media.value is value or item.media.value == value
-        assert item.size.rows == rows
+        assert item.size.places == rows
     (item,) = renderer.render(chat("<audio>", audio=[1.5, 2.5]), find=Folder(folder, folder).find).items
     assert item.media.value == [1.5, 2.5]
     frames = [{"path": "media/2.toy"}, "media/3.toy"]  # a list of files is one value
@@ -290,7 +290,7 @@ def test_expansion_and_targets_token_by_token(renderer: Renderer) -> None:
     add(encode(":tone><|im_end|>"), True)
     add(encode("\n"))
     assert list(zip(rendered.ids.tolist(), rendered.targets.tolist(), strict=True)) == expected
-    assert [(item.port, item.spans, item.is_target) for item in rendered.items] == [
+    assert [(str(item.port), item.spans, item.is_target) for item in rendered.items] == [
         ("clip/encoder", ((first, 2), (second, 2)), False),
         ("image/encoder", ((seen, 1),), False),
         ("image/decoder", ((drawn, 2),), True),
@@ -303,7 +303,7 @@ def test_which_module_an_item_is_for(renderer: Renderer) -> None:
     row = chat(everything, everything)
     row["messages"] += [{"role": "assistant", "content": everything, "loss": False}]
     row["messages"] += [{"role": "user", "content": everything, "loss": True}]
-    found = [(item.port, item.is_target) for item in renderer.render(row).items]
+    found = [(str(item.port), item.is_target) for item in renderer.render(row).items]
     encoded, learnt = "image/encoder audio/encoder tone/decoder clip/encoder", {"image/decoder", "tone/decoder"}
     produced = "image/decoder audio/encoder tone/decoder clip/encoder"
     assert [port for port, _ in found] == " ".join((encoded, produced, encoded, produced)).split()
@@ -326,6 +326,26 @@ def test_an_item_alone_is_something_to_learn(tokenizer: PreTrainedTokenizerFast)
     assert rendered.items[0].spans == ((1, 2),)
     with pytest.raises(BadRow, match="nothing is there to predict it from"):
         Renderer(tokenizer, False, bare).render({"text": row["text"][::-1]})
+
+
+def test_weights_are_for_text_and_move_with_it(renderer: Renderer) -> None:
+    def two_turns() -> dict[str, Any]:
+        first, second = chat("look <image>", "fine"), chat("play", "<tone>")
+        return {"messages": first["messages"] + second["messages"], "images": [[1, 2]], "tones": [[1]]}
+
+    row = two_turns()
+    row["messages"][1]["weight"] = 0.5
+    rendered = renderer.render(row)
+    assert rendered.weights is not None
+    assert renderer.tokenizer.decode(rendered.ids[rendered.weights == 0.5]) == "fine<|im_end|>"
+    assert renderer.tokenizer.decode(rendered.ids[rendered.weights == 1]) == "<tone::tone><|im_end|>"
+    for turn, weight in ((3, 2), (None, 2), (None, 0.5)):
+        wrong = two_turns()
+        (wrong if turn is None else wrong["messages"][turn])["weight"] = weight
+        with pytest.raises(BadRow, match="tone given as list is to be produced: a `weight` other than 0 and 1"):
+            renderer.render(wrong)
+    with pytest.raises(BadRow, match="its `weight` is 0"):
+        renderer.render(row | {"weight": 0})
 
 
 def test_tokens_that_the_tokenizer_adds_around_a_text_do_not_move_items(tmp_path: Path) -> None:
@@ -403,7 +423,8 @@ def test_items_stay_on_their_placeholders_when_packed(
             media = [p for p in contents[sample.id.row] if not isinstance(p, str)] * 2
             for item, (name, rows) in zip(sample.items, media, strict=True):
                 places = [start + first + i for first, count in item.spans for i in range(count)]
-                assert len(places) == item.size.rows == rows * (2 if name == "clip" else 1) + ("decoder" in item.port)
+                given = rows * (2 if name == "clip" else 1) + (item.port.role == "decoder")
+                assert len(places) == item.size.places == given
                 assert set(ids[places]) == {renderer.tokenizer.convert_tokens_to_ids(f"<{name}-pad>")}
                 found += places
             start += len(sample.ids)
@@ -445,7 +466,7 @@ def test_items_stay_on_their_placeholders_when_packed(
         (chat("<image>", images=["n." * 150]), "n.n.... cannot be a file: File name too long"),
         (chat("<image>", images=["media/loop"]), "media/loop cannot be a file"),
         (chat("<image>", images=[b"TOX"]), "image given as bytes: this is no toy"),
-        (chat("<image>", images=[toy(0)]), "image given as bytes has no rows"),
+        (chat("<image>", images=[toy(0)]), "image given as bytes takes no place"),
         (chat("<image>", images=["https://example.org/2.toy"]), "https://example.org/2.toy is on the network"),
         (chat([part("image_url", {"url": "s3://bucket/2.toy"})]), "s3://bucket/2.toy is on the network"),
         (chat([{"type": "image", "base64": "%%%"}]), "image (item 0): %%%... is not valid base64"),
@@ -524,11 +545,11 @@ def test_media_are_sought_beside_the_data_file_or_in_media_dir(folder: Path, ren
     (data / "b" / "own.toy").write_bytes(toy(4))
     (data / "shared.toy").write_bytes(toy(5))
     # a folder is one dataset, so its files may share media; a file is one by itself
-    assert [r.items[0].size.rows for r in rendered_rows(renderer, opened(data))] == [4, 5]
-    assert [r.items[0].size.rows for r in rendered_rows(renderer, opened(nested))] == [4]
+    assert [r.items[0].size.places for r in rendered_rows(renderer, opened(data))] == [4, 5]
+    assert [r.items[0].size.places for r in rendered_rows(renderer, opened(nested))] == [4]
     with pytest.raises(BadRow, match=r"shared\.toy is outside of"):
         rendered_rows(renderer, opened(shared))
-    assert [r.items[0].size.rows for r in rendered_rows(renderer, opened(shared, media_outside=True))] == [5]
+    assert [r.items[0].size.places for r in rendered_rows(renderer, opened(shared, media_outside=True))] == [5]
     elsewhere = write_jsonl(data / "rows.jsonl", [chat("<image>", images=["2.toy"])])
     source = opened(elsewhere, media_dir=str(folder / "media"))
     assert [r.items[0].media.value for r in rendered_rows(renderer, source)] == [folder / "media" / "2.toy"]
@@ -554,7 +575,7 @@ def test_bytes_in_parquet_and_in_datasets_are_not_decoded(
     assert opened(folder / "saved").read(0)["tools"] == tools
     for source in (opened(folder / "rows.parquet"), opened(folder / "saved")):
         (rendered,) = rendered_rows(renderer, source)
-        assert [item.size.rows for item in rendered.items] == [2, 3, 2]
+        assert [item.size.places for item in rendered.items] == [2, 3, 2]
         assert [item.media.open().read() for item in rendered.items] == [toy(2), toy(3), toy(2)]
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from omnizoo.config.errors import UserError
 from omnizoo.data.render import Renderer
-from omnizoo.data.sources import BadRow
+from omnizoo.data.rows import BadRow
 
 LLAMA3 = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Source
-from omnizoo.data.sources import BadRow, Folder, GroupCache, ParquetRows, RowSource, index_lines, open_source
+from omnizoo.data.json_lines import index_lines
+from omnizoo.data.parquet_rows import GroupCache, ParquetRows
+from omnizoo.data.rows import BadRow, Folder, RowSource
+from omnizoo.data.sources import open_source
 
 
 def rows(count: int, tag: str = "row") -> list[dict[str, Any]]:

@@ -75,6 +75,19 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
             assert (ROOT / word).exists(), f"{page.name}: {word}"
 
 
+def test_the_walk_through_a_step_names_files_and_functions_that_exist() -> None:
+    walk = re.findall(
+        r"^\| \[[\w/.]+\]\(\.\./(omnizoo/[\w/.]+)\) \| (`[^|]+`) \|", (ROOT / "docs/step.md").read_text(), re.M
+    )
+    assert len(walk) > 12
+    for file, names in walk:
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", names):
+            owner, _, method = name.rpartition(".")
+            assert not owner or f"class {owner}" in source, f"{file}: {name}"
+            assert re.search(rf"(?:def|class) {method}\b", source), f"{file}: {name}"
+
+
 @current_pages
 def test_every_make_target_that_is_named_exists(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))

@@ -19,10 +19,11 @@ from PIL import Image
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Source
-from omnizoo.data import render, sources
+from omnizoo.data import json_lines, render
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.render import ChatTemplate, Renderer
-from omnizoo.data.sources import BadRow, Folder, RowSource, open_source
+from omnizoo.data.rows import BadRow, Folder, RowSource
+from omnizoo.data.sources import open_source
 from omnizoo.modalities import files
 from omnizoo.modalities.files import picture_size, read_frames, read_picture, read_sound, sample_times, video_size
 from omnizoo.modalities.item import BadMedia, Media
@@ -78,7 +79,7 @@ def test_a_tar_that_shrinks_while_it_is_read_gives_bad_rows(tmp_path: Path) -> N
 
 
 def test_a_line_larger_than_what_is_read_at_once_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MOST_BYTES", 100)
+    monkeypatch.setattr(json_lines, "MOST_BYTES", 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 200}) + '\n{"text": "b"}\n')
     source = opened(tmp_path / "a.jsonl")
     with pytest.raises(BadRow, match="more than the 100"):

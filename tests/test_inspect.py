@@ -104,9 +104,9 @@ def test_the_figures_are_of_the_packs_that_training_gets(packs: list[FlatPack], 
     assert {item.port for item in items} == {port.port for port in inspection.ports}
     for port in inspection.ports:
         own = [item for item in items if item.port == port.port]
-        assert (port.items, port.tokens) == (len(own), sum(item.rows for item in own))
-        assert port.cost == pytest.approx(sum(item.cost for item in own))
-        assert port.costliest.size.cost == max(item.cost for item in own)
+        assert (port.items, port.tokens) == (len(own), sum(item.size.places for item in own))
+        assert port.cost == pytest.approx(sum(item.size.cost for item in own))
+        assert port.costliest.size.cost == max(item.size.cost for item in own)
     assert inspection.longest.tokens == max(length for pack in packs for length in pack.lengths)
 
 

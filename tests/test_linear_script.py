@@ -35,8 +35,9 @@ def test_the_script_has_less_than_80_lines_and_uses_public_names_only() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "omnizoo"
     }
-    # all there is, but for what only models call, and for the loop that it writes by hand
-    assert used == set(omnizoo.__all__) - {"attend"} - {"train", "Callback", "Logger"}
+    # all functions there are, but for what only models call, and for the loop that it writes by hand
+    contracts = {name for name in omnizoo.__all__ if name[0].isupper()} - {"Objective"}
+    assert used == set(omnizoo.__all__) - contracts - {"attend", "train"}
 
 
 def train(process: Process, args: list[str]) -> None:

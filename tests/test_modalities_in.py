@@ -154,7 +154,7 @@ def test_a_vision_tower_sees_what_hugging_face_would_show_it(name: str, tmp_path
     item = {key: value.double() for key, value in encoder.prepare(picture(png(np.asarray(image)))).items()}
     rows = encoder.encode([item])
     torch.testing.assert_close(rows, encoder.projector(seen, [(len(seen),)]), rtol=0, atol=1e-6)
-    assert encoder.measure(picture(image)).rows == len(rows)
+    assert encoder.measure(picture(image)).places == len(rows)
 
 
 def test_an_audio_tower_hears_what_hugging_face_would_play_it() -> None:
@@ -221,7 +221,7 @@ def test_items_of_a_call_do_not_touch_each_other(name: str) -> None:
             together, torch.cat(apart), rtol=0, atol=tolerance * max(1, together.abs().max().item())
         )
         assert together.dtype == dtype
-        assert [len(rows) for rows in apart] == [size.rows for size in sizes]
+        assert [len(rows) for rows in apart] == [size.places for size in sizes]
         blank = {k: v.to(dtype) if v.is_floating_point() else v for k, v in encoder.blank().items()}
         assert encoder.encode([blank]).shape[1] == WIDTH
     assert all(size.cost > 0 for size in sizes)
@@ -262,7 +262,7 @@ def test_sizes_from_the_header_are_those_of_the_prepared_picture(height: int, wi
                 encoder.measure(media)
             return
         shape = encoder.prepare(media)["pixel_values"].shape
-        assert encoder.measure(media).rows == encoder.projector.rows(tuple(shape[1:3]))
+        assert encoder.measure(media).places == encoder.projector.places(tuple(shape[1:3]))
         if isinstance(encoder.kind, PatchGrid):
             assert math.prod(shape[1:3]) <= 1280 // 64 or 1 in shape[1:3]
         else:
@@ -275,7 +275,7 @@ def test_rows_of_sound_are_known_from_its_header(samples: int, rate: int) -> Non
     media = Media("audio", np.zeros(samples, np.float32), {"sampling_rate": rate})
     length = sound_length(media, 16000)
     assert length == math.ceil(Fraction(samples * 16000, rate))
-    rows = listener().measure(media).rows
+    rows = listener().measure(media).places
     assert rows == max(1, math.ceil(length / 320))
     if samples < 3000:
         assert len(read_sound(media, 16000)) == length
@@ -285,7 +285,7 @@ def test_rows_of_sound_are_known_from_its_header(samples: int, rate: int) -> Non
 def test_a_fixed_tower_takes_other_sizes_and_fits() -> None:
     wide = picture(np.concatenate([noise(32, 32, 3), noise(32, 64, 3)], 1))
     larger = vision("siglip_vision_model", image_size=48)
-    assert larger.measure(wide).rows == 36
+    assert larger.measure(wide).places == 36
     assert len(larger.encode([larger.prepare(wide)])) == 36
     cropped = vision("siglip_vision_model", fit="crop").prepare(wide)["pixel_values"]
     middle = np.asarray(wide.value)[:, 32:64].transpose(2, 0, 1) / 127.5 - 1
@@ -297,7 +297,7 @@ def test_a_fixed_tower_takes_other_sizes_and_fits() -> None:
 
 def test_pixel_shuffle_puts_neighbours_into_one_row() -> None:
     projector = build_projector({"kind": "pixel_shuffle", "factor": 2}, 1, 8, 2)
-    assert projector.rows((3, 4)) == 4
+    assert projector.places((3, 4)) == 4
     gathered = projector.gather(torch.arange(12.0)[:, None], (3, 4))  # type: ignore[operator]
     assert gathered.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 0, 0], [10, 11, 0, 0]]
 
@@ -493,7 +493,7 @@ def test_a_video_has_rows_and_times_for_its_frames(tmp_path: Path) -> None:
     media, turned = (Media("video", tmp_path / name, {}) for name in ("a.mp4", "turned.mp4"))
     fixed = vision("clip", VideoEncoder, fps=1, times=True)
     assert fixed.measure(media).layout == ("<0.5 s>", 16, "<1.5 s>", 16, "<2.5 s>", 16)
-    assert fixed.measure(media).rows == 48
+    assert fixed.measure(media).places == 48
     few = vision("clip", VideoEncoder, fps=10, max_frames=2, time_embedding=False)
     assert few.prepare(media)["milliseconds"].tolist() == [750, 2250]
     assert few.projector.time is None
@@ -502,7 +502,7 @@ def test_a_video_has_rows_and_times_for_its_frames(tmp_path: Path) -> None:
     upright = grid.prepare(turned)["pixel_values"].shape
     assert (upright[1], upright[2]) == (4, 3)
     for item in (media, turned):
-        assert len(grid.encode([grid.prepare(item)])) == grid.measure(item).rows
+        assert len(grid.encode([grid.prepare(item)])) == grid.measure(item).places
     # The same picture at another time is another row, and only that.
     still, later = (
         {"pixel_values": few.blank()["pixel_values"], "milliseconds": torch.tensor([ms])} for ms in (0, 1000)

@@ -171,7 +171,7 @@ class StandIn(nn.Module):
 def test_measure_tells_rows_and_targets_from_the_header_alone(name: str, decoder: Decoder, on_meta: Decoder) -> None:
     size, prepared = on_meta.measure(item(name, 3)), on_meta.prepare(item(name, 3))
     rows = decoder.targets([doubled(prepared)])
-    assert len(rows) == size.rows
+    assert len(rows) == size.places
     assert size.cost > 0
     assert size.targets == (int((rows != decoder.none).sum()) if isinstance(decoder, AudioCodec) else None)
     again = decoder.prepare(item(name, 3))

@@ -19,6 +19,7 @@ from omnizoo.data.loader import Step, build_reader, flatten
 from omnizoo.data.packing import Pack, Sample, SampleId
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.models.omni import OmniModel
+from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
 from omnizoo.training.losses import Objective
@@ -103,8 +104,14 @@ def train_on_mixes(process: Process, path: Path, axes: dict[str, int], mixes: li
     optimizer, objective = build_optimizer(model, config), Objective(model, mesh, config)
     results = []
     for step in range(1, len(mixes) + 1):
-        result = train_step(objective, optimizer, next_step(loader, objective), step)
+        data = next_step(loader, objective)
+        with CollectiveCounter() as counter:
+            result = train_step(objective, optimizer, data, step)
         results.append([result.loss, result.grad_norm])
+        if mesh.layout.world > 1 and mesh.layout.sp == mesh.layout.ep == 1:
+            # Once to where they are needed, encoders' features and decoders' targets together; back go gradients.
+            there = [{port.role for port in batch.routes} for batch in data.micro_batches]
+            assert counter.calls["all-to-all"] == sum(bool(roles) + ("encoder" in roles) for roles in there)
     if mesh.is_first:
         name = "-".join(f"{axis}{size}" for axis, size in axes.items()) or "one"
         (path.parent / f"{name}.json").write_text(json.dumps(results))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
 from omnizoo.modalities.base import Sampling
 from omnizoo.models.build import build_model
-from omnizoo.models.generate import Conversation, PromptItem
+from omnizoo.models.generate import Conversation
 from omnizoo.models.omni import OmniModel
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
@@ -96,13 +97,16 @@ def writer(exported: Path) -> Writer:
 def ask(writer: Writer, content: Any, seed: int, **options: Any) -> list[tuple[str, Any]]:
     sampling = Sampling(generator=torch.Generator().manual_seed(seed), **options)
     pieces = writer.write([{"role": "user", "content": content}], sampling, max_tokens=12)
-    return [(p.modality, p.ids if p.rows is None else p.rows.tolist()) for p in pieces]
+    return [(p.modality, p.ids if p.targets is None else p.targets.tolist()) for p in pieces]
 
 
 @torch.no_grad()
 def first_logits(writer: Writer, content: Any) -> torch.Tensor:
-    prompt, conversation = writer.renderer.prompt([{"role": "user", "content": content}]), Conversation(writer.model)
-    items = [PromptItem(i.port, writer._module(i.port).prepare(i.media), i.spans) for i in prompt.items]
+    prompt, conversation = (
+        writer.renderer.prompt([{"role": "user", "content": content}]),
+        Conversation(writer.model, writer.media),
+    )
+    items = [replace(i, inputs=i.port.module(writer.modalities).prepare(i.media)) for i in prompt.items]
     conversation.read(prompt.ids.tolist(), items)
     return conversation.logits
 
@@ -140,7 +144,7 @@ def test_items_are_produced_at_their_begin_token_and_saved(writer: Writer, modal
     piece, again = produced(), produced()
     handle.remove()
     assert piece.modality == modality
-    assert torch.equal(piece.rows, again.rows)
+    assert torch.equal(piece.targets, again.targets)
     decoder = writer.modalities[modality].decoder
     assert decoder is not None
     file = Path(decoder.save(piece.item, str(tmp_path / "item")))

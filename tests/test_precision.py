@@ -17,6 +17,7 @@ from tiny import read_steps, write_config
 from torch import nn
 
 from omnizoo.config.load import load_config
+from omnizoo.modalities.base import Port
 from omnizoo.modalities.flow import FlowHead
 from omnizoo.models.media_batch import MediaBatch
 from omnizoo.parallel.layout import Layout
@@ -154,8 +155,8 @@ def test_media_that_are_cast_on_entry_are_found() -> None:
         }
         return args, {"media": replace(kwargs["media"], items=items)}
 
-    items = {"image/decoder": [{"noise": torch.tensor([-0.806])}]}
-    media = MediaBatch(items, lambda rows: {}, lambda rows: {}, torch.device("cpu"), torch.bfloat16)
+    items = {Port("image", "decoder"): [{"noise": torch.tensor([-0.806])}]}
+    media = MediaBatch(items, lambda made: {}, torch.device("cpu"), torch.bfloat16)
     found: list[str] = []
     model = Reading()
     with watching(model, found):

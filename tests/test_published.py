@@ -3,10 +3,12 @@
 Here in one process; `omnizoo verify` takes it from there to other layouts.
 """
 
+import json
+import random
 import re
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -15,23 +17,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import torch.nn.functional as F
+from fixtures import make_tokenizer
+from omni import make_media
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 import omnizoo.models.attention  # noqa: F401 - registers our attention
-from omnizoo.assembly.entrance import attach_media
+from omnizoo.assembly.entrance import read_modalities
+from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, shrink_config
+from omnizoo.assembly.writer import load_writer
+from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.modalities.base import Modality
+from omnizoo.modalities.base import Item, Modality, Port, Sampling
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model, load_files
-from omnizoo.models.media_batch import MediaBatch, Rows, place
+from omnizoo.models.media_batch import Delivered, Features, MediaBatch, place
 from omnizoo.ops.precision import exact
 from omnizoo.recipes.base import read_facts, recipe_of
+from omnizoo.recipes.qwen_towers import Tower
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker")
 MARKS = {
@@ -86,7 +95,7 @@ def ours(family: str, precision: str) -> tuple[PreTrainedModel, dict[str, Modali
     if "moe" in family:
         use_dispatched(language_model(model))
     options = {name: {"encoder": {"options": given}} for name, given in options_of(family).items()}
-    attach_media(model, Model(config={"model_type": family}, modalities=options))
+    media_model(model).attach(Model(config={"model_type": family}, modalities=options))
     return model, read(family)
 
 
@@ -134,7 +143,7 @@ def mix(family: str) -> list[list[Any]]:
 @dataclass(frozen=True)
 class Sample:
     ids: np.ndarray[Any, Any]
-    items: list[SimpleNamespace]  # port, size, spans, media: as the loader has them
+    items: list[Item]
     labels: torch.Tensor
 
 
@@ -147,13 +156,13 @@ def write(contents: Sequence[Any], modalities: dict[str, Modality], seed: int) -
         modality = modalities[part.modality]
         size = modality.encoder.measure(part)
         spans = []
-        for run in [modality.begin, *(size.layout or (size.rows,)), modality.end]:
+        for run in [modality.begin, *(size.layout or (size.places,)), modality.end]:
             if isinstance(run, int):
                 spans.append((len(ids), run))
                 ids += [MARKS[modality.placeholder]] * run
             else:  # marks are tokens, and so is every other character
                 ids += [MARKS.get(token, 8 + ord(token[0]) % 88) for token in re.findall(r"<\|\w+\|>|.", run)]
-        items.append(SimpleNamespace(port=f"{part.modality}/encoder", size=size, spans=spans, media=part))
+        items.append(Item(Port(part.modality, "encoder"), size, tuple(spans), False, part))
     array = np.array(ids, np.int32)
     labels = torch.from_numpy(np.append(array[1:], -100)).long()
     labels[labels < 8] = -100
@@ -172,14 +181,14 @@ def reference_inputs(
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        items = [item.media for item in sample.items if item.port == f"{kind}/encoder"]
+        items = [item.media for item in sample.items if item.port.modality == kind]
         prepared = [modalities[kind].encoder.prepare(media) for media in items]
         if prepared:
             inputs[pixels] = torch.cat([item["pixels"] for item in prepared]).to(dtype)
             inputs[grid] = torch.stack([item["grid"] for item in prepared])
             if kind == "video" and "omni" in family:
                 inputs["video_second_per_grid"] = torch.tensor([2 / 4.0] * len(items))
-    sounds = [item.media for item in sample.items if item.port == "audio/encoder"]
+    sounds = [item.media for item in sample.items if item.port.modality == "audio"]
     if sounds:
         extractor = modalities["audio"].encoder.extractor
         mels = [
@@ -200,7 +209,7 @@ def packed_inputs(
     lengths = [len(sample.ids) for sample in samples]
     starts = list(accumulate(lengths, initial=0))
     positions = [recipe_of(family).positions(model, sample.ids, sample.items) for sample in samples]
-    places: dict[str, list[Any]] = {f"{name}/encoder": [] for name in modalities}
+    places: dict[Port, list[Any]] = {Port(name, "encoder"): [] for name in modalities}
     for sample, start in zip(samples, starts, strict=False):
         for item in sample.items:
             index = np.concatenate([np.arange(start + first, start + first + rows) for first, rows in item.spans])
@@ -212,12 +221,11 @@ def packed_inputs(
         for port, listed in places.items()
     }
     media = MediaBatch(
-        items={
-            port: [modalities[port.partition("/")[0]].encoder.prepare(item) for item, _ in listed]
-            for port, listed in places.items()
+        items={port: [port.module(modalities).prepare(item) for item, _ in listed] for port, listed in places.items()},
+        deliver=lambda made: {
+            port: Delivered(Features(value, index[port]), Features(value[:0], index[port][:0]))
+            for port, value in made.items()
         },
-        deliver=lambda rows: {port: Rows(value, index[port]) for port, value in rows.items()},
-        deliver_labels=lambda rows: {},
         device=torch.device("cpu"),
         dtype=model.dtype,
     )
@@ -283,7 +291,7 @@ def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_pr
         with torch.no_grad(), exact("fp64"):
             alone = [encoder.encode([item]) for item in items]
             together = encoder.encode(items)
-        assert [len(rows) for rows in alone] == [encoder.measure(item).rows for item in media[name]]
+        assert [len(rows) for rows in alone] == [encoder.measure(item).places for item in media[name]]
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-11, atol=1e-11)
         assert len(encoder.encode([place(encoder.blank(), torch.device("cpu"), torch.float64)])) == 1
 
@@ -409,3 +417,103 @@ def test_the_thinker_is_loaded_from_a_folder_of_the_whole_model(tmp_path: Path) 
     report = load_files(loaded, [tmp_path / "whole.safetensors"], conversion_mapping(loaded), torch.device("cpu"))
     assert (report.missing, report.unexpected, report.mismatched) == (set(), set(), set())
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modalities_are_built_once_and_copied_for_the_loader(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    make = Tower.__init__
+    monkeypatch.setattr(Tower, "__init__", lambda self, *given: (built.append(type(self)), make(self, *given))[1])
+    spec = Model(config={"model_type": family})
+    with torch.device("meta"):
+        model = AutoModelForMultimodalLM.from_config(tiny_config(family))
+    loaded = read_modalities(model, spec)["modalities"]
+    media_model(model).attach(spec)
+    own = media_model(model).modalities(spec)
+    assert len(built) == len(own) == len(loaded)
+    for name, modality in own.items():
+        assert modality.encoder.model is model
+        assert loaded[name].encoder.model is not model
+
+
+def publish(family: str, folder: Path) -> PreTrainedModel:
+    """A folder as the family is published in, with random weights and a tokenizer of its own."""
+    marks = [*MARKS][: len(MARKS) if "omni" in family else 4]
+    tokenizer = make_tokenizer(folder, special_tokens=tuple(marks))
+    config = tiny_config(family)
+    config.text_config.vocab_size = len(tokenizer)
+    for name in [name for name in vars(config) if name.endswith("_token_id") and getattr(config, name) is not None]:
+        old = [mark for mark, number in MARKS.items() if number == getattr(config, name)]
+        setattr(config, name, tokenizer.convert_tokens_to_ids(old[0]) if old else getattr(config, name))
+    torch.manual_seed(1)
+    model = AutoModelForMultimodalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def generation_inputs(model: PreTrainedModel, ids: list[int], items: Sequence[Item]) -> dict[str, Any]:
+    """A prompt as Hugging Face's processors hand it to `generate`."""
+    tokens = torch.tensor([ids])
+    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    for name, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        own = [item.inputs for item in items if item.port.modality == name]
+        if own:
+            inputs[pixels] = torch.cat([item["pixels"] for item in own])
+            inputs[f"{name}_grid_thw"] = torch.stack([item["grid"] for item in own])
+    sounds = [item.inputs["mels"] for item in items if item.port.modality == "audio"]
+    if "omni" not in model.config.model_type:
+        config: Any = model.config
+        inputs["mm_token_type_ids"] = (tokens == config.image_token_id) + 2 * (tokens == config.video_token_id)
+    elif sounds:
+        inputs["input_features"] = torch.nn.utils.rnn.pad_sequence(sounds, batch_first=True).transpose(1, 2)
+        lengths = torch.tensor([len(mels) for mels in sounds])
+        inputs["feature_attention_mask"] = (torch.arange(lengths.max()) < lengths[:, None]).long()
+    if "omni" in model.config.model_type and "pixel_values_videos" in inputs:
+        seconds = [item.size.shape[3] for item in items if item.port.modality == "video"]
+        inputs["video_second_per_grid"] = torch.tensor(seconds)
+    return inputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_writes_what_transformers_own_generate_writes(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = publish(family, tmp_path / "model")
+    media = make_media(tmp_path / "media", random.Random(0), count=2)
+    # Of a sound below a second, Hugging Face's tower makes something that depends on what else is in the batch.
+    soundfile.write(tmp_path / media["audio"][0], np.random.default_rng(0).normal(0, 0.1, 22_000), 16_000)
+    kinds = [name for name in ("image", "video", "audio") if name in recipe_of(family).towers]
+    parts = [{"type": kind, kind: str(tmp_path / media[kind][0])} for kind in kinds]
+    words = {"type": "text", "text": "What is the capital of France?"}
+    again = {"type": "image", "image": str(tmp_path / media["image"][1])}
+    prompts: list[Any] = [[words], [parts[0], words], [*reversed(parts), words, again, words], [words, *parts]]
+    writer = load_writer(tmp_path / "model")
+    answers = []
+    for content in prompts:
+        messages = [{"role": "user", "content": content}]
+        prompt = writer.renderer.prompt(messages)
+        items = [replace(i, inputs=i.port.module(writer.modalities).prepare(i.media)) for i in prompt.items]
+        assert len(items) == sum(part["type"] != "text" for part in content)
+        inputs = generation_inputs(reference, prompt.ids.tolist(), items)
+        never = [writer.tokenizer.convert_tokens_to_ids(mark) for mark in MARKS if mark.endswith("_pad|>")]
+        written = reference.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=16,
+            eos_token_id=[writer.tokenizer.eos_token_id, *writer.renderer.end_of_turn()],
+            suppress_tokens=[token for token in never if token is not None],  # nobody could tell what they stand for
+        )
+        expected = written[0, len(prompt.ids) :].tolist()
+        (piece,) = writer.write(messages, Sampling(temperature=0), max_tokens=16)
+        assert piece.ids == expected[: len(piece.ids)], family
+        assert len(piece.ids) == 16 or len(expected) == len(piece.ids) + 1
+        answers.append(tuple(piece.ids))
+    assert len(set(answers)) == len(answers)  # media matter
+
+    (tmp_path / "question.json").write_text(json.dumps([{"role": "user", "content": prompts[-1]}]))
+    asked = ["generate", str(tmp_path / "model"), "--messages", str(tmp_path / "question.json")]
+    assert main([*asked, "--temperature", "0", "--max-tokens", "16"]) == 0
+    assert capsys.readouterr().out.strip() == writer.tokenizer.decode(answers[-1], skip_special_tokens=True).strip()

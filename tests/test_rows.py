@@ -25,7 +25,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.data.render import Renderer
 from omnizoo.data.row_fields import HARMLESS
-from omnizoo.data.sources import BadRow
+from omnizoo.data.rows import BadRow
 from omnizoo.data.template_facts import read_template
 from omnizoo.models.build import build_model
 

@@ -21,8 +21,8 @@ class Series:
         values = media.value
         if not isinstance(values, list | np.ndarray) or len(values) == 0 or len(values) % self.patch:
             raise BadMedia(f"a series is a list of numbers, as many as a multiple of {self.patch}")
-        rows = len(values) // self.patch
-        return Size(rows, cost=float(rows))
+        places = len(values) // self.patch
+        return Size(places, cost=float(places))
 
     def prepare(self, media: Media) -> Inputs:
         values = torch.as_tensor(np.asarray(media.value, np.float32))
@@ -41,8 +41,8 @@ class SeriesEncoder(Series, Encoder):
         self.net = nn.Sequential(nn.Linear(patch, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        rows: torch.Tensor = self.net(torch.cat([item["values"] for item in items]))
-        return rows
+        features: torch.Tensor = self.net(torch.cat([item["values"] for item in items]))
+        return features
 
 
 class SeriesDecoder(Series, Decoder):
@@ -59,17 +59,17 @@ class SeriesDecoder(Series, Decoder):
         return torch.cat([item["values"] for item in items])
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.enter(targets)
-        return rows
+        embedded: torch.Tensor = self.enter(targets)
+        return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(self.head(hidden), targets, reduction="none").mean(-1).sum()
 
-    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-        return None if len(rows) * self.patch >= self.horizon else self.head(hidden)
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        return None if len(targets) * self.patch >= self.horizon else self.head(hidden)
 
-    def render(self, rows: torch.Tensor) -> Any:
-        return rows.flatten().float().cpu().numpy()
+    def render(self, targets: torch.Tensor) -> Any:
+        return targets.flatten().float().cpu().numpy()
 
     def save(self, item: Any, stem: str) -> str:
         np.savetxt(f"{stem}.csv", item, fmt="%.6g")

@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from omnizoo.assembly.entrance import attach_media, keep_logits
+from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
+from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
-from omnizoo.models.build import build_model
+from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.models.initial import initial_weights
@@ -28,7 +29,7 @@ from omnizoo.ops.precision import exact
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallel.shard import allocate, fill, precision_policy, shard
+from omnizoo.parallel.shard import allocate, fill, precision_policy, sent_by_first, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
 
@@ -36,9 +37,9 @@ from omnizoo.recipes.base import Facts, read_facts
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:
     """Attach expert parallelism, recompute and FSDP2/HSDP to `model` (on meta), then give it weights.
 
-    Weights come from `model.path`, or are drawn by seed. Each rank only ever holds its shards and one tensor
-    besides. `load=False` leaves the weights undefined, for a checkpoint to fill; buffers that no
-    checkpoint holds are computed all the same.
+    Weights come from `model.path`, are drawn by seed, or are those of the first rank's own object (`model.given`). Each
+    rank only ever holds its shards and one tensor besides. `load=False` leaves the weights undefined, for a checkpoint
+    to fill; buffers that no checkpoint holds are computed all the same.
     """
     facts = read_facts(model)
     check(facts, mesh.layout, model)
@@ -47,7 +48,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     treatments.apply(model)
     treatments.keep_precision(model)
     check_memory(model, mesh, config)
-    origins = weight_origins(model, config.model)
+    media = media_model(model)
+    origins = weight_origins(model, media, config.model)
     experts = [model.get_submodule(name) for name in facts.experts]
     blocks = [model.get_submodule(name) for name in facts.blocks]
     if experts:
@@ -77,9 +79,13 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
     # computed, mostly, and so have all the digits of the run's precision.
     computed = wanted & buffers if parallel.precision == "fp64" else set()
+    if config.model.given is not None:
+        given, computed = given_model(config.model), set()
+        fill(model, sent_by_first({name: tensor for name, tensor in tensors_of(given) if name in wanted}, mesh))
+        wanted = set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
         fill(model, initial_weights(partial(build_model, config.model, precision), config.train.seed, names))
-    attach_media(model, config.model)
+    media.attach(config.model)
     keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
 
@@ -94,7 +100,9 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
             )
         if facts.heads:
             check_heads(layout, facts.heads, facts.kv_heads)
-    if layout.ep > 1 and not facts.experts:
+    # One that is not trained, such as a teacher, goes along with a mesh that is made for another.
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if layout.ep > 1 and not facts.experts and is_trained:
         has = "does not compute its experts through transformers' interface" if facts.num_experts else "has no experts"
         raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {has}; set parallel.ep: 1")
     if facts.experts:

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from omnizoo.assembly.groups import Groups
+from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model, ParameterGroup, Part, Projector
 from omnizoo.modalities.base import Encoder
-from omnizoo.models.omni import OmniModel
 from omnizoo.ops.precision import compute_in
-from omnizoo.recipes.base import recipe_for
 
 # What an optimizer keeps of a trained parameter, in copies of it; 8-bit state is saved as fp32.
 HELD_STATE = {"adamw": 2, "muon": 1, "adafactor": 0, "adamw_8bit": 0.5}
@@ -36,18 +35,17 @@ class Treatments:
     def __init__(self, model: nn.Module, spec: Model, groups: Sequence[ParameterGroup] = ()) -> None:
         self.groups = Groups(model, groups)
         self.by_prefix: dict[str, Treatment] = {"": Treatment()}
-        recipe, composed = recipe_for(model), isinstance(model, OmniModel)
+        self.media = media_model(model)
         if spec.foundation is not None:
             self._add("foundation", spec.foundation, "model.foundation")
         for name, modality in spec.modalities.items():
-            tower = f"encoders.{name}" if composed else recipe.towers.get(name)
-            projectors = (f"encoders.{name}.projector",) if composed else recipe.projectors.get(name, ())
+            tower, projectors = self.media.towers.get(name), self.media.projectors.get(name, ())
             if tower and modality.encoder:
                 self._add(tower, modality.encoder, f"model.modalities.{name}.encoder")
             for projector in projectors if modality.projector or modality.encoder else ():
                 self._add(projector, modality.projector or Projector(), f"model.modalities.{name}.projector")
-            if modality.decoder:
-                self._add(f"decoders.{name}", modality.decoder, f"model.modalities.{name}.decoder")
+            if modality.decoder and name in self.media.producers:
+                self._add(self.media.producers[name], modality.decoder, f"model.modalities.{name}.decoder")
 
     def _add(self, prefix: str, part: Part | Projector, key: str) -> None:
         if isinstance(part, Part) and part.dtype == "bf16" and not part.freeze:
@@ -69,8 +67,7 @@ class Treatments:
                 continue
             part: Any = model.get_submodule(prefix)
             tower = part.pretrained if isinstance(part, Encoder) else part
-            is_encoder = prefix.startswith("encoders.") or prefix in recipe_for(model).towers.values()
-            if tower is None or not is_encoder:
+            if tower is None or prefix not in self.media.towers.values():
                 raise UserError(f"{prefix}: dtype is for encoders around a Hugging Face model; leave it out here")
             compute_in(tower, treatment.dtype)
 
@@ -86,13 +83,17 @@ class Treatments:
             parameter.requires_grad_(not frozen and parameter.requires_grad)
 
     def apply(self, model: nn.Module) -> None:
-        """Freeze, and set the precision of weights: before the model is sharded."""
+        """Freeze, and set the precision of weights: before the model is sharded.
+
+        A model may come with all of it frozen, such as a teacher; but not become so by the config.
+        """
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
         self.freeze(model)
         for name, parameter in model.named_parameters():
             treatment = self.of(name)
             if treatment.dtype is not None:
                 parameter.data = parameter.data.to(treatment.dtype)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        if is_trained and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")
 
 

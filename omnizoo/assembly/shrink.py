@@ -13,9 +13,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from omnizoo.config.schema import Model
-from omnizoo.models.build import read_model_config, tokenizer_folder
+from omnizoo.models.build import is_own_module, read_model_config, tokenizer_folder
 from omnizoo.models.config_fields import unknown_fields
-from omnizoo.recipes.base import EXPERTS, VISITED, recipe_of
+from omnizoo.recipes.base import EXPERTS, VISITED, Recipe, own_recipe, recipe_of
 
 HEADS, HEAD_DIM, WINDOW = 8, 16, 16
 # Fields of language models' configs that may be lowered to these values, besides heads and depth. Names of one thing
@@ -98,13 +98,17 @@ class Shrinking:
 
 def shrink_model(model: Model, how: Shrinking) -> Model:
     """A model of the same families and structure, with random weights. A user's own module is taken as it is."""
-    if model.module is not None:
+    if is_own_module(model):
         return model
-    small: dict[str, Any] = {"path": None, "tokenizer": tokenizer_folder(model)}
+    own = own_recipe(model)
+    tokenizer = model.tokenizer or tokenizer_folder(model)
+    small: dict[str, Any] = {"path": None, "given": None, "tokenizer": tokenizer}
     if model.foundation is None:
-        return model.model_copy(update=small | {"part": None, "config": shrink_config(read_model_config(model), how)})
+        return model.model_copy(
+            update=small | {"part": None, "config": shrink_config(read_model_config(model), how, own)}
+        )
     composed = read_model_config(model)
-    foundation = {"path": None, "config": shrink_config(composed.foundation, how)}
+    foundation = {"path": None, "config": shrink_config(composed.foundation, how, own)}
     modalities = {}
     for name, modality in model.modalities.items():
         encoder, described = modality.encoder, composed.modalities[name].get("encoder")
@@ -122,9 +126,10 @@ def shrink_tower(fields: dict[str, Any], how: Shrinking) -> dict[str, Any]:
     return kept | {key: min(value, fields[key]) for key, value in TOWER.items() if fields.get(key)}
 
 
-def shrink_config(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]:
-    """An inline config of the same family and structure."""
+def shrink_config(published: PretrainedConfig, how: Shrinking, recipe: Recipe | None = None) -> dict[str, Any]:
+    """An inline config of the same family and structure; `recipe` is one in place of the family's own."""
     family = published.model_type
+    recipe = recipe or recipe_of(family)
     fields: dict[str, Any] = published.to_dict()
     text = published.get_text_config()
     if text is not published:  # a family of several models: each by itself, then what its recipe says of the whole
@@ -136,7 +141,7 @@ def shrink_config(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]
         width = parts[next(name for name in parts if parts[name]["model_type"] == text.model_type)]["hidden_size"]
         for part in parts.values():  # what encoders give out is what the text takes in
             part |= {key: width for key in ("out_hidden_size", "output_dim") if key in part}
-        return _merged(_kept(fields) | parts, recipe_of(family).shrink) | {"model_type": family}
+        return _merged(_kept(fields) | parts, recipe.shrink) | {"model_type": family}
     fields = _kept(fields) if how.random else _without_random(_kept(fields))
     for name in published.sub_configs:
         if isinstance(part := getattr(published, name, None), PretrainedConfig) and how.widths and part.model_type:
@@ -155,7 +160,7 @@ def shrink_config(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]
         small |= _few_tokens(fields, how.vocabulary) | {"vocab_size": how.vocabulary}
     small = {own.get(key, key): value for key, value in small.items()}
     small = {key: value for key, value in small.items() if key in fields}
-    return fields | small | (dict(recipe_of(family).shrink) if how.widths else {}) | {"model_type": family}
+    return fields | small | (dict(recipe.shrink) if how.widths else {}) | {"model_type": family}
 
 
 def _small_widths(published: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:

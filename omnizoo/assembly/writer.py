@@ -2,7 +2,7 @@
 content again."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from omnizoo.assembly.entrance import keep_logits
+from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.data.render import HERE, Renderer
-from omnizoo.data.sources import BadRow, Folder
+from omnizoo.data.rows import BadRow, Folder
 from omnizoo.modalities.base import Modality, Sampling
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import check_vocabulary, load_tokenizer
-from omnizoo.models.generate import Piece, PromptItem, generate
-from omnizoo.models.omni import OmniModel, modalities_of
+from omnizoo.models.generate import Piece, generate
+from omnizoo.models.media_model import MediaModel
 from omnizoo.models.weights import load_whole
 
 
@@ -27,6 +29,7 @@ class Writer:
     """A trained model, whole, on one device, with what it takes to talk to it."""
 
     model: PreTrainedModel
+    media: MediaModel
     tokenizer: Any
     renderer: Renderer
     modalities: Mapping[str, Modality]
@@ -45,14 +48,14 @@ class Writer:
         try:
             prompt = self.renderer.prompt(messages, folder.find)
             items = [
-                PromptItem(item.port, self._module(item.port).prepare(item.media), item.spans) for item in prompt.items
+                replace(item, inputs=item.port.module(self.modalities).prepare(item.media)) for item in prompt.items
             ]
         except (BadRow, BadMedia) as reason:
             raise UserError(f"the prompt cannot be used: {reason}") from None
         if not len(prompt.ids):
             raise UserError("the prompt is empty: there is nothing to go on from")
         ids, stop = prompt.ids.tolist(), self._end_of_turn()
-        return generate(self.model, self.tokenizer, self.modalities, ids, items, max_tokens, sampling, stop)
+        return generate(self.model, self.media, self.tokenizer, self.modalities, ids, items, max_tokens, sampling, stop)
 
     def text(self, pieces: Sequence[Piece]) -> str:
         """What was written, without special tokens; items as their names in brackets."""
@@ -61,10 +64,6 @@ class Writer:
     def decode(self, piece: Piece) -> str:
         """A piece of text as a reader wants it: special tokens are for the model."""
         return str(self.tokenizer.decode(piece.ids, skip_special_tokens=True))
-
-    def _module(self, port: str) -> Any:
-        name, _, role = port.partition("/")
-        return getattr(self.modalities[name], role)
 
     def _end_of_turn(self) -> list[int]:
         """Tokens that end an answer: the model's own, and the one the chat template puts there."""
@@ -89,5 +88,8 @@ def load_writer(
     nn.Module.to(model, device or torch.device("cpu"))
     tokenizer = load_tokenizer(spec)
     check_vocabulary(model, tokenizer)
-    modalities = modalities_of(model) if isinstance(model, OmniModel) else {}
-    return Writer(model.eval(), tokenizer, Renderer(tokenizer, False, modalities), modalities)
+    media = media_model(model)
+    modalities = media.modalities(spec)
+    media.attach(spec)
+    keep_logits(model)
+    return Writer(model.eval(), media, tokenizer, Renderer(tokenizer, False, modalities), modalities)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from transformers import PreTrainedModel
 
 from omnizoo.checkpoint import folder, tensors
 from omnizoo.checkpoint.start import checkpoints_in, is_checkpoint
@@ -26,27 +28,29 @@ def export(
 ) -> Path:
     """Write `checkpoint` (a step folder, or a folder of them: the newest or `best`) to `out`; returns the step folder.
 
-    `from_pretrained` and inference engines load the result. `dtype` None keeps the precision of the master weights.
-    `ema` takes the moving average of the weights that were trained.
+    `from_pretrained` and inference engines load the result. Of a module of the user's own, it is the weights and the
+    tokenizer; `huggingface_hub.load_torch_model(module, out)` loads them. `dtype` None keeps the precision of the
+    master weights. `ema` takes the moving average of the weights that were trained.
     Code that the checkpoint names is imported only if it is allowed here: nothing in the checkpoint can allow it.
     """
     source = _best_of(checkpoint) if best else _resolve(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; give a new folder")
     folder_of_model = source / "model"
-    if not (folder_of_model / "config.json").is_file():
-        raise UserError(f"{source} holds a module of your own (model.module): export writes Hugging Face models only")
-    spec = Model(config=str(folder_of_model), allow_code=list(allow_code), trust_remote_code=trust_remote_code)
-    config = read_model_config(spec)
-    builder = auto_class(config, spec.trust_remote_code)
-    if builder is None:
-        raise UserError(f"{source}: transformers has no model of type `{config.model_type}` that writes text")
-    with torch.device("meta"):
-        model = builder.from_config(config, trust_remote_code=spec.trust_remote_code)
-    saved = tensors.dtypes(source / "tensors")
+    is_own = not (folder_of_model / "config.json").is_file()  # a module of the user's own
+    spec = Model(
+        config=str(folder_of_model),
+        tokenizer=str(folder_of_model) if is_own else None,
+        allow_code=list(allow_code),
+        trust_remote_code=trust_remote_code,
+    )
+    model = None if is_own else _build(spec, source)
+    saved = tensors.on_meta(source / "tensors")
+    wanted = saved if model is None else tensors.model_tensors(model)
     weights = {
-        name: torch.empty(tensor.shape, dtype=saved.get(name, tensor.dtype))
-        for name, tensor in tensors.model_tensors(model).items()
+        name: torch.empty(tensor.shape, dtype=saved.get(name, tensor).dtype)
+        for name, tensor in wanted.items()
+        if name.startswith(tensors.MODEL)
     }
     tensors.read(weights, source / "tensors")
     if ema:
@@ -56,18 +60,33 @@ def export(
             raise UserError(f"--ema: {source} holds no average of the weights; train with optimizer.ema")
         tensors.read({average: weights[name] for name, average in averaged.items()}, source / "tensors")
     state = {name.removeprefix(tensors.MODEL): tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
-    model.config.dtype = next(iter(state.values())).dtype
-    if (folder_of_model / "generation_config.json").is_file():
-        model.generation_config = read_generation_config(folder_of_model)
-
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial, state_dict=state)
+    if model is None:
+        partial.mkdir(parents=True)
+        save_torch_state_dict(state, partial)
+    else:
+        model.config.dtype = next(iter(state.values())).dtype
+        if (folder_of_model / "generation_config.json").is_file():
+            model.generation_config = read_generation_config(folder_of_model)
+        model.save_pretrained(partial, state_dict=state)
     load_tokenizer(spec).save_pretrained(partial)
     if out.exists():
         out.rmdir()
     os.rename(partial, out)
     return source
+
+
+def _build(spec: Model, source: Path) -> PreTrainedModel:
+    """The model of a checkpoint, on meta."""
+    config = read_model_config(spec)
+    builder = auto_class(config, spec.trust_remote_code)
+    if builder is None:
+        raise UserError(f"{source}: transformers has no model of type `{config.model_type}` that writes text")
+    with torch.device("meta"):
+        model = builder.from_config(config, trust_remote_code=spec.trust_remote_code)
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 def _resolve(checkpoint: Path) -> Path:

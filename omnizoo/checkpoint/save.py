@@ -2,8 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
 from omnizoo.models.omni import save_model_config
+from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -98,30 +98,26 @@ def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return state
 
 
-@contextmanager
-def _save_errors() -> Iterator[None]:
+def _save_errors(work: Callable[[], T]) -> Callable[[], T]:
     """Whatever fails while saving is a SaveError: libraries raise what they like (tokenizers a bare Exception)."""
-    try:
-        yield
-    except (CheckpointException, Exception) as error:  # CheckpointException is a BaseException
-        raise SaveError(_reason(error)) from error
+
+    def saving() -> T:
+        try:
+            return work()
+        except (CheckpointException, Exception) as error:  # CheckpointException is a BaseException
+            raise SaveError(_reason(error)) from error
+
+    return saving
 
 
 def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
     """Do `work`; if any rank failed, clean up and raise on every rank, so that all of them take the same way on."""
-    error: SaveError | None = None
     try:
-        with _save_errors():
-            result = work()
-    except SaveError as caught:
-        error = caught
-    (failed,) = mesh.sum([float(error is not None)])
-    if not failed:
-        return result
-    reasons = [reason for reason in mesh.gather(str(error) if error else None) if reason]
-    if mesh.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
-    raise SaveError(mesh.from_first(reasons[0] if reasons else None)) from error
+        return agree(mesh, _save_errors(work), SaveError)
+    except SaveError:
+        if mesh.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _reason(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from omnizoo.checkpoint import manifest
 from omnizoo.checkpoint.ownership import new_id, only_owner, read_identity
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -42,16 +43,7 @@ def find(config: Config, directory: Path, mesh: Mesh) -> Origin:
     A damaged checkpoint is passed over for the one before, unless it was asked for by name. If all are damaged, the run
     does not start: weeks of training would begin again without a word.
     """
-    plan: Plan | str | None = None
-    if mesh.is_first:
-        try:
-            plan = _plan(config, directory)
-        except UserError as error:
-            plan = str(error)
-    plan = mesh.from_first(plan)
-    if isinstance(plan, str):
-        raise UserError(plan)
-    assert plan is not None
+    plan: Plan = mesh.from_first(agree(mesh, lambda: _plan(config, directory) if mesh.is_first else None))
     found = plan.exact
     if plan.exact is not None:
         reason = folders.damage(plan.exact, mesh)

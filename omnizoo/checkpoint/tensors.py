@@ -181,9 +181,12 @@ def _whose(name: str) -> str:
     return "model" if name.startswith(MODEL) else "`optimizer` section"
 
 
-def dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The precision each tensor was saved in."""
-    return {name: meta.properties.dtype for name, meta in _saved(folder).items()}
+def on_meta(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors that were saved, on meta: their shapes, and the precision of each."""
+    return {
+        name: torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
+        for name, meta in _saved(folder).items()
+    }
 
 
 def _saved(folder: Path) -> dict[str, TensorStorageMetadata]:

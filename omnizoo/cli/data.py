@@ -21,7 +21,7 @@ from omnizoo.config.load import load_config
 if TYPE_CHECKING:
     from omnizoo.data.inspect import Found, Inspection, Piece
     from omnizoo.data.loader import Reader
-    from omnizoo.data.row_media import Item
+    from omnizoo.modalities.base import Item
 
 LOSS, NO_LOSS = "bold green", "dim"
 COLOURS = ("blue", "magenta", "cyan", "yellow", "red", "white")  # of modalities, in the order of the config
@@ -36,18 +36,14 @@ def inspect(path: str, overrides: list[str], samples: int, out: Path | None) -> 
         raise UserError(f"--samples is {samples}; expected how many samples to show, at least 0")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; expected the name of an HTML file to write")
-    from omnizoo.assembly.entrance import read_modalities
+    from omnizoo.assembly.assemble import assemble
     from omnizoo.data.inspect import TooManyBadError, inspect_data, one_lane, stops_at
-    from omnizoo.data.loader import build_reader
-    from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 
     console = Console()
     if not console.is_terminal:
         console.width = 120
     with console.status("reading rows"):
-        tokenizer, model = load_tokenizer(config.model), build_model(config.model, config.parallel.precision)
-        check_vocabulary(model, tokenizer)
-        reader = build_reader(one_lane(config), tokenizer, **read_modalities(model, config.model))
+        reader = assemble(one_lane(config)).reader()
         try:
             inspection = inspect_data(reader, samples)
         except TooManyBadError as error:
@@ -116,7 +112,7 @@ def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list
     cost = sum(port.cost for port in inspection.ports)
     rows = [
         [
-            port.port,
+            str(port.port),
             percent(port.samples / samples),
             f"{port.items:,}",
             f"{port.tokens:,}",
@@ -142,7 +138,7 @@ def bars(inspection: "Inspection") -> Iterator[tuple[str, int, float]]:
 
 
 def describe_item(item: "Item") -> str:
-    return f"{item.media.name} (tokens: {item.size.rows:,}, cost: {item.size.cost:.3g})"
+    return f"{item.media.name} (tokens: {item.size.places:,}, cost: {item.size.cost:.3g})"
 
 
 def describe_sample(found: "Found") -> str:
@@ -287,7 +283,7 @@ def draw_sample(found: "Found", reader: "Reader", numbers: dict[str, int]) -> st
 def draw_item(item: "Item", reader: "Reader", numbers: dict[str, int], where: str = "") -> str:
     from omnizoo.data.inspect import visible
 
-    about = [item.port + " target" * item.is_target, f"{describe_item(item)}{' in ' * bool(where)}{where}"]
+    about = [str(item.port) + " target" * item.is_target, f"{describe_item(item)}{' in ' * bool(where)}{where}"]
     caption = "<br>".join(escape(visible(line)) for line in about)
     return f"<div class=m{numbers[item.media.modality]}>{preview(item, reader)}<small>{caption}</small></div>"
 
@@ -298,7 +294,7 @@ def preview(item: "Item", reader: "Reader") -> str:
     from omnizoo.modalities.item import BadMedia
 
     try:
-        shown = reader.module(item.port).preview(item.media)
+        shown = item.port.module(reader.modalities).preview(item.media)
     except BadMedia as reason:
         return escape(visible(str(reason)))
     if shown not in (item.media.name, escape(item.media.name)):

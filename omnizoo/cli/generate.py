@@ -38,7 +38,7 @@ def generate(
     import torch
 
     from omnizoo.assembly.writer import load_writer
-    from omnizoo.data.sources import Folder
+    from omnizoo.data.rows import Folder
     from omnizoo.modalities.base import Sampling
     from omnizoo.ops.device import pick_device
 

@@ -22,13 +22,23 @@ CODE_ERRORS = (
 def check_name(value: str, built_in: Iterable[str], what: str) -> str:
     """`value` if it is a built-in name or looks like one's own; ValueError with the nearest name otherwise."""
     names = list(built_in)
-    module, colon, name = value.partition(":")
-    if value in names or (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+    if value in names:
         return value
-    raise ValueError(
-        f"{repr(value)[:80]} is no built-in {what} ({', '.join(names)}), and one of your own is "
-        f"`package.module:name`{nearest(value, names)}"
-    )
+    try:
+        return check_own_name(value, what)
+    except ValueError:
+        raise ValueError(
+            f"{repr(value)[:80]} is no built-in {what} ({', '.join(names)}), and one of your own is "
+            f"`package.module:name`{nearest(value, names)}"
+        ) from None
+
+
+def check_own_name(value: str, what: str) -> str:
+    """`value` if it looks like `package.module:name`; ValueError otherwise. For doors without built-in parts."""
+    module, _, name = value.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"{value!r:.80} is not the name of {what}")
+    return value
 
 
 def resolve(spec: str, key: str, expected: str) -> Any:
@@ -65,6 +75,20 @@ def check_call(target: Callable[..., Any], spec: str, key: str, args: Iterable[A
         odd = [name for name in given if known is not None and name not in known]
         close = nearest(odd[0], known or ()) if odd else ""
         raise UserError(f"{key}: {spec}{_shown(target)} does not take what it is given: {error}{close}") from error
+
+
+def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
+    """What the class or function `spec` of the config key `key` gives for `options`."""
+    target = resolve(spec, key, expected)
+    if not callable(target):
+        raise UserError(f"{key}: {spec} is a {type(target).__name__}; expected {expected}")
+    check_call(target, spec, key, [], options)
+    try:
+        return target(**options)
+    except UserError:
+        raise
+    except CODE_ERRORS as error:
+        raise UserError(f"{key}: {spec} fails: {named_line(error)}; expected {expected}") from error
 
 
 def takes(target: Callable[..., Any]) -> set[str] | None:

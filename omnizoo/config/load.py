@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import LONGEST_TEXT, Config
+from omnizoo.config.schema import LONGEST_TEXT, Config, Given
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,27 @@ MOVED = {
     "train.eps": "optimizer.options.eps",
     "train.weight_decay": "optimizer.weight_decay",
     "train.no_decay": "optimizer.no_decay",
+    "train.router_bias_rate": "router.bias_rate",
 }
+# Weights of losses that were keys of their own: now items of train.losses, of this kind.
+LISTED = {"train.balance_loss": "balance", "train.router_z_loss": "router_z"}
 COMMAND_LINE = "command line"
+IN_PYTHON = "config"
+# Arguments of `omnizoo.train`: section and key that take the object, and keys that would say the same.
+GIVEN = {
+    "model": ("model", "given", ("path", "config", "module", "foundation")),
+    "tokenizer": ("model", "tokenizer", ("tokenizer",)),
+    "data": ("data", "sources", ("sources",)),
+    "eval_data": ("data", "eval_sources", ("eval_sources",)),
+}
 ALL_KEYS = "`omnizoo train --help` lists all keys"
 KEYS = reference.keys()
 # No config comes near these; what does was not meant as one, or is there to take time and memory.
 MOST_BYTES, MOST_VALUES, MOST_DEPTH, MOST_MISTAKES = 2**19, 20_000, 64, 20
 LONGEST_NUMBER = 400  # digits
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {key.key: key.type for key in KEYS}
+# What a section may find wrong with itself: keys, and items of lists and mappings of sections.
+PLACES = set(TYPES) | {key.key.rpartition(".")[0] for key in KEYS}
 
 # PyYAML reads YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of YAML
 # 1.2 instead; an integer with a leading zero stays text, so that nobody has to guess its base.
@@ -91,29 +104,74 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _dialect.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), notices: bool = True) -> Config:
-    """The config of the file at `path`, changed by `overrides` (`["--train.lr", "1e-3", "--log.dir=runs/a"]`).
+def load_config(
+    config: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    notices: bool = True,
+    objects: Mapping[str, Any] | None = None,
+) -> Config:
+    """The config of a file or a mapping, changed by `overrides` (`["--train.lr", "1e-3", "--log.dir=runs/a"]`).
 
     Relative paths in it are relative to the working directory, whether they stand in the file or on the command line.
+    `objects` are those of `omnizoo.train`, by the names of its arguments; they take the place of what files name.
     """
     say = logger.warning if notices else logger.debug  # of several ranks, one says it
     changes = _renamed(parse_overrides(overrides), say)
-    data, lines = _parse_yaml(_read_text(path), str(path))
+    data, lines, path = _read(config)
     if not isinstance(data, dict):
         found = "empty" if data is None else _show(data)
         raise UserError(f"{path}: the config is {found}; expected the sections {', '.join(reference.sections())}")
-    _move(data, lines, str(path), say)
+    _move(data, lines, path, say)
+    for argument, value in (objects or {}).items():
+        if value is not None:
+            _give(data, argument, value, path)
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
         raise UserError(_list(blocked, len(blocked)))
+    origin = _Origin(str(path), lines, tuple(changes) + _list_losses(data, lines, changes, str(path), say))
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         # A value that fits none of the types of a union has one error for each of them: keep one per key.
         details = {_cut_to_schema(detail): detail for detail in error.errors(include_url=False)}
-        origin = _Origin(str(path), lines, tuple(changes))
         some = list(details.items())[:MOST_MISTAKES]
         raise UserError(_list((_explain(loc, detail, data, origin) for loc, detail in some), len(details))) from None
+
+
+def _read(config: str | Path | Mapping[str, Any] | Config) -> tuple[Any, dict[str, int], str]:
+    """The values of a config, the line of each key, and what to call it in messages."""
+    if isinstance(config, Config):
+        return config.model_dump(), {}, IN_PYTHON
+    if isinstance(config, Mapping):
+        return _copied(config), {}, IN_PYTHON
+    if not isinstance(config, str | Path):
+        kind = type(config).__name__
+        raise UserError(f"{IN_PYTHON} is a {kind}; expected the path of a YAML file, a mapping or a Config")
+    return (*_parse_yaml(_read_text(config), str(config)), str(config))
+
+
+def _copied(value: Any) -> Any:
+    """Mappings and lists anew, whatever is in them as it is: a config of the user's own is not changed."""
+    if isinstance(value, Mapping):
+        return {key: _copied(part) for key, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, list) else value
+
+
+def _give(data: dict[str, Any], argument: str, value: Any, path: str) -> None:
+    """Put an object of `omnizoo.train` where the config has what it stands for; a config that has both is refused."""
+    section, key, rivals = GIVEN[argument]
+    values = data.setdefault(section, {})
+    if not isinstance(values, dict):
+        return  # which is a mistake of its own
+    for rival in rivals:
+        named = values.get(rival)
+        if isinstance(named, list):
+            named = [part for part in named if not (isinstance(part, dict) and part.get("given"))]
+        if named:
+            raise UserError(f"{path}: {section}.{rival} is set, and {argument}= was given to train; keep one of them")
+    name = type(value).__qualname__
+    given = Given(value, name if argument == "model" else f"{argument}= ({name})")
+    values[key] = [{"given": given}] if key.endswith("sources") else given
 
 
 def _read_text(path: str | Path) -> str:
@@ -321,6 +379,39 @@ def _move(data: dict[str, Any], lines: dict[str, int], path: str, say: Callable[
         say("%s: %s is now %s; the old name still works", where, old, new)
 
 
+def _list_losses(
+    data: dict[str, Any], lines: dict[str, int], changes: Collection[str], path: str, say: Callable[..., None]
+) -> tuple[str, ...]:
+    """Make items of train.losses out of the keys that losses had; returns those items that the command line sets.
+
+    A weight of 0 said that there is no such loss, as configs with all of their defaults in them still do.
+    """
+    train = data.get("train")
+    given = [old for old in LISTED if isinstance(train, dict) and old.partition(".")[2] in train]
+    if not given:
+        return ()
+    train = data["train"] = dict(data["train"])  # a YAML alias may show the same object elsewhere
+    losses: list[Any] = [{"kind": "cross_entropy"}]
+    moved: dict[str, str] = {}
+    for old in given:
+        weight = train.pop(old.partition(".")[2])
+        if isinstance(weight, int | float) and not isinstance(weight, bool) and weight == 0:
+            continue
+        where = COMMAND_LINE if old in changes else f"{path}:{lines[old]}" if old in lines else path
+        if "losses" in train:
+            raise UserError(f"{where}: {old} is now an item of train.losses, and both are given; keep train.losses")
+        moved[old] = f"train.losses.{len(losses)}"
+        losses.append({"kind": LISTED[old], "weight": weight})
+        if where != COMMAND_LINE and old in lines:
+            lines[moved[old]] = lines[old]
+    if moved:
+        train["losses"] = losses
+        items = ", ".join(f"{{kind: {loss['kind']}, weight: {_show(loss['weight'])}}}" for loss in losses[1:])
+        now = f"train.losses: [{{kind: cross_entropy}}, {items}]"
+        say("%s: %s is now %s; the old way still works", path, " and ".join(moved), now)
+    return tuple(new for old, new in moved.items() if old in changes)
+
+
 def _holds(data: Any, key: str) -> bool:
     for part in key.split("."):
         if not isinstance(data, dict) or part not in data:
@@ -354,7 +445,8 @@ def _cut_to_schema(detail: ErrorDetails) -> Loc:
     loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return loc
-    return next((loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in TYPES), ())
+    places = PLACES if detail["type"] == "value_error" else TYPES
+    return next((loc[:n] for n in range(len(loc), 0, -1) if reference.schema_key(_dotted(loc[:n])) in places), ())
 
 
 def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: _Origin) -> str:

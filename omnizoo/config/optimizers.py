@@ -1,23 +1,13 @@
 """The built-in optimizers and what each of their options may be: a mistake is found before torch is imported."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from omnizoo.config.doors import nearest
+from omnizoo.config.options import Option, check_options
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 ELSEWHERE = {"params": "optimizer.groups", "lr": "train.lr", "weight_decay": "optimizer.weight_decay"}
-
-
-@dataclass(frozen=True)
-class Option:
-    type: Any
-    expected: str
-
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
@@ -49,7 +39,7 @@ OPTIMIZERS: dict[str, dict[str, Option]] = {
 }
 
 
-def check_options(kind: str, options: Mapping[str, Any], key: str) -> None:
+def check_optimizer_options(kind: str, options: Mapping[str, Any], key: str) -> None:
     """ValueError, which begins with the key, for an option that a built-in `kind` does not have or cannot have so.
 
     Of a class of the user's own only its signature knows: that is asked when it is imported.
@@ -57,20 +47,5 @@ def check_options(kind: str, options: Mapping[str, Any], key: str) -> None:
     for name, other in ELSEWHERE.items():
         if name in options:
             raise ValueError(f"{key}.{name}: it is set by {other}; leave it out of the options")
-    if kind not in OPTIMIZERS:
-        return
-    known = OPTIMIZERS[kind]
-    for name, value in options.items():
-        if name not in known:
-            raise ValueError(f"{key}.{name} is no option of {kind} ({', '.join(known)}){nearest(name, known)}")
-        try:
-            TypeAdapter(known[name].type, config=STRICT).validate_python(tuple_of(value))
-        except ValidationError:
-            shown = json.dumps(value, default=str)
-            shown = shown if len(shown) <= 80 else shown[:77] + "..."
-            raise ValueError(f"{key}.{name} is {shown}; expected {known[name].expected}") from None
-
-
-def tuple_of(value: Any) -> Any:
-    """A list of the config as optimizers take it."""
-    return tuple(value) if isinstance(value, list) else value
+    if kind in OPTIMIZERS:
+        check_options(kind, OPTIMIZERS[kind], options, key)

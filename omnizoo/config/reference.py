@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic.fields import FieldInfo
 
-from omnizoo.config.schema import Config, Section
+from omnizoo.config.schema import Config, Given, Section
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
 SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >=")]
@@ -118,7 +118,7 @@ def _annotation_text(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
     if origin in (Union, UnionType):
-        return " or ".join(_annotation_text(arg) for arg in args)
+        return " or ".join(_annotation_text(arg) for arg in args if arg is not Given)  # no file can hold one
     if origin is list:
         return f"list of {_annotation_text(args[0])}"
     if origin is tuple:
@@ -132,7 +132,8 @@ def _default_text(field: FieldInfo) -> str:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, Section):
-        return "{}"
+        given = [key for key in type(value).model_fields if key in value.model_fields_set]
+        return "{" + ", ".join(f"{key}: {_value_text(getattr(value, key))}" for key in given) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value_text(item) for item in value) + "]"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -4,12 +4,15 @@ A run is a function of this config without `parallel` (and without `log`): the l
 `docs/configuration.md` and `omnizoo train --help` are generated from these fields.
 """
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
-from omnizoo.config.doors import check_name
-from omnizoo.config.optimizers import OPTIMIZERS, check_options
+from omnizoo.config.doors import check_name, check_own_name
+from omnizoo.config.loss_kinds import LOSSES, default_name
+from omnizoo.config.optimizers import OPTIMIZERS, check_optimizer_options
+from omnizoo.config.options import check_options
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -22,8 +25,30 @@ Decay = Annotated[float, Field(ge=0, le=1000)]  # of weights
 Steps = Annotated[int, Field(ge=0, le=10**12)]
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """An object that `omnizoo.train` was given from Python. A file holds its name in its place."""
+
+    value: Any = field(repr=False)
+    name: str
+
+
+def _written(value: Any) -> Any:
+    return value.name if isinstance(value, Given) else value
+
+
+Object = Annotated[Text | Given | None, PlainSerializer(_written)]
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        arbitrary_types_allowed=True,  # `Given`
+    )
 
 
 class Part(Section):
@@ -99,6 +124,15 @@ class Model(Section):
         None,
         description="`package.module:callable` that builds your own torch module; it gets `model.config` as arguments",
     )
+    given: Object = Field(
+        None,
+        description="written by `omnizoo.train(model=...)`: the class of the object that was trained; not set by hand",
+    )
+    recipe: Text | None = Field(
+        None,
+        description="`package.module:RECIPE` of your own: an `omnizoo.Recipe` with facts of the family, in place "
+        "of the built-in one (docs/extending.md)",
+    )
     foundation: Part | None = Field(
         None, description="in place of path and config: the causal language model of a composed omni model"
     )
@@ -108,7 +142,7 @@ class Model(Section):
     part: Text | None = Field(
         None, description="of a published model of several, the one to train: its key in config.json"
     )
-    tokenizer: Text | None = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
+    tokenizer: Object = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
     attention: Text = Field(
         "auto",
         description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
@@ -128,15 +162,23 @@ class Model(Section):
     )
     allow_unexpected: list[Text] = Field([], description="glob patterns of weights in `model.path` to ignore")
 
+    @field_validator("recipe")
+    @classmethod
+    def _own_recipe(cls, value: str | None) -> str | None:
+        return value and check_own_name(value, "a recipe; expected `package.module:RECIPE`")
+
     @model_validator(mode="after")
     def _one_origin(self) -> "Model":
-        origins = [origin for origin in (self.path, self.config, self.foundation) if origin is not None]
+        possible = (self.path, self.config, self.foundation, self.given)
+        origins = [origin for origin in possible if origin is not None]
         if len(origins) != 1:
             raise ValueError(
                 "give exactly one of model.path (weights), model.config (random init) and model.foundation (composed)"
             )
         if self.foundation is not None:
             self._is_composed(self.foundation)
+        if self.given is not None and (self.module is not None or self.part is not None):
+            raise ValueError("model.given is a whole model: it has no model.module and no model.part")
         if self.module is not None:
             if not isinstance(self.config, dict) or ":" not in self.module:
                 raise ValueError(
@@ -164,16 +206,47 @@ class Model(Section):
 
 
 class Source(Section):
-    path: Text = Field(
-        description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
+    path: Text | None = Field(
+        None, description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
     )
     weight: Annotated[float, Field(gt=0, le=1e12)] = Field(
         1.0, description="share of samples, relative to the other sources"
     )
     split: Text = Field("train", description="split to read when the path is a `datasets` folder")
     media_dir: Text | None = Field(
-        None, description="folder that relative paths of media in its rows start from; default: that of the data file"
+        None,
+        description="folder that relative paths of media in its rows start from; default: that of the data file, or of "
+        "rows from Python the working directory",
     )
+    rows: Text | None = Field(
+        None,
+        description="in place of path: `package.module:callable` of your own that gives rows: a list of dicts, a "
+        "`datasets.Dataset`, a torch dataset, an `omnizoo.RowSource` (docs/extending.md)",
+    )
+    options: dict[str, Any] = Field({}, description="arguments of the callable in `rows`")
+    given: Object = Field(
+        None, description="written by `omnizoo.train(data=...)`: the kind of the rows; not set by hand"
+    )
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path or self.rows or _written(self.given))
+
+    @field_validator("rows")
+    @classmethod
+    def _own_rows(cls, value: str | None) -> str | None:
+        return value and check_own_name(value, "a callable that gives rows; expected `package.module:callable`")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Source":
+        origins = sum(origin is not None for origin in (self.path, self.rows, self.given))
+        if origins != 1:
+            what = "path is missing, and so is" if not origins else "a source has one of path and"
+            raise ValueError(f"{what} rows; expected a file or folder as path, or `package.module:callable` as rows")
+        if self.options and self.rows is None:
+            raise ValueError("options are arguments of the callable in rows, which is not set")
+        return self
 
 
 class Data(Section):
@@ -258,6 +331,39 @@ class EarlyStop(Section):
     )
 
 
+class LossPart(Section):
+    kind: Text = Field(
+        "cross_entropy",
+        description="`cross_entropy` of the text; `balance` and `router_z` of a mixture of experts; or "
+        "`package.module:Class` of your own, a subclass of `omnizoo.Loss`",
+    )
+    weight: Weight = Field(1.0, description="what it is multiplied by; 0: a metric only")
+    options: dict[str, Any] = Field(
+        {}, description="its arguments: `label_smoothing` and `z_loss` of cross_entropy, or those of your class"
+    )
+    name: Annotated[str, Field(min_length=1, max_length=80)] | None = Field(
+        None,
+        description="its metric is `loss/NAME`; default: `text` for cross_entropy, else its kind, or the name of your "
+        "class in lower case",
+    )
+
+    @property
+    def label(self) -> str:
+        return self.name or default_name(self.kind)
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        return check_name(value, LOSSES, "loss")
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str | None) -> str | None:
+        if value is not None and not value.isidentifier():
+            raise ValueError(f"{value!r} cannot be the name of a metric; use letters, digits and _")
+        return value
+
+
 class Train(Section):
     steps: Annotated[int, Field(ge=1, le=10**12)] = Field(1000, description="optimizer steps of the whole run")
     global_batch: Count = Field(8, description="packs per optimizer step over all ranks")
@@ -272,14 +378,10 @@ class Train(Section):
     decay_steps: Steps = Field(0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
-    balance_loss: Weight = Field(
-        0.0, description="mixture of experts: weight of the load-balancing loss, taken per pack"
-    )
-    router_z_loss: Weight = Field(
-        0.0, description="mixture of experts: weight of the mean squared log-sum-exp of router logits"
-    )
-    router_bias_rate: Weight = Field(
-        0.0, description="routers with a correction bias: how far a step moves it towards even load (no loss needed)"
+    losses: list[LossPart] = Field(
+        [LossPart(kind="cross_entropy")],
+        description="what is minimised, besides the loss of each decoder: the sum of these, each by its weight "
+        "(docs/losses.md)",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="initial weights, data order and dropout")
     max_bad_steps: Annotated[int, Field(ge=1, le=10**12)] = Field(
@@ -297,6 +399,25 @@ class Train(Section):
     @classmethod
     def _known_schedule(cls, value: str) -> str:
         return check_name(value, SCHEDULES, "schedule")
+
+    @model_validator(mode="after")
+    def _known_losses(self) -> "Train":
+        places: dict[str, int] = {}
+        for i, loss in enumerate(self.losses):
+            if loss.kind in LOSSES:
+                check_options(loss.kind, LOSSES[loss.kind], loss.options, f"train.losses.{i}.options")
+            if (other := places.setdefault(loss.label, i)) != i:
+                raise ValueError(
+                    f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as train.losses.{other} is; give one of "
+                    "them another `name`"
+                )
+        return self
+
+
+class Router(Section):
+    bias_rate: Weight = Field(
+        0.0, description="routers with a correction bias: how far a step moves it towards even load (no loss needed)"
+    )
 
 
 class ParameterGroup(Section):
@@ -365,9 +486,9 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _known_options(self) -> "Optimizer":
-        check_options(self.kind, self.options, "optimizer.options")
+        check_optimizer_options(self.kind, self.options, "optimizer.options")
         for i, group in enumerate(self.groups):
-            check_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
+            check_optimizer_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
         return self
 
 
@@ -410,9 +531,7 @@ class CallbackPart(Section):
         """A name alone is enough where there are no options."""
         kind = value.get("kind") if isinstance(value, dict) else value
         if isinstance(kind, str):
-            module, _, name = kind.partition(":")
-            if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-                raise ValueError(f"{kind!r:.80} is not the name of a class; expected `package.module:Class`")
+            check_own_name(kind, "a class; expected `package.module:Class`")
         return {"kind": value} if isinstance(value, str) else value
 
 
@@ -440,8 +559,19 @@ class Config(Section):
     optimizer: Optimizer = Field(
         default_factory=Optimizer, description="what updates the weights, and which of them how"
     )
+    router: Router = Field(default_factory=Router, description="routers of a mixture of experts, besides their losses")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
     log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
+
+    @model_validator(mode="after")
+    def _one_name_each(self) -> "Config":
+        for i, loss in enumerate(self.train.losses):
+            if (modality := self.model.modalities.get(loss.label)) is not None and modality.decoder is not None:
+                raise ValueError(
+                    f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as the loss of that decoder is; give it "
+                    "another `name`"
+                )
+        return self
 
     @model_validator(mode="after")
     def _evaluates_on_something(self) -> "Config":

@@ -5,22 +5,30 @@ the table of contents (tar) and the footers (Parquet) are hashed in full: an edi
 changes any length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from omnizoo.data.sources import Concatenation, DatasetRows, JsonLines, ParquetRows, RowSource, TarSamples
+from omnizoo.data.dataset_rows import DatasetRows
+from omnizoo.data.given_rows import GivenRows
+from omnizoo.data.json_lines import JsonLines
+from omnizoo.data.parquet_rows import ParquetRows
+from omnizoo.data.rows import BadRow, RowSource
+from omnizoo.data.sources import Concatenation
+from omnizoo.data.tar_samples import TarSamples
 
 WHOLE = 256 << 20  # bytes
 BLOCK = 256 << 10
 BLOCKS = 256  # of a source that is larger
-DATASET_ROWS = 512  # of what `datasets` has opened
+DATASET_ROWS = 512  # of what `datasets` has opened, or code of the user's reads
+GIVEN_ROWS = 100_000  # of what is in memory
 
 
 def content_of(source: RowSource) -> dict[str, Any]:
@@ -41,13 +49,44 @@ def content_of(source: RowSource) -> dict[str, Any]:
             for row in _spread(len(part), DATASET_ROWS):
                 digest.update(repr(part.dataset[row].to_pylist()).encode("utf-8", "replace"))
         else:
-            continue  # a source of a kind that is not ours: known by its number of rows
-        if not isinstance(part, DatasetRows):
+            most = GIVEN_ROWS if isinstance(part, GivenRows) and part.is_in_memory else DATASET_ROWS
+            for row in _spread(len(part), most):
+                _add_row(digest, part, row)
+        if isinstance(part, JsonLines | TarSamples | ParquetRows):
             files.append(part.path)
     sizes = [file.stat().st_size for file in files]
     for file, start, count in _blocks(files, sizes):
         digest.update(_read(file, start, count))
     return {"bytes": sum(sizes), "shape": shape.hexdigest(), "content": digest.hexdigest()}
+
+
+def _add_row(digest: xxhash.xxh3_128, source: RowSource, row: int) -> None:
+    try:
+        _add(digest, source.read(row))
+    except BadRow as bad:
+        digest.update(f"bad: {bad}".encode("utf-8", "replace"))
+
+
+def _add(digest: xxhash.xxh3_128, value: Any) -> None:
+    """Hash a value of a row by what is in it, the same in every process: `repr` has addresses of objects, and leaves
+    out the middle of arrays."""
+    digest.update(f"{type(value).__name__}(".encode())
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            _add(digest, key)
+            _add(digest, part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _add(digest, part)
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif isinstance(value, str | int | float | PurePath | None):
+        digest.update(str(value).encode("utf-8", "replace"))
+    elif isinstance(value, torch.Tensor):
+        _add(digest, value.detach().cpu().double().numpy())
+    elif callable(getattr(value, "tobytes", None)):  # arrays, and pictures of PIL
+        digest.update(f"{getattr(value, 'shape', None) or getattr(value, 'size', None)}".encode() + value.tobytes())
+    digest.update(b")")
 
 
 def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path, int, int]]:

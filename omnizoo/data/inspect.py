@@ -14,7 +14,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.lanes import Counters
 from omnizoo.data.loader import Reader, flatten
 from omnizoo.data.packing import Pack, Sample
-from omnizoo.data.row_media import Item
+from omnizoo.modalities.base import Item, Port
 
 LOOK = 512  # samples to look at; fewer if there are fewer rows
 BINS = 12  # of the histogram of lengths
@@ -56,14 +56,14 @@ class Found:
     @property
     def loss_tokens(self) -> int:
         text = int(self.sample.targets[1:].sum())  # nothing stands before the first one to predict it from
-        return text + sum(item.size.rows for item in self.sample.items if item.is_target)
+        return text + sum(item.size.places for item in self.sample.items if item.is_target)
 
 
 @dataclass(frozen=True)
 class PortMix:
     """What one encoder or decoder gets."""
 
-    port: str
+    port: Port
     samples: int
     items: int
     tokens: int
@@ -144,7 +144,7 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
 def varied(samples: Sequence[Found]) -> list[Found]:
     """Few that together have every source, encoder and decoder; then those with a new mix; then all others."""
     mixes = [
-        frozenset([(found.sample.id.source, ""), *((-1, item.port) for item in found.sample.items)])
+        frozenset([("source", found.sample.id.source), *(item.port for item in found.sample.items)])
         for found in samples
     ]
     order: list[int] = []
@@ -175,13 +175,13 @@ def source_mix(samples: Sequence[Found], reader: Reader) -> list[SourceMix]:
     for found in samples:
         tokens[found.sample.id.source] += found.tokens
     return [
-        SourceMix(spec.path, len(source), count[i], tokens[i])
+        SourceMix(spec.name, len(source), count[i], tokens[i])
         for i, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True))
     ]
 
 
 def port_mix(samples: Sequence[Found]) -> list[PortMix]:
-    by_port: dict[str, list[tuple[Item, Found]]] = {}
+    by_port: dict[Port, list[tuple[Item, Found]]] = {}
     for found in samples:
         for item in found.sample.items:
             by_port.setdefault(item.port, []).append((item, found))
@@ -190,7 +190,7 @@ def port_mix(samples: Sequence[Found]) -> list[PortMix]:
         items = [item for item, _ in entries]
         costliest, found = max(entries, key=lambda entry: entry[0].size.cost)
         users = len({id(found) for _, found in entries})
-        tokens, cost = sum(item.size.rows for item in items), sum(item.size.cost for item in items)
+        tokens, cost = sum(item.size.places for item in items), sum(item.size.cost for item in items)
         mix.append(PortMix(port, users, len(items), tokens, cost, costliest, found.where))
     return mix
 
@@ -210,11 +210,11 @@ def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[Piece
     has_loss[0] = False
     runs = sorted(((*span, item) for item in sample.items for span in item.spans), key=lambda run: run[0])
     at = 0
-    for first, rows, item in runs:
+    for first, places, item in runs:
         yield from text_pieces(ids[at:first], has_loss[at:first].tolist(), decode)
         target = " target" if item.is_target else ""
-        yield Piece(f"[{item.media.modality} x {rows}{target}]", rows, item.is_target, item)
-        at = first + rows
+        yield Piece(f"[{item.media.modality} x {places}{target}]", places, item.is_target, item)
+        at = first + places
     yield from text_pieces(ids[at:], has_loss[at:].tolist(), decode)
 
 

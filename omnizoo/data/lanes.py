@@ -16,7 +16,7 @@ from omnizoo.config import schema
 from omnizoo.config.errors import UserError
 from omnizoo.data.packing import Pack, Packer, Sample, SampleId, split
 from omnizoo.data.render import Renderer
-from omnizoo.data.sources import BadRow, Rows, RowSource
+from omnizoo.data.rows import BadRow, Rows, RowSource
 
 PIECE = 256  # most rows dealt to a lane in one go
 
@@ -166,7 +166,7 @@ class Lane:
         # an epoch of all lanes and then some: a lane's own share of a small source may well have no usable row
         if cursor.fruitless >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
-                f"data source {self.data.sources[i].path}: none of the last {cursor.fruitless} rows read was usable; "
+                f"data source {self.data.sources[i].name}: none of the last {cursor.fruitless} rows read was usable; "
                 f"the last one ({source.where(row)}): {reason}"
             )
         return True

@@ -29,29 +29,19 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.fingerprint import content_of, reading_of
 from omnizoo.data.lanes import Lane
-from omnizoo.data.packing import Pack
-from omnizoo.data.render import Positions, Renderer
-from omnizoo.data.sources import RowSource, open_source
-from omnizoo.modalities.base import Decoder, Encoder, Inputs, Modality
+from omnizoo.data.packing import Pack, Sample
+from omnizoo.data.render import Renderer
+from omnizoo.data.rows import RowSource
+from omnizoo.data.sources import open_source
+from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
+from omnizoo.models.media_model import Positions
 
 log = logging.getLogger(__name__)
 
 WORKER_DEATH = re.compile(r"DataLoader worker \(pid\S* .*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 IGNORE = -100  # the label of a position without a target, as torch's cross entropy has it
-
-
-@dataclass(frozen=True)
-class PackItem:
-    """A media item of a pack: what is known before it is decoded, and what came of that."""
-
-    port: str  # which module makes its rows: `<modality>/encoder` or `<modality>/decoder`
-    rows: int
-    cost: float
-    targets: int  # 0: no loss on it
-    spans: tuple[tuple[int, int], ...]  # (first token of the pack, rows)
-    inputs: Inputs
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,8 @@ class FlatPack:
     lengths: list[int]
     sample_ids: list[str]  # source/epoch/row/part; none: a filler, which counts nowhere
     positions: npt.NDArray[Any] | None = None  # [R, T], of models with several positions per token
-    items: tuple[PackItem, ...] = ()
+    items: tuple[Item, ...] = ()  # prepared
+    weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     bad, kept = [], []
     for sample in pack.samples:
         try:
-            kept.append((sample, [reader.module(item.port).prepare(item.media) for item in sample.items]))
+            kept.append((sample, [item.port.module(reader.modalities).prepare(item.media) for item in sample.items]))
         except BadMedia as reason:
             bad.append(f"{reader.sources[sample.id.source].where(sample.id.row)}: {reason}")
     if not kept:
@@ -110,17 +101,11 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     labels[np.cumsum(lengths) - 1] = IGNORE  # what follows a sample is another one's
     positions = [sample.positions for sample in samples if sample.positions is not None]
     items = [
-        PackItem(
-            port=item.port,
-            rows=item.size.rows,
-            cost=item.size.cost,
-            targets=(item.size.targets or item.size.rows) if item.is_target else 0,
-            spans=tuple((start + first, rows) for first, rows in item.spans),
-            inputs=inputs,
-        )
+        item.moved(start, raw=None, inputs=inputs)
         for (sample, prepared), start in zip(kept, itertools.accumulate(lengths, initial=0), strict=False)
         for item, inputs in zip(sample.items, prepared, strict=True)
     ]
+    weights = join_weights(samples)
     flat = FlatPack(
         index=index,
         ids=ids,
@@ -129,8 +114,16 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         sample_ids=[str(sample.id) for sample in samples],
         positions=np.concatenate(positions, axis=1) if positions else None,
         items=tuple(items),
+        weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
     )
     return flat, bad
+
+
+def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np.float32] | None:
+    """The weights of samples or packs end to end; None if none of them has any."""
+    if all(part.weights is None for part in parts):
+        return None
+    return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
 
 
 def filler(index: int) -> FlatPack:
@@ -146,11 +139,6 @@ class Reader:
     sources: Sequence[RowSource]
     renderer: Renderer
     modalities: Mapping[str, Modality]
-
-    def module(self, port: str) -> Encoder | Decoder:
-        name, _, role = port.partition("/")
-        module: Encoder | Decoder = getattr(self.modalities[name], role)
-        return module
 
     def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
         return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)
@@ -392,23 +380,17 @@ def build_loader(
     return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 
-def read_held_out(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    rank: int,
-    world: int,
-    modalities: Mapping[str, Modality] | None = None,
-    positions: Positions | None = None,
-    reserved: Sequence[int] = (),
-) -> list[FlatPack]:
-    """This rank's part of the first `train.eval_packs` packs of `data.eval_sources`, in file order and read once."""
-    if not config.data.eval_sources:
-        return []
+def held_out_config(config: Config) -> Config:
+    """For a reader of `data.eval_sources`: in file order, in one stream."""
     data = config.data.model_copy(update={"sources": config.data.eval_sources, "lanes": 1, "shuffle": False})
-    reader = build_reader(config.model_copy(update={"data": data}), tokenizer, modalities, positions, reserved)
-    lane = reader.lane(0, once=True)
+    return config.model_copy(update={"data": data})
+
+
+def read_held_out(reader: Reader, rank: int, world: int) -> list[FlatPack]:
+    """This rank's part of the first `train.eval_packs` packs of a reader of held-out data, read once."""
+    data, lane = reader.config.data, reader.lane(0, once=True)
     packs, bad, read = [], [], 0
-    for pack in itertools.islice(iter(lane.next_pack, None), config.train.eval_packs):
+    for pack in itertools.islice(iter(lane.next_pack, None), reader.config.train.eval_packs):
         assert pack is not None
         if read % world == rank:
             flat, undecodable = flatten(read, pack, reader)
@@ -422,7 +404,7 @@ def read_held_out(
     if bad:
         log.warning("skipped %d rows of data.eval_sources; the first: %s", len(bad), bad[0])
     if not read:
-        raise UserError(f"data.eval_sources ({', '.join(s.path for s in data.sources)}): no usable row")
+        raise UserError(f"data.eval_sources ({', '.join(s.name for s in data.sources)}): no usable row")
     return packs
 
 
@@ -441,7 +423,12 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
     config, sources = reader.config, reader.sources
     keys = ("lanes", "pack_tokens", "look_ahead", "overlong", "shuffle", "shuffle_rows", "append_eos")
     specs = [
-        {**spec.model_dump(), "rows": len(source), **content_of(source)}
+        {
+            "path": spec.name,
+            **{key: getattr(spec, key) for key in ("weight", "split", "media_dir")},
+            "rows": len(source),
+            **content_of(source),
+        }
         for spec, source in zip(config.data.sources, sources, strict=True)
     ]
     values = {f"data.{key}": getattr(config.data, key) for key in keys}

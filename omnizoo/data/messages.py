@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from omnizoo.data.row_fields import HARMLESS_IN_MESSAGE, Fields, says_nothing
-from omnizoo.data.sources import BadRow
+from omnizoo.data.rows import BadRow
 from omnizoo.data.template_facts import read_template
 
 Message = dict[str, Any]
@@ -36,6 +36,7 @@ CALLS = ("function_call", "tool_call")  # speakers whose words are the calls of 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TAIL = 64  # characters: a template may cut off what an answer begins with (its thinking), not how it ends
 PLAIN = {"role", "content", "loss"}
+MOST_WEIGHT = 1e6  # of a loss
 
 
 class Conventions:
@@ -148,7 +149,7 @@ class Conventions:
 
 
 def read_messages(value: Any, field: str, system: Any, conventions: Conventions, fields: Fields) -> list[Message]:
-    """Messages as the template shall see them, with a `loss` (is it learnt?) in each."""
+    """Messages as the template shall see them, with a `loss` in each: its weight, 0 if it is not learnt."""
     if not isinstance(value, list) or not value:
         raise BadRow(f"`{field}` is not a list of messages, or empty")
     messages = [read_message(message, number, conventions, fields) for number, message in enumerate(value)]
@@ -159,7 +160,7 @@ def read_message(said: Any, number: int, conventions: Conventions, fields: Field
     if not isinstance(said, dict):
         raise BadRow(f"message {number} is not an object with a `role`")
     if len(said) == 2 and (role := said.get("role")) in LEARNT and isinstance(said.get("content"), str):
-        return {"role": role, "content": said["content"], "loss": LEARNT[role]}  # as nearly all are
+        return {"role": role, "content": said["content"], "loss": float(LEARNT[role])}  # as nearly all are
     # columnar files give every message every key; what is None was not there
     message: Message = {name: item for name, item in said.items() if item is not None and name not in fields.names}
     if "from" in message:
@@ -183,15 +184,15 @@ def read_message(said: Any, number: int, conventions: Conventions, fields: Field
             message["tool_calls"] = [with_arguments(call, conventions, number) for call in calls]
         else:
             del message["tool_calls"]
-    message["loss"] = is_learnt(message, number)
+    message["loss"] = loss_weight(message, number)
     for name in [name for name, item in message.items() if name not in PLAIN and says_nothing(item)]:
         del message[name]
     return message
 
 
-def is_learnt(message: Message, number: int) -> bool:
-    """`loss`, or what other tools call so: `train`, and a `weight` of 0 or 1."""
-    role, flags = message["role"], []
+def loss_weight(message: Message, number: int) -> float:
+    """By `loss`, or what other tools call so (`train`): 1 or 0; or by a `weight`. Without any, answers are learnt."""
+    role, flags, weight = message["role"], [], 1.0
     for name in ("loss", "train"):
         if name in message:
             flag = message.pop(name)
@@ -199,17 +200,22 @@ def is_learnt(message: Message, number: int) -> bool:
                 raise BadRow(f"`{name}` of message {number} is {flag!r}, not true or false")
             flags.append(flag)
     if "weight" in message:
-        weight = message.pop("weight")
-        if isinstance(weight, bool) or weight not in (0, 1):
+        weight = read_weight(message.pop("weight"), f"`weight` of message {number}")
+        if weight and role != "assistant" and True not in flags:
             raise BadRow(
-                f"`weight` of message {number} is {weight!r}; of weights of the loss, only 0 and 1 are supported yet"
+                f"`weight` of message {number} ({role}) is {weight:g}: write `loss: true` if it shall be learnt"
             )
-        if weight == 1 and role != "assistant" and True not in flags:
-            raise BadRow(f"`weight` of message {number} ({role}) is 1: write `loss: true` if it shall be learnt")
-        flags.append(weight == 1)
+        flags.append(weight > 0)
     if len(set(flags)) > 1:
         raise BadRow(f"`loss`, `train` and `weight` of message {number} contradict each other")
-    return flags[0] if flags else role == "assistant"
+    return weight if (flags[0] if flags else role == "assistant") else 0.0
+
+
+def read_weight(value: Any, what: str) -> float:
+    """What the loss on a message or a row is multiplied by."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_WEIGHT:
+        raise BadRow(f"{what} is {str(value)[:80]!r}; expected what its loss is multiplied by: 0 to {MOST_WEIGHT:g}")
+    return float(value)
 
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
@@ -220,7 +226,7 @@ def with_system(messages: list[Message], system: Any) -> list[Message]:
         raise BadRow(
             "it has a `system` field, and another system message; name the field in data.ignore to leave it out"
         )
-    return messages if own else [{"role": "system", "content": system, "loss": False}, *messages]
+    return messages if own else [{"role": "system", "content": system, "loss": 0.0}, *messages]
 
 
 def read_calls(value: Any, number: int) -> list[Any]:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omnizoo.data.render import Rendered
-from omnizoo.data.row_media import Item
-from omnizoo.data.sources import BadRow
+from omnizoo.data.rows import BadRow
+from omnizoo.modalities.base import Item
 
 
 class SampleId(NamedTuple):
@@ -32,6 +32,7 @@ class Sample:
     targets: npt.NDArray[np.bool_]
     items: tuple[Item, ...] = ()  # media, in order; their spans are within the sample
     positions: npt.NDArray[Any] | None = None  # [R, L], for models with several positions per token
+    weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,16 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
     """The row as samples of at most `pack_tokens`; more than one only if it is longer than that, and all text."""
     ids, items, positions = rendered.ids, rendered.items, rendered.positions
     if items and len(ids) > pack_tokens:
-        largest = max(items, key=lambda item: item.size.rows)
+        largest = max(items, key=lambda item: item.size.places)
         raise BadRow(
             f"{len(ids)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never cut; "
-            f"its largest item, {largest.media.name}, takes {largest.size.rows}"
+            f"its largest item, {largest.media.name}, takes {largest.size.places}"
         )
     for part, start in enumerate(range(0, len(ids), pack_tokens)):
         piece = slice(start, start + pack_tokens)
         own = None if positions is None else positions[:, piece] - (positions[:, [start]] if part else 0)
-        yield Sample(SampleId(source, epoch, row, part), ids[piece], rendered.targets[piece], items, own)
+        weights = None if rendered.weights is None else rendered.weights[piece]
+        yield Sample(SampleId(source, epoch, row, part), ids[piece], rendered.targets[piece], items, own, weights)
 
 
 class Packer:

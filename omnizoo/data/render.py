@@ -8,7 +8,7 @@ A media item is written with one placeholder for each run of its places, which i
 import itertools
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
@@ -22,15 +22,14 @@ from transformers.utils.chat_template_utils import render_jinja_template  # give
 
 from omnizoo.config.errors import UserError
 from omnizoo.data.limits import OutOfTime, limits
-from omnizoo.data.messages import Conventions, Message, read_list, read_messages
+from omnizoo.data.messages import Conventions, Message, read_list, read_messages, read_weight
 from omnizoo.data.row_fields import Fields
-from omnizoo.data.row_media import Find, Item, Notation, RowMedia
-from omnizoo.data.sources import BadRow, Folder, Row
-from omnizoo.modalities.base import Modality
+from omnizoo.data.row_media import Find, Notation, RowMedia
+from omnizoo.data.rows import BadRow, Folder, Row
+from omnizoo.modalities.base import Item, Modality
+from omnizoo.models.media_model import Ids, Positions
 
 Span = tuple[int, int]
-Ids = npt.NDArray[np.int32]
-Positions = Callable[[Ids, Sequence[Item]], npt.NDArray[Any]]  # of a sample: [R, L]
 HERE = Folder(Path(), None)
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAGS_HINT = "put {% generation %} tags around what the model writes into the template"
@@ -45,6 +44,7 @@ class Rendered:
     targets: npt.NDArray[np.bool_]  # the loss is on predicting these tokens
     items: tuple[Item, ...] = ()
     positions: npt.NDArray[Any] | None = None  # [R, L]
+    weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Tokens:
     text: str
     ids: Ids
     offsets: list[Span]
-    targets: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float32]  # of the loss on each; 0: no target
 
 
 class Renderer:
@@ -108,12 +108,19 @@ class Renderer:
         if self.reserved and len(found := np.intersect1d(tokens.ids, self.reserved)):
             token = self.tokenizer.convert_ids_to_tokens(int(found[0]))
             raise BadRow(f"its text contains {token!r}, which stands for media that nothing feeds to this model")
-        ids, targets, items = self._place(tokens, media)
+        if "weight" in given:
+            weight = read_weight(given["weight"], "its `weight`")
+            if not weight:
+                raise BadRow("no token to learn: its `weight` is 0")
+            tokens = replace(tokens, weights=tokens.weights * np.float32(weight))
+        ids, weights, items = self._place(tokens, media)
+        targets = weights > 0
         if not targets[1:].any() and not any(item.is_target for item in items):
             raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
         positions = None if self.positions is None else self.positions(ids, items)
         assert positions is None or positions.shape[1:] == ids.shape, "one column of positions for every token"
-        return Rendered(ids, targets, items, positions)
+        is_plain = bool((weights[targets] == 1).all())
+        return Rendered(ids, targets, items, positions, None if is_plain else weights)
 
     def prompt(self, value: list[Message] | str, find: Find = HERE.find) -> Rendered:
         """A conversation up to where the model shall write. A string is one message of the user's or, where there is no
@@ -132,11 +139,11 @@ class Renderer:
             except TEMPLATE_ERRORS as error:
                 raise BadRow(f"the chat template refuses these messages: {error}") from None
             encoding = self.backend.encode(text, add_special_tokens=False)
-        everywhere = np.ones(len(encoding), np.bool_)
-        ids, targets, items = self._place(
+        everywhere = np.ones(len(encoding), np.float32)
+        ids, weights, items = self._place(
             Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, everywhere), media
         )
-        return Rendered(ids, targets, items, None if self.positions is None else self.positions(ids, items))
+        return Rendered(ids, weights > 0, items, None if self.positions is None else self.positions(ids, items))
 
     def end_of_turn(self) -> list[int]:
         """The token that ends what the model writes, if the chat template has one: the first token after the answer
@@ -186,11 +193,11 @@ class Renderer:
             self.conventions[template.source] = Conventions(template.source, render)
         return self.conventions[template.source]
 
-    def _write(self, messages: list[Message], media: RowMedia) -> list[bool]:
-        """Contents become texts, in place; returns which messages are learnt."""
+    def _write(self, messages: list[Message], media: RowMedia) -> list[float]:
+        """Contents become texts, in place; returns the weight of the loss on each message, 0 if it is not learnt."""
         wanted = [message.pop("loss") for message in messages]
         for number, (message, loss) in enumerate(zip(messages, wanted, strict=True)):
-            message["content"] = media.write(message.get("content"), loss, f"`content` of message {number}")
+            message["content"] = media.write(message.get("content"), loss > 0, f"`content` of message {number}")
         media.check_counts()
         return wanted
 
@@ -211,7 +218,7 @@ class Renderer:
             if ids[-1:] != [eos]:
                 ids.append(eos)
                 offsets.append((len(text), len(text)))
-        return Tokens(text, np.array(ids, np.int32), offsets, np.ones(len(ids), np.bool_))
+        return Tokens(text, np.array(ids, np.int32), offsets, np.ones(len(ids), np.float32))
 
     def _render_chat(self, row: Row, field: str, media: RowMedia) -> Tokens:
         tools = read_list(row["tools"], "`tools`") if "tools" in row else None
@@ -226,31 +233,34 @@ class Renderer:
             raise BadRow(f"the chat template refuses these messages: {error}") from None
         conventions.check(messages, tools, text)
         encoding = self.backend.encode(text, add_special_tokens=False)
-        targets = np.zeros(len(encoding), np.bool_)
-        for first, last in tokens_of_spans(encoding.offsets, spans):
-            targets[first:last] = True
-        return Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, targets)
+        weights = np.zeros(len(encoding), np.float32)
+        for span, weight in spans:
+            for first, last in tokens_of_spans(encoding.offsets, [span]):
+                weights[first:last] = weight
+        return Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, weights)
 
-    def _place(self, tokens: Tokens, media: RowMedia) -> tuple[Ids, npt.NDArray[np.bool_], tuple[Item, ...]]:
+    def _place(self, tokens: Tokens, media: RowMedia) -> tuple[Ids, npt.NDArray[np.float32], tuple[Item, ...]]:
         """Repeat placeholders to the length of their runs, and tell items where they are.
 
-        Nothing inside of an item is a target of the text: its rows are its decoder's, what stands between them (`Size`)
-        nobody predicts. Begin and end are text like any other.
+        Nothing inside of an item is a target of the text: its places are its decoder's, what stands between them
+        (`Size`) nobody predicts. Begin and end are text like any other.
         """
-        ids, targets = tokens.ids, tokens.targets
+        ids, weights = tokens.ids, tokens.weights
         is_place = np.isin(ids, self.placeholders)
         if not media.items and not is_place.any():
-            return ids, tokens.targets, ()
+            return ids, weights, ()
         lengths, places = np.ones(len(ids), np.int64), []
         for item, (first, last) in zip(media.items, self._inner_tokens(tokens, media), strict=True):
-            runs = [run for run in item.size.layout or (item.size.rows,) if isinstance(run, int)]
+            runs = [run for run in item.size.layout or (item.size.places,) if isinstance(run, int)]
             own = first + np.flatnonzero(is_place[first:last])
             assert len(own) == len(runs), f"{item.port}: {len(own)} placeholders for the runs {runs}"
             if item.is_target and own[0] == 0:
                 raise BadRow(f"{item.media.name} comes first, so nothing is there to predict it from: give it a begin")
-            if item.is_target and not targets[own].all():
+            if item.is_target and not weights[own].all():
                 raise BadRow(f"{item.media.name} is to be produced, but not where the model writes: {TAGS_HINT}")
-            targets[first:last] = False
+            if item.is_target and (weights[own] != 1).any():
+                raise BadRow(f"{item.media.name} is to be produced: a `weight` other than 0 and 1 is for text only")
+            weights[first:last] = 0
             lengths[own] = runs
             places.append(own)
         if is_place.sum() != sum(map(len, places)):
@@ -260,7 +270,7 @@ class Renderer:
             replace(item, spans=tuple((int(starts[at]), int(lengths[at])) for at in own if lengths[at]))
             for item, own in zip(media.items, places, strict=True)
         )
-        return np.repeat(ids, lengths), np.repeat(targets, lengths), items
+        return np.repeat(ids, lengths), np.repeat(weights, lengths), items
 
     def _inner_tokens(self, tokens: Tokens, media: RowMedia) -> list[Span]:
         """Of each item, the range of tokens between its begin and its end."""
@@ -327,27 +337,30 @@ class ChatTemplate:
             pass
         raise BadRow(f"the chat template {what} for it")
 
-    def target_spans(self, messages: list[Message], wanted: list[bool]) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the spans of the wanted messages in it."""
+    def target_spans(self, messages: list[Message], wanted: list[float]) -> tuple[str, list[tuple[Span, float]]]:
+        """The rendered conversation, and the spans of the messages with a weight in it, each with its own."""
         if GENERATION_TAG.search(self.source):
             (text,), (tagged,) = self._render([messages], return_assistant_tokens_mask=True)
             assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            if all(wanted[i] for i in assistants):
-                spans = list(tagged)
+            weights = {wanted[i] for i in assistants} or {1.0}
+            if len(weights) == 1 and all(weights):
+                spans = [(span, min(weights)) for span in tagged]
             elif len(tagged) == len(assistants):
-                spans = [span for span, i in zip(tagged, assistants, strict=True) if wanted[i]]
+                spans = [(span, wanted[i]) for span, i in zip(tagged, assistants, strict=True) if wanted[i]]
             else:
                 raise BadRow(
                     f"the chat template tags {len(tagged)} generations in {len(assistants)} assistant messages"
                 )
             others = [i for i in range(len(messages)) if wanted[i] and i not in assistants]
-            return text, spans + self.probe(messages, others, text, header="")
+            found = dict(zip(others, self.probe(messages, others, text, header=""), strict=True))
+            return text, spans + [(span, wanted[i]) for i, span in found.items()]
 
         text = self.render(messages)[0]
         turns = [i for i, want in enumerate(wanted) if want]
         header, found = self.prefix_spans(messages, [i for i in turns if messages[i]["role"] == "assistant"], text)
         gaps = [i for i in turns if i not in found]
-        return text, [*found.values(), *self.probe(messages, gaps, text, header)]
+        found |= zip(gaps, self.probe(messages, gaps, text, header), strict=True)
+        return text, [(span, wanted[i]) for i, span in found.items()]
 
     def prefix_spans(self, messages: list[Message], turns: list[int], text: str) -> tuple[str, dict[int, Span]]:
         """From what the model sees before it writes a turn to what is there once it has; and the header that a prompt

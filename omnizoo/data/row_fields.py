@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from omnizoo.data.sources import CONVERSATION, BadRow, Row
+from omnizoo.data.rows import CONVERSATION, BadRow, Row
 from omnizoo.modalities.item import WELL_KNOWN
 
 # What other tools write about a row: who it is, where it comes from, what it is about. docs/data.md lists these.
@@ -37,7 +37,7 @@ EMPTY = (str, list, dict, bytes, tuple)  # of these, an empty one says nothing
 REMEMBERED = 4096  # sets of fields; data with more of them is checked anew
 
 PAIRS = "it is one of a preference pair, which is not trained on yet"
-WEIGHTS = "weights of the loss are not supported yet; `weight` of a source in data.sources is, and `loss` of a message"
+WEIGHTS = "weights of the loss are read from `weight`, of a message or of the row; this is not supported yet"
 TOKENS = "rows that are tokenised already are not supported yet"
 COLUMNS = "prompts and answers in columns of their own are not supported yet: write them as `messages`"
 FEEDBACK = "labels and scores of answers are not trained on yet"
@@ -47,7 +47,7 @@ MEANT = {
         ("chosen", "chosen_*", "rejected", "rejected_*", "*_chosen", "*_rejected", "preferred", "dispreferred"), PAIRS
     ),
     **dict.fromkeys(("kto_tag", "label", "reward", "rewards", "score", "scores", "margin"), FEEDBACK),
-    **dict.fromkeys(("weight", "weights", "*_weight", "loss_scale", "loss_mask"), WEIGHTS),
+    **dict.fromkeys(("weights", "*_weight", "loss_scale", "loss_mask"), WEIGHTS),
     **dict.fromkeys(("input_ids", "token_ids", "tokens", "labels", "attention_mask", "position_ids"), TOKENS),
     **dict.fromkeys(
         (
@@ -97,8 +97,6 @@ class Fields:
                 self.verdicts.clear()
             verdict = self.verdicts[key] = self._judge(key)
         field, wrong = verdict
-        if wrong and "weight" in given and given["weight"] == 1:  # as if it were not there
-            return self.conversation({name: value for name, value in given.items() if name != "weight"}, row)
         if wrong:
             raise BadRow(wrong)
         if not field:
@@ -116,7 +114,7 @@ class Fields:
         if doubled:
             return "", f"it has `{doubled[0]}` and `{doubled[0]}s`, and only one is read; name the other in data.ignore"
         field = found[0] if found else ""
-        read = {*found, *self.media} | ({"system", "tools"} if field != "text" else set())
+        read = {*found, *self.media, "weight"} | ({"system", "tools"} if field != "text" else set())
         unread = [name for name in names if name not in read and name not in HARMLESS and not self.ignores(name)]
         if not field and not any(meaning(name) == PAIRS for name in unread):
             return "", ""  # what is missing is said instead

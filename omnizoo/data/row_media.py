@@ -10,15 +10,14 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
 from omnizoo.data.row_fields import Fields, of_part
-from omnizoo.data.sources import BadRow, Row
-from omnizoo.modalities.base import Modality, Size
+from omnizoo.data.rows import BadRow, Row
+from omnizoo.modalities.base import Item, Modality, Port
 from omnizoo.modalities.item import WELL_KNOWN, BadMedia, Media
 
 Find = Callable[[str], Path | bytes]  # the file, or the bytes, that a row calls by a name
@@ -28,17 +27,6 @@ DESCRIBES = ("format", "mime_type")  # keys that say what the bytes are, which t
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 PATH_MAX = 4096  # characters; a longer string is no path
-
-
-@dataclass(frozen=True)
-class Item:
-    """A media item and its places in a sample."""
-
-    port: str  # which module makes its rows: `<modality>/encoder` or `<modality>/decoder`
-    media: Media
-    size: Size
-    spans: tuple[tuple[int, int], ...]  # (first token, rows) of each run of its places
-    is_target: bool  # the model learns to produce it
 
 
 class Notation:
@@ -144,13 +132,13 @@ class RowMedia:
             size = module.measure(media)
         except BadMedia as bad:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
-        runs = size.layout or (size.rows,)
-        assert sum(run for run in runs if isinstance(run, int)) == size.rows, f"{name}: {size}"
-        if not size.rows:
-            raise BadRow(f"{label} has no rows")
+        runs = size.layout or (size.places,)
+        assert sum(run for run in runs if isinstance(run, int)) == size.places, f"{name}: {size}"
+        if not size.places:
+            raise BadRow(f"{label} takes no place among the tokens")
         inner = "".join(run if isinstance(run, str) else modality.placeholder for run in runs)
-        role = "decoder" if module is modality.decoder else "encoder"
-        self.items.append(Item(f"{name}/{role}", media, size, (), is_target))
+        port = Port(name, "decoder" if module is modality.decoder else "encoder")
+        self.items.append(Item(port, size, (), is_target, media))
         self.texts.append(modality.begin + inner + modality.end)
         return self.texts[-1]
 

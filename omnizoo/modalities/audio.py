@@ -1,7 +1,8 @@
 """Sound in, through any whisper-type Hugging Face encoder: log-mel windows of the length it was made for.
 
 Such a tower takes nothing but whole windows. Sound of any length becomes as many as it fills, the last one padded with
-silence as in training, and only rows of real sound are kept: padding costs work in the tower, never places in the pack.
+silence as in training, and only features of real sound are kept: padding costs work in the tower, never places in the
+pack.
 """
 
 import base64
@@ -93,7 +94,7 @@ class AudioEncoder(Encoder):
     def measure(self, media: Media) -> Size:
         kept = self._kept(sound_length(media, self.sample_rate, self.max_seconds))
         cost = sum(self.work.per_item + self.projector.flops((n,), self.work.trained) for n in kept)
-        return Size(sum(self.projector.rows((n,)) for n in kept), cost)
+        return Size(sum(self.projector.places((n,)) for n in kept), cost)
 
     def prepare(self, media: Media) -> Inputs:
         sound = read_sound(media, self.sample_rate, self.max_seconds)
@@ -111,8 +112,8 @@ class AudioEncoder(Encoder):
         heard = self.tower(input_features=torch.cat([item["input_features"] for item in items])).last_hidden_state
         kept = torch.cat([item["kept"] for item in items]).tolist()
         features = torch.cat([window[:n] for window, n in zip(heard, kept, strict=True)])
-        rows: torch.Tensor = self.projector(features, [(n,) for n in kept])
-        return rows
+        projected: torch.Tensor = self.projector(features, [(n,) for n in kept])
+        return projected
 
     def preview(self, media: Media) -> str:
         sound = read_sound(media, self.sample_rate, self.max_seconds)

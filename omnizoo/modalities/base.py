@@ -1,14 +1,15 @@
 """What a modality is: an `Encoder` brings items in, a `Decoder` lets the model produce them. Both are plain modules.
 
-Every item becomes rows, one for each of its places in the sequence. Neither class ever sees a rank, a pack or the
-foundation: which items a call gets, and where their rows go, is decided elsewhere. `measure` and `prepare` run in
+An item takes places in the sequence. At each of them an encoder gives a feature, and a decoder has a target. Neither
+class ever sees a rank, a pack or the foundation: which items a call gets, and where what it gives goes, is decided
+elsewhere. `measure` and `prepare` run in
 loader workers, on a copy of the module that has no weights; the rest runs on the device, inside the model's forward.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,22 +18,64 @@ from transformers import PreTrainedModel
 from omnizoo.modalities.item import Media
 
 Inputs = dict[str, torch.Tensor]  # a prepared item: what `encode` or `targets` needs of it
+Role = Literal["encoder", "decoder"]
 
 
 @dataclass(frozen=True)
 class Size:
     """What an item will take, known before it is decoded."""
 
-    rows: int  # places in the sequence
+    places: int  # in the sequence
     cost: float  # FLOPs of `encode`, with backward if it is trained, or of `targets`: ranks share items by it
-    targets: int | None = None  # decoders: what the loss is a mean over; None: its rows
+    targets: int | None = None  # decoders: what the loss is a mean over; None: its places
     layout: tuple[str | int, ...] = ()  # text between its places, e.g. ("<0.5 s>", 64, "<1.5 s>", 64); (): one run
     shape: tuple[float, ...] = ()  # for models that place items on several axes: what they need to know for it
 
 
+class Port(NamedTuple):
+    """A module of the model that items go through: the encoder or the decoder of a modality."""
+
+    modality: str
+    role: Role
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+    def module(self, modalities: Mapping[str, "Modality"]) -> "Encoder | Decoder":
+        module: Encoder | Decoder | None = getattr(modalities[self.modality], self.role)
+        assert module is not None, f"there is no {self}"
+        return module
+
+
+@dataclass(frozen=True)
+class Item:
+    """A media item and its places: of a sample, then of its pack, then of the micro-batch that the pack is dealt to."""
+
+    port: Port  # the module it goes through
+    size: Size
+    spans: tuple[tuple[int, int], ...]  # (first token, how many) of each run of its places
+    is_target: bool  # the model learns to produce it
+    raw: Media | None = None  # as its row gives it; left behind once it is prepared
+    inputs: Inputs | None = None  # once it is prepared, where it was prepared
+
+    @property
+    def media(self) -> Media:
+        assert self.raw is not None, "asked of an item that was prepared already"
+        return self.raw
+
+    @property
+    def targets(self) -> int:
+        """What its loss is a mean over."""
+        return (self.size.targets or self.size.places) if self.is_target else 0
+
+    def moved(self, by: int, **changes: Any) -> "Item":
+        """The same item, among tokens of which `by` more come before it."""
+        return replace(self, spans=tuple((first + by, count) for first, count in self.spans), **changes)
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token or row is drawn. Temperature 0 takes the most likely one."""
+    """How the next token or target is drawn. Temperature 0 takes the most likely one."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: all
@@ -79,7 +122,7 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """`[rows of all items, width]`, in order. Float inputs come in the precision of the computation."""
+        """Features `[places of all items, width]`, in order. Float inputs come in the precision of the computation."""
         raise NotImplementedError
 
     def preview(self, media: Media) -> str:
@@ -108,36 +151,36 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """`[rows of all items, K]`: what shall be predicted at each place, integers or floats. Carries no gradient."""
+        """`[places of all items, K]`: what shall be predicted at each, integers or floats. Carries no gradient."""
         raise NotImplementedError
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        """`[N, K]` -> `[N, width]`: rows as the foundation sees them. N may be 0. Float targets come in the precision
-        of the computation."""
+        """`[N, K]` -> `[N, width]`: what the foundation sees in their places. N may be 0. Float targets come in the
+        precision of the computation."""
         raise NotImplementedError
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of N rows: `hidden [N, width]` is the foundation's at the place before each. N may be 0.
+        """Sum of the losses of N targets: `hidden [N, width]` is the foundation's at the place before each. N may be 0.
         Float targets come in fp32 or better, whatever the precision of the computation."""
         raise NotImplementedError
 
-    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-        """The next row `[K]` after `rows [n, K]`, given the `hidden [width]` before it; None: the item ends."""
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        """The next target `[K]` after `targets [n, K]`, given the `hidden [width]` before it; None: the item ends."""
         raise NotImplementedError
 
-    def render(self, rows: torch.Tensor) -> Any:
-        """The item that `rows [n, K]` stand for, as a person would want it: a PIL image, an array, a waveform."""
+    def render(self, targets: torch.Tensor) -> Any:
+        """The item that `targets [n, K]` stand for, as a person would want it: a PIL image, an array, a waveform."""
         raise NotImplementedError
 
     def generate(
         self, hidden: torch.Tensor, advance: Callable[[torch.Tensor], torch.Tensor], sampling: Sampling
     ) -> torch.Tensor:
-        """All rows of a new item. `advance` shows the foundation an embedding `[width]` and gives the next hidden."""
-        rows = self.targets([self.blank()])[:0]
-        while (row := self.sample(hidden, rows, sampling)) is not None:
-            rows = torch.cat([rows, row[None].to(rows.dtype)])
-            hidden = advance(self.embed(row[None].to(rows.dtype))[0])
-        return rows
+        """All targets of a new item. `advance` shows the foundation an embedding `[width]`, gives the next hidden."""
+        made = self.targets([self.blank()])[:0]
+        while (target := self.sample(hidden, made, sampling)) is not None:
+            made = torch.cat([made, target[None].to(made.dtype)])
+            hidden = advance(self.embed(made[-1:])[0])
+        return made
 
     def save(self, item: Any, stem: str) -> str:
         """Write what `render` gave to `stem` plus a fitting suffix; returns the file's name."""
@@ -149,7 +192,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class Modality:
-    """A content type of rows: how an item is written among tokens, and which modules turn it into rows.
+    """A content type of rows: how an item is written among tokens, and which modules read and produce it.
 
     `begin`, `placeholder` and `end` are special tokens of the tokenizer; begin and end may be empty. The modules are
     copies without weights: for `measure` and `prepare`.

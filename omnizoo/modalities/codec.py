@@ -1,8 +1,8 @@
 """Sound as codes: a frozen neural codec makes several codebook indices per frame, predicted with the delay pattern.
 
-Codebook k is k rows late, so that within a row no code depends on another one of the same row:
+Codebook k is k places late, so that no code depends on another one of the same place:
 
-    row         0    1    2    3    4        K = 3 codebooks, T = 3 frames: T + K - 1 rows
+    place       0    1    2    3    4        K = 3 codebooks, T = 3 frames: T + K - 1 places
     codebook 0  a0   a1   a2  stop   .       stop: no more frames, learnt as a code of its own
     codebook 1   .   b0   b1   b2    .       . : nothing to predict there
     codebook 2   .    .   c0   c1   c2
@@ -78,8 +78,8 @@ class AudioCodec(Decoder):
 
     def measure(self, media: Media) -> Size:
         frames = math.ceil(sound_length(media, self.sample_rate, self.max_seconds) / self.codec.hop)
-        rows = frames + max(self.codebooks - 1, 1)
-        return Size(rows, cost=self.codec.flops(frames), targets=frames * self.codebooks + 1)
+        places = frames + max(self.codebooks - 1, 1)
+        return Size(places, cost=self.codec.flops(frames), targets=frames * self.codebooks + 1)
 
     def prepare(self, media: Media) -> Inputs:
         """Whole frames of integers: floats would be rounded to the precision of the run."""
@@ -97,8 +97,8 @@ class AudioCodec(Decoder):
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
         first = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)
-        rows: torch.Tensor = self.table(targets + first).sum(1)
-        return rows
+        embedded: torch.Tensor = self.table(targets + first).sum(1)
+        return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         coarse, fine = self._logits(hidden)
@@ -110,27 +110,27 @@ class AudioCodec(Decoder):
         coarse, fine = self.head(hidden).split([self.stop + 1, (self.codebooks - 1) * self.stop], -1)
         return coarse, fine.unflatten(-1, (self.codebooks - 1, self.stop))
 
-    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-        row, frames = len(rows), _frames_before_stop(rows, self.stop)
-        if frames is not None and row == frames + max(self.codebooks - 1, 1):
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        place, frames = len(targets), _frames_before_stop(targets, self.stop)
+        if frames is not None and place == frames + max(self.codebooks - 1, 1):
             return None
         coarse, fine = self._logits(hidden[None])
-        if row == 0:  # a sound has a frame
+        if place == 0:  # a sound has a frame
             coarse = coarse[:, : self.stop]
         codes = torch.cat([sampling.draw(coarse), sampling.draw(fine[0])])
         if frames is not None:
             codes[0] = self.none
-        elif row == self.max_frames:
+        elif place == self.max_frames:
             codes[0] = self.stop
-        frame = row - torch.arange(self.codebooks, device=codes.device)
-        late = (frame < 0) | (frame >= (row + 1 if frames is None else frames))
+        frame = place - torch.arange(self.codebooks, device=codes.device)
+        late = (frame < 0) | (frame >= (place + 1 if frames is None else frames))
         late[0] = False
         return codes.masked_fill(late, self.none)
 
     @torch.no_grad()
-    def render(self, rows: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def render(self, targets: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The waveform, at `sample_rate`."""
-        return self.codec.decode(undelay(rows, self.stop)).float().cpu().numpy()
+        return self.codec.decode(undelay(targets, self.stop)).float().cpu().numpy()
 
     def save(self, item: np.ndarray[Any, np.dtype[np.float32]], stem: str) -> str:
         optional("soundfile").write(f"{stem}.wav", item, self.sample_rate)
@@ -145,24 +145,24 @@ class AudioCodec(Decoder):
 
 
 def delay(codes: torch.Tensor, stop: int, none: int) -> torch.Tensor:
-    """Codes `[K, T]` -> rows `[T + max(K - 1, 1), K]`; one codebook alone still needs a row for its stop."""
+    """Codes `[K, T]` -> targets `[T + max(K - 1, 1), K]`; one codebook alone still needs a place for its stop."""
     books, frames = codes.shape
-    rows = codes.new_full((frames + max(books - 1, 1), books), none)
+    targets = codes.new_full((frames + max(books - 1, 1), books), none)
     for k in range(books):
-        rows[k : k + frames, k] = codes[k]
-    rows[frames, 0] = stop
-    return rows
+        targets[k : k + frames, k] = codes[k]
+    targets[frames, 0] = stop
+    return targets
 
 
-def undelay(rows: torch.Tensor, stop: int) -> torch.Tensor:
-    """The inverse: rows `[n, K]` -> codes `[K, T]`."""
-    frames = _frames_before_stop(rows, stop)
+def undelay(targets: torch.Tensor, stop: int) -> torch.Tensor:
+    """The inverse: targets `[n, K]` -> codes `[K, T]`."""
+    frames = _frames_before_stop(targets, stop)
     assert frames is not None
-    return torch.stack([rows[k : k + frames, k] for k in range(rows.shape[1])])
+    return torch.stack([targets[k : k + frames, k] for k in range(targets.shape[1])])
 
 
-def _frames_before_stop(rows: torch.Tensor, stop: int) -> int | None:
-    stops = (rows[:, 0] == stop).nonzero()
+def _frames_before_stop(targets: torch.Tensor, stop: int) -> int | None:
+    stops = (targets[:, 0] == stop).nonzero()
     return int(stops[0]) if len(stops) else None
 
 

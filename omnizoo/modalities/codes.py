@@ -31,7 +31,7 @@ Grid = tuple[int, int]
 
 
 class ImageCodes(Decoder):
-    """A row is (code, place in the grid): `embed` needs the place, which no neighbour tells it.
+    """A target is (code, place in the grid): `embed` needs the place, which no neighbour tells it.
 
     `config` or `folder` say which tokeniser: a HF VQ model saved alone (`model.vqmodel.save_pretrained(...)`), a VQ
     model of diffusers, or what `save_patch_codebook` wrote. `size` is height and width of all pictures.
@@ -50,7 +50,7 @@ class ImageCodes(Decoder):
         super().__init__()
         self.tokenizer = _tokenizer(config, folder, size)
         height, self.columns = self.tokenizer.grid
-        self.rows = height * self.columns
+        self.places = height * self.columns
         self.codes = nn.Embedding(self.tokenizer.codes, width)
         self.row = nn.Embedding(height, width)
         self.column = nn.Embedding(self.columns, width)
@@ -75,7 +75,7 @@ class ImageCodes(Decoder):
 
     def measure(self, media: Media) -> Size:
         picture_size(media)
-        return Size(self.rows, cost=self._work)
+        return Size(self.places, cost=self._work)
 
     @cached_property
     def _work(self) -> float:
@@ -95,21 +95,21 @@ class ImageCodes(Decoder):
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
         code, place = targets.unbind(-1)
-        rows: torch.Tensor = self.codes(code) + self.row(place // self.columns) + self.column(place % self.columns)
-        return rows
+        embedded: torch.Tensor = self.codes(code) + self.row(place // self.columns) + self.column(place % self.columns)
+        return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return code_loss(self.head(hidden), targets[:, 0])
 
-    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-        if len(rows) == self.rows:
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        if len(targets) == self.places:
             return None
         code = sampling.draw(self.head(hidden[None]))
-        return torch.cat([code, code.new_tensor([len(rows)])])
+        return torch.cat([code, code.new_tensor([len(targets)])])
 
     @torch.no_grad()
-    def render(self, rows: torch.Tensor) -> Any:
-        return to_picture(self.tokenizer.decode(rows[:, 0].view(self.tokenizer.grid)))
+    def render(self, targets: torch.Tensor) -> Any:
+        return to_picture(self.tokenizer.decode(targets[:, 0].view(self.tokenizer.grid)))
 
     def save(self, item: Any, stem: str) -> str:
         item.save(f"{stem}.png")
@@ -120,7 +120,7 @@ class ImageCodes(Decoder):
 
 
 def code_loss(logits: torch.Tensor, codes: torch.Tensor, ignore: int = -100) -> torch.Tensor:
-    """Sum of cross entropies in fp32 or better; `ignore` carries none. 0 (with a graph) for no rows."""
+    """Sum of cross entropies in fp32 or better; `ignore` carries none. 0 (with a graph) for no targets."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise, codes, reduction="sum", ignore_index=ignore)
 

@@ -1,4 +1,4 @@
-"""Continuous rows by flow matching: a small network, told the foundation's hidden state, turns noise into a patch.
+"""Continuous targets by flow matching: a small network, told the foundation's hidden state, turns noise into a patch.
 
 Patches of pixels, of the latents of a frozen autoencoder, or of a series of numbers: any item that is a fixed grid.
 The path is straight, x(t) = (1 - t) data + t noise, and so its velocity, noise - data, is what is learnt.
@@ -27,7 +27,7 @@ Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class FlowHead(Decoder):
-    """A row is (data patch, noise, time): noise and time are the item's own, so no layout changes them.
+    """A target is (data patch, noise, time): noise and time are the item's own, so no layout changes them.
 
     `size`: of a picture (one number or height and width) or, as a list of one number, the length of a series.
     `folder` or `config`: an autoencoder of diffusers whose latents are the data. `solver`: `euler`, `heun`, or the name
@@ -70,7 +70,7 @@ class FlowHead(Decoder):
         if not self.series and self.channels not in (1, 3):
             raise UserError(f"decoder.channels: {self.channels}: a picture has 1 (grey) or 3")
         self.patch, self.grid = patch, tuple(side // cell for side in self.size)
-        self.rows = math.prod(self.grid)
+        self.places = math.prod(self.grid)
         self.dim = patch ** len(self.size) * (self.autoencoder.latent_channels if self.autoencoder else self.channels)
         self.solver, self.steps = solver, steps
         self.enter = nn.Linear(self.dim, width)
@@ -83,19 +83,19 @@ class FlowHead(Decoder):
 
     def measure(self, media: Media) -> Size:
         _ = self._read_series(media) if self.series else picture_size(media)
-        return Size(self.rows, cost=self._work)
+        return Size(self.places, cost=self._work)
 
     @cached_property
     def _work(self) -> float:
         """Patches of pixels cost next to nothing, but items that cost nothing would not be spread over ranks."""
         if self.autoencoder is None:
-            return float(self.rows * self.dim)
+            return float(self.places * self.dim)
         return forward_flops(self.autoencoder, self.blank()["item"].float())
 
     def prepare(self, media: Media) -> Inputs:
         item = self._read_series(media) if self.series else read_pixels(media, self.size, self.channels)
-        noise = media.random.standard_normal((self.rows, self.dim), dtype=np.float32)
-        time = media.random.random(self.rows, dtype=np.float32)
+        noise = media.random.standard_normal((self.places, self.dim), dtype=np.float32)
+        time = media.random.random(self.places, dtype=np.float32)
         return {"item": item, "noise": torch.from_numpy(noise), "time": torch.from_numpy(time)}
 
     def _read_series(self, media: Media) -> torch.Tensor:
@@ -110,15 +110,15 @@ class FlowHead(Decoder):
 
     def blank(self) -> Inputs:
         item = torch.zeros(*self.size, self.channels) if self.series else torch.zeros(self.channels, *self.size).byte()
-        return {"item": item, "noise": torch.zeros(self.rows, self.dim), "time": torch.zeros(self.rows)}
+        return {"item": item, "noise": torch.zeros(self.places, self.dim), "time": torch.zeros(self.places)}
 
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
-        rows = []
+        made = []
         for item in items:
             noise, time = (item[key].to(self.enter.weight.device) for key in ("noise", "time"))
-            rows.append(torch.cat([self._patches(item["item"], noise), noise, time[:, None]], 1))
-        return torch.cat(rows)
+            made.append(torch.cat([self._patches(item["item"], noise), noise, time[:, None]], 1))
+        return torch.cat(made)
 
     def _patches(self, item: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if self.autoencoder:
@@ -129,8 +129,8 @@ class FlowHead(Decoder):
         return to_patches(item.to(like), self.patch)
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.enter(targets[:, : self.dim].to(self.enter.weight.dtype))
-        return rows
+        embedded: torch.Tensor = self.enter(targets[:, : self.dim].to(self.enter.weight.dtype))
+        return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         data, noise, time = targets.split([self.dim, self.dim, 1], -1)
@@ -139,20 +139,20 @@ class FlowHead(Decoder):
         error: torch.Tensor = predicted.to(precise) - (noise - data).to(precise)
         return error.square().mean(-1).sum()
 
-    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         """The temperature scales the noise that a patch begins as; 0 always takes the same path."""
-        if len(rows) == self.rows:
+        if len(targets) == self.places:
             return None
         source = sampling.generator.device if sampling.generator else hidden.device
-        noise = torch.randn(1, self.dim, generator=sampling.generator, device=source).to(hidden.device, rows.dtype)
+        noise = torch.randn(1, self.dim, generator=sampling.generator, device=source).to(hidden.device, targets.dtype)
         noise = noise * sampling.temperature
         patch = solve(lambda x, time: self.velocity(x, time.view(1, 1), hidden[None]), noise, self.solver, self.steps)
         return torch.cat([patch[0], patch.new_zeros(self.dim + 1)])  # clean: no noise, time 0
 
     @torch.no_grad()
-    def render(self, rows: torch.Tensor) -> Any:
+    def render(self, targets: torch.Tensor) -> Any:
         """A PIL image; of a series the numbers, `[length]` or `[length, channels]`."""
-        values = from_patches(rows[:, : self.dim], self.grid, self.patch)
+        values = from_patches(targets[:, : self.dim], self.grid, self.patch)
         if self.series:
             return values.squeeze(-1).double().cpu().numpy()
         values = values.movedim(-1, 0)

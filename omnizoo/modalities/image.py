@@ -300,7 +300,7 @@ class VisionEncoder(Encoder):
             raise BadMedia(f"{media.name}: {width} x {height} is too long and thin to be seen")
         grid, steps = self.kind.grid(height, width), self.kind.steps(frames)
         cost = self.work.flops(self.kind.tokens(grid)) + self.projector.flops(grid, self.work.trained)
-        return Size(steps * self.projector.rows(grid), steps * cost)
+        return Size(steps * self.projector.places(grid), steps * cost)
 
     def prepare(self, media: Media) -> Inputs:
         image = read_picture(media, self.kind.look.channels)
@@ -310,8 +310,8 @@ class VisionEncoder(Encoder):
         return {"pixel_values": self.kind.blank()}
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        rows: torch.Tensor = self.projector(*self.kind.run(self.tower, [item["pixel_values"] for item in items]))
-        return rows
+        features: torch.Tensor = self.projector(*self.kind.run(self.tower, [item["pixel_values"] for item in items]))
+        return features
 
     def preview(self, media: Media) -> str:
         return thumbnail(read_picture(media), media.name)

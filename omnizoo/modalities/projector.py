@@ -1,4 +1,4 @@
-"""Between a tower's features and the foundation's rows: linear, MLP, pixel shuffle or a resampler.
+"""Between a tower's features and what the foundation takes: linear, MLP, pixel shuffle or a resampler.
 
 Features come as one run `[N, width_in]` of grids, one after another; a grid is `(height, width)` of a picture or
 `(length,)` of sound. A projector is called once for all of them, since it may be sharded, and mixes no two grids.
@@ -30,8 +30,8 @@ class Projector(nn.Module):
     def build_map(self, width_in: int, width_out: int) -> nn.Module:
         return nn.Linear(width_in, width_out)
 
-    def rows(self, grid: Grid) -> int:
-        """How many rows it makes of a grid."""
+    def places(self, grid: Grid) -> int:
+        """How many features it makes of a grid: one for each place."""
         return math.prod(grid)
 
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Projector(nn.Module):
         return tally.flops + time.flops
 
     def count(self, tally: Tally, grid: Grid) -> None:
-        tally.run(self.map, self.rows(grid))
+        tally.run(self.map, self.places(grid))
 
     def forward(
         self, features: torch.Tensor, grids: Sequence[Grid], milliseconds: torch.Tensor | None = None
@@ -57,7 +57,7 @@ class Projector(nn.Module):
         if self.time is None:
             return projected
         assert milliseconds is not None
-        counts = torch.tensor([self.rows(grid) for grid in grids], device=features.device)
+        counts = torch.tensor([self.places(grid) for grid in grids], device=features.device)
         timed: torch.Tensor = projected + self.time(milliseconds, projected.dtype).repeat_interleave(counts, 0)
         return timed
 
@@ -68,7 +68,7 @@ class MLP(Projector):
 
 
 class PixelShuffle(Projector):
-    """`factor` x `factor` neighbours become the channels of one row (of sound, `factor` frames); then an MLP.
+    """`factor` x `factor` neighbours become the channels of one feature (of sound, `factor` frames); then an MLP.
 
     A grid that `factor` does not divide is filled up with zeros.
     """
@@ -83,7 +83,7 @@ class PixelShuffle(Projector):
             nn.LayerNorm(together), nn.Linear(together, width_out), nn.GELU(), nn.Linear(width_out, width_out)
         )
 
-    def rows(self, grid: Grid) -> int:
+    def places(self, grid: Grid) -> int:
         return math.prod(-(-side // self.factor) for side in grid)
 
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -99,7 +99,7 @@ class PixelShuffle(Projector):
         split = [n for side in padded.shape[:-1] for n in (side // self.factor, self.factor)]
         blocks = padded.view(*split, -1)
         outer, inner = range(0, 2 * len(grid), 2), range(1, 2 * len(grid), 2)
-        return blocks.permute(*outer, *inner, 2 * len(grid)).reshape(self.rows(grid), -1)
+        return blocks.permute(*outer, *inner, 2 * len(grid)).reshape(self.places(grid), -1)
 
 
 class Resampler(Projector):
@@ -124,16 +124,16 @@ class Resampler(Projector):
     def build_map(self, width_in: int, width_out: int) -> nn.Module:
         return nn.Sequential(nn.LayerNorm(width_in), nn.Linear(width_in, 2 * width_out))
 
-    def rows(self, grid: Grid) -> int:
+    def places(self, grid: Grid) -> int:
         return self.queries.shape[0]
 
     def count(self, tally: Tally, grid: Grid) -> None:
         """Without `ask`, which runs once for all grids."""
         tally.run(self.map, math.prod(grid))
         tally.trained |= self.queries.requires_grad
-        tally.attend(self.rows(grid) * math.prod(grid), self.queries.shape[1])
-        tally.run(self.answer, self.rows(grid))
-        tally.run(self.mlp, self.rows(grid))
+        tally.attend(self.places(grid) * math.prod(grid), self.queries.shape[1])
+        tally.run(self.answer, self.places(grid))
+        tally.run(self.mlp, self.places(grid))
 
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         def by_head(x: torch.Tensor) -> torch.Tensor:
@@ -143,8 +143,8 @@ class Resampler(Projector):
         for part in self.map(features).split([math.prod(grid) for grid in grids]):  # lengths differ: a call for each
             key, value = part.chunk(2, -1)
             seen.append(F.scaled_dot_product_attention(ask, by_head(key), by_head(value)).transpose(0, 1).flatten(1))
-        rows = self.queries.repeat(len(grids), 1) + self.answer(torch.cat(seen))
-        out: torch.Tensor = rows + self.mlp(rows)
+        features = self.queries.repeat(len(grids), 1) + self.answer(torch.cat(seen))
+        out: torch.Tensor = features + self.mlp(features)
         return out
 
 

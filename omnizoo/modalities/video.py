@@ -21,7 +21,7 @@ FEATURES_PER_FRAME = 256
 class VideoEncoder(VisionEncoder):
     """Options of `VisionEncoder`, its budgets per frame, and: `fps` and `max_frames` (frames are taken evenly over the
     clip); `max_seconds`, above which a clip is refused; `times`, to write the times of frames between them as text;
-    `time_embedding`, to add an embedding of the time to their rows.
+    `time_embedding`, to add an embedding of the time to their features.
     """
 
     item_options = CLIP_OPTIONS
@@ -60,7 +60,7 @@ class VideoEncoder(VisionEncoder):
         if not self.written:
             return size
         steps = self._steps(frames)
-        each = size.rows // len(steps)
+        each = size.places // len(steps)
         return replace(size, layout=tuple(part for time in steps for part in (f"<{time:.1f} s>", each)))
 
     def prepare(self, media: Media) -> Inputs:
@@ -74,8 +74,8 @@ class VideoEncoder(VisionEncoder):
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         features, grids = self.kind.run(self.tower, [item["pixel_values"] for item in items])
-        rows: torch.Tensor = self.projector(features, grids, torch.cat([item["milliseconds"] for item in items]))
-        return rows
+        projected: torch.Tensor = self.projector(features, grids, torch.cat([item["milliseconds"] for item in items]))
+        return projected
 
     def preview(self, media: Media) -> str:
         times, frames, _ = self._frames(media)

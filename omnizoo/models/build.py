@@ -1,15 +1,24 @@
 """Config -> module on meta: no weights, no memory, the untouched class that transformers ships, or several composed."""
 
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import EncoderPart, Modality, Model, Part, Projector
+from omnizoo.config.schema import EncoderPart, Given, Modality, Model, Part, Projector
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.models.artefact import check_settings, read_json
 from omnizoo.models.attention import carry_pack
@@ -17,6 +26,9 @@ from omnizoo.models.config_fields import check_numbers, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
 
+RECIPE = "_omnizoo_recipe"  # where a model keeps the recipe that the config names for it
+RECIPE_EXPECTED = "an instance of omnizoo.Recipe"
+Built = TypeVar("Built", bound=nn.Module)
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 
 
@@ -30,9 +42,11 @@ def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module
     Its attention keeps the samples of a pack apart. A module of the user's own (`model.module`) is called as Hugging
     Face models are, and has to hand its keyword arguments on to `omnizoo.attend`.
     """
+    if model.given is not None:
+        return _with_recipe(copy_given(given_model(model), model, precision, device), model)
     if model.module is not None:
         with torch.device(device):
-            return _own_module(model).to(MASTER_DTYPE[precision])
+            return _with_recipe(_own_module(model).to(MASTER_DTYPE[precision]), model)
     built = build_from(read_model_config(model), model, precision, device)
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
@@ -59,7 +73,59 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     _set_attention(language_model(built), model.attention)
+    return _with_recipe(built, model)
+
+
+def _with_recipe(built: Built, model: Model) -> Built:
+    """Let a model carry the recipe that the config names for it, so that whoever has the model has its facts."""
+    if model.recipe is not None:
+        vars(built)[RECIPE] = resolve(model.recipe, "model.recipe", RECIPE_EXPECTED)
     return built
+
+
+def given_model(model: Model) -> nn.Module:
+    """The object that `omnizoo.train(model=...)` was given. Nothing is ever done to it: a copy is trained."""
+    if not isinstance(model.given, Given):
+        raise UserError(f"model.given: {model.given} was an object in Python; give it to omnizoo.train again")
+    found = model.given.value
+    if not isinstance(found, nn.Module):
+        shown = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {type(found).__qualname__}"
+        raise UserError(f"model= is {shown}; expected a torch.nn.Module, called as Hugging Face models are")
+    if isinstance(found, PreTrainedModel) and found.get_output_embeddings() is None:
+        raise UserError(f"model= is a {type(found).__name__}, which has no head; expected one that gives logits")
+    return found
+
+
+def is_own_module(model: Model) -> bool:
+    """Is it a user's own code, which no config of transformers can build? Then it is only ever taken as it is."""
+    if model.given is None:
+        return model.module is not None
+    found = given_model(model)
+    return not (isinstance(found, PreTrainedModel) and auto_class(found.config, model.trust_remote_code) is not None)
+
+
+def copy_given(given: nn.Module, model: Model, precision: str, device: str) -> nn.Module:
+    """A copy of a module, on meta without its weights. Tied weights stay tied, frozen ones frozen."""
+    tensors = [*given.parameters(), *given.buffers()]
+    memo: dict[int, Any] = {id(t): _moved(t, device) for t in tensors} if device == "meta" else {}
+    try:
+        copied = deepcopy(given, memo)
+    except BUILDING_ERRORS as error:
+        raise UserError(f"model= is a {type(given).__name__} that cannot be copied: {explain(error)}") from error
+    if isinstance(copied, PreTrainedModel):
+        _set_attention(language_model(copied), model.attention)
+    return nn.Module.to(copied, MASTER_DTYPE[precision])
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    moved = tensor.detach().to(device)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def _own_module(model: Model) -> nn.Module:
@@ -81,6 +147,10 @@ def _own_module(model: Model) -> nn.Module:
 
 def read_model_config(model: Model) -> Any:
     """The HF config of the model that `model` describes."""
+    if model.given is not None:
+        found = given_model(model)
+        assert isinstance(found, PreTrainedModel)
+        return deepcopy(found.config)
     if model.foundation is None:
         config = _read_config(model, "model", model.trust_remote_code)
         if isinstance(config, OmniConfig):
@@ -163,12 +233,17 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 def tokenizer_folder(model: Model) -> str | None:
     origin = model.foundation or model
-    return model.tokenizer or origin.path or (origin.config if isinstance(origin.config, str) else None)
+    named = None if isinstance(model.tokenizer, Given) else model.tokenizer
+    return named or origin.path or (origin.config if isinstance(origin.config, str) else None)
 
 
 def load_tokenizer(model: Model) -> Any:
     """The HF tokenizer of `model.tokenizer`, or of the model's own folder."""
+    if isinstance(model.tokenizer, Given):
+        return _given_tokenizer(model.tokenizer.value)
     folder = tokenizer_folder(model)
+    if folder is None and model.given is not None:
+        raise UserError("model.tokenizer: give the folder of a Hugging Face tokenizer, or an object: tokenizer=")
     if folder is None:
         raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
@@ -189,6 +264,12 @@ def load_tokenizer(model: Model) -> Any:
         marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]
         tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
     return tokenizer
+
+
+def _given_tokenizer(tokenizer: Any) -> Any:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):
+        raise UserError(f"tokenizer= is a {type(tokenizer).__name__}; expected a fast tokenizer of transformers")
+    return deepcopy(tokenizer)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

@@ -1,99 +1,95 @@
-"""Text, and whatever else a model has decoders for, one token or row at a time with a key-value cache.
+"""Text, and whatever else a model has decoders for, one token or target at a time with a key-value cache.
 
-At a modality's begin token its decoder takes over, feeds its rows back through the foundation, and hands over again at
-the end token.
+At a modality's begin token its decoder takes over, feeds what it makes back through the foundation, and hands over
+again at the end token.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.base import Decoder, Inputs, Modality, Sampling
-from omnizoo.models.media_batch import place
-from omnizoo.models.omni import OmniModel, last_hidden_state
+from omnizoo.modalities.base import Item, Modality, Sampling
+from omnizoo.models.media_batch import whole_batch
+from omnizoo.models.media_model import MediaModel
+from omnizoo.models.omni import last_hidden_state
 
-
-@dataclass(frozen=True)
-class PromptItem:
-    port: str  # `<modality>/encoder` or `<modality>/decoder`
-    inputs: Inputs
-    spans: Sequence[tuple[int, int]]  # (first token, rows)
+PLACE = 0  # stands for a token where there is none, but an item's embedding: for counting only
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of what was generated: token ids of text, or the rows of an item and what they stand for."""
+    """A stretch of what was generated: token ids of text, or the targets of an item and what they stand for."""
 
     modality: str  # "text" or a modality's name
     ids: list[int]
-    rows: torch.Tensor | None = None
+    targets: torch.Tensor | None = None  # [n, K]
     item: Any = None
 
 
 class Conversation:
     """A model in the middle of writing: what it has seen is in the cache."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.foundation: PreTrainedModel = model.foundation if isinstance(model, OmniModel) else model
-        self.cache = DynamicCache(config=self.foundation.config)
+    def __init__(self, model: PreTrainedModel, media: MediaModel) -> None:
+        self.model, self.media = model, media
+        self.cache = DynamicCache(config=media.language.config)
+        self.ids: list[int] = []  # of all that it has seen
+        self.items: Sequence[Item] = ()
         self.logits = self.hidden = torch.empty(0)  # of the last place
 
-    def feed(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Show the model `[T, width]` more; returns the hidden state of the last place."""
+    def read(self, ids: Sequence[int], items: Sequence[Item]) -> None:
+        """Show the model a prompt with its items, which are prepared."""
+        self.items = items
+        media = {"media": whole_batch(items, self.media.ports, self.model.device, self.model.dtype)} if items else {}
+        self._run(self.model, ids, input_ids=torch.tensor([ids], device=self.model.device), **media)
+
+    def write(self, token: int) -> torch.Tensor:
+        """Show the model one token more; returns the hidden state of its place."""
+        return self._run(self.model, [token], input_ids=torch.tensor([[token]], device=self.model.device))
+
+    def feed(self, embedding: torch.Tensor) -> torch.Tensor:
+        """Show the model an embedding `[width]`, in the place of a token."""
+        return self._run(self.media.language, [PLACE], inputs_embeds=embedding[None, None])
+
+    def _run(self, module: PreTrainedModel, ids: Sequence[int], **inputs: Any) -> torch.Tensor:
+        self.ids += ids
+        if self.media.positions is not None:  # a family's own, which need not count tokens
+            positions = self.media.positions(np.array(self.ids, np.int32), self.items)[:, None, -len(ids) :]
+            inputs["position_ids"] = torch.from_numpy(positions).to(self.model.device)
         kept: list[torch.Tensor] = []
-        with last_hidden_state(self.foundation, kept.append):
-            out = self.foundation(
-                inputs_embeds=embeddings[None], past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
+        last = torch.tensor([-1], device=self.model.device)
+        with last_hidden_state(self.media.language, kept.append):
+            out = module(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=last)
         self.logits, self.hidden = out.logits[0, -1], kept[0][0, -1]
         return self.hidden
-
-    def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        rows: torch.Tensor = self.foundation.get_input_embeddings()(torch.tensor(ids, device=self.model.device))
-        return rows
-
-    def read(self, ids: Sequence[int], items: Sequence[PromptItem]) -> None:
-        embeddings = self.embed(ids)
-        for item in items:
-            assert isinstance(self.model, OmniModel)
-            name, _, role = item.port.partition("/")
-            inputs = place(item.inputs, self.model.device, embeddings.dtype)
-            if role == "encoder":
-                rows = self.model.encoder(name).encode([inputs])
-            else:
-                decoder = self.model.decoder(name)
-                rows = decoder.embed(decoder.targets([inputs]))
-            places = torch.cat([torch.arange(first, first + count) for first, count in item.spans])
-            embeddings = embeddings.index_put((places.to(rows.device),), rows.to(embeddings.dtype))
-        self.feed(embeddings)
 
 
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
+    media: MediaModel,
     tokenizer: Any,
     modalities: Mapping[str, Modality],
     ids: Sequence[int],
-    items: Sequence[PromptItem] = (),
+    items: Sequence[Item] = (),
     max_tokens: int = 256,
     sampling: Sampling | None = None,
     stop: Sequence[int] = (),
 ) -> list[Piece]:
     """What `model` (whole, on one device) writes after a prompt, until a `stop` token or `max_tokens` tokens of text.
 
-    Rows of produced items do not count; a decoder ends its items itself.
+    Places of produced items do not count; a decoder ends its items itself.
     """
     sampling = sampling or Sampling()
     name = model.config.get_text_config()._attn_implementation
     if name == "packed":
         raise UserError("generate needs a model loaded by from_pretrained: packed attention has no cache")
     model.eval()
-    conversation = Conversation(model)
+    conversation = Conversation(model, media)
     conversation.read(ids, items)
     begins = {tokenizer.convert_tokens_to_ids(m.begin): m for m in modalities.values() if m.decoder and m.begin}
     never = [tokenizer.convert_tokens_to_ids(m.placeholder) for m in modalities.values()]
@@ -112,15 +108,14 @@ def generate(
         if not pieces or pieces[-1].modality != "text":
             pieces.append(Piece("text", []))
         pieces[-1].ids.append(token)
-        conversation.feed(conversation.embed([token]))
+        conversation.write(token)
     return pieces
 
 
 def _produce(conversation: Conversation, modality: Modality, begin: int, tokenizer: Any, sampling: Sampling) -> Piece:
-    assert isinstance(conversation.model, OmniModel)
-    decoder: Decoder = conversation.model.decoder(modality.name)
-    hidden = conversation.feed(conversation.embed([begin]))
-    rows = decoder.generate(hidden, lambda row: conversation.feed(row[None]), sampling)
+    decoder = modality.decoder
+    assert decoder is not None
+    targets = decoder.generate(conversation.write(begin), conversation.feed, sampling)
     if modality.end:
-        conversation.feed(conversation.embed([tokenizer.convert_tokens_to_ids(modality.end)]))
-    return Piece(modality.name, [], rows, decoder.render(rows))
+        conversation.write(tokenizer.convert_tokens_to_ids(modality.end))
+    return Piece(modality.name, [], targets, decoder.render(targets))

@@ -1,4 +1,4 @@
-"""Media on their way into a model: items that this rank works on go in, rows for this rank's tokens come out.
+"""Media on their way into a model: items that this rank works on go in, features for this rank's tokens come out.
 
 A model calls every encoder and decoder exactly once per forward pass, with or without items: modules may be sharded,
 and a rank that left one out would leave the others waiting.
@@ -9,49 +9,72 @@ from dataclasses import dataclass
 
 import torch
 
-from omnizoo.modalities.base import Decoder, Encoder, Inputs
+from omnizoo.modalities.base import Decoder, Encoder, Inputs, Item, Port
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows that arrived for this rank's tokens."""
+class Features:
+    """What encoders made of items, or targets of decoders, for this rank's tokens."""
 
-    rows: torch.Tensor  # [N, C]
+    values: torch.Tensor  # [N, C]
     index: torch.Tensor  # [N]: the token, in this rank's slice, that each belongs to
 
 
-Deliver = Callable[[dict[str, torch.Tensor]], dict[str, Rows]]
+@dataclass(frozen=True)
+class Delivered:
+    """What arrived of one port."""
+
+    placed: Features  # for the tokens in whose place they are
+    predicted: Features  # of decoders: targets, for the tokens that predict them
+
+
+Deliver = Callable[[dict[Port, torch.Tensor]], dict[Port, Delivered]]
 
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """What a model's forward gets as `media`. Ports are `<modality>/encoder` and `<modality>/decoder`."""
+    """What a model's forward gets as `media`."""
 
-    items: dict[str, list[Inputs]]  # by port, on the host
-    deliver: Deliver  # rows of all ports to the tokens in whose place they are
-    deliver_labels: Deliver  # rows of decoder ports to the tokens that predict them
+    items: dict[Port, list[Inputs]]  # by port, on the host
+    deliver: Deliver  # what all ports made, at once: to the tokens in whose place it is, and to those that predict it
     device: torch.device
     dtype: torch.dtype  # of the computation
 
-    def encode(self, port: str, encoder: Encoder) -> torch.Tensor:
-        """Rows `[n, C]` of this rank's items."""
+    def encode(self, port: Port, encoder: Encoder) -> torch.Tensor:
+        """Features `[n, C]` of this rank's items."""
         return self._run(port, encoder.encode, encoder.blank, self.dtype)
 
     @torch.no_grad()
-    def targets(self, port: str, decoder: Decoder) -> torch.Tensor:
-        """Target rows `[n, K]` of this rank's items, in fp32 at least: codes and losses depend on every digit."""
+    def targets(self, port: Port, decoder: Decoder) -> torch.Tensor:
+        """Targets `[n, K]` of this rank's items, in fp32 at least: codes and losses depend on every digit."""
         return self._run(port, decoder.targets, decoder.blank, torch.promote_types(self.dtype, torch.float32))
 
     def _run(
         self,
-        port: str,
+        port: Port,
         work: Callable[[Sequence[Inputs]], torch.Tensor],
         blank: Callable[[], Inputs],
         dtype: torch.dtype,
     ) -> torch.Tensor:
         items = self.items[port]
-        rows = work([place(inputs, self.device, dtype) for inputs in items or [blank()]])
-        return rows if items else rows[:0]  # of no item nothing is kept, and the gradient is exactly zero
+        made = work([place(inputs, self.device, dtype) for inputs in items or [blank()]])
+        return made if items else made[:0]  # of no item nothing is kept, and the gradient is exactly zero
+
+
+def whole_batch(items: Sequence[Item], ports: Sequence[Port], device: torch.device, dtype: torch.dtype) -> MediaBatch:
+    """All items of a prompt, prepared, for a model that is whole: what is made of them has nowhere to go but here."""
+    of = {port: [item for item in items if item.port == port] for port in ports}
+
+    def deliver(made: dict[Port, torch.Tensor]) -> dict[Port, Delivered]:
+        delivered = {}
+        for port, values in made.items():
+            runs = [torch.arange(first, first + count) for item in of[port] for first, count in item.spans]
+            index = torch.cat([torch.empty(0, dtype=torch.int64), *runs]).to(device)
+            delivered[port] = Delivered(Features(values, index), Features(values[:0], index[:0]))
+        return delivered
+
+    inputs = {port: [item.inputs for item in own if item.inputs is not None] for port, own in of.items()}
+    return MediaBatch(inputs, deliver, device, dtype)
 
 
 def place(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:

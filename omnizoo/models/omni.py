@@ -1,7 +1,7 @@
 """A composed omni model: encoders, a foundation (any causal language model) and decoders, as one Hugging Face model.
 
-Rows of media take the places of their placeholders among the embeddings; the foundation runs untouched; each decoder's
-loss is on the hidden states before its rows. Text is what the foundation's own head predicts.
+Features of media take the places of their placeholders among the embeddings; the foundation runs untouched; each
+decoder's loss is on the hidden states before its targets. Text is what the foundation's own head predicts.
 """
 
 import shutil
@@ -18,9 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import ModelOutput
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Model
 from omnizoo.modalities.base import Decoder, Encoder, Modality
 from omnizoo.modalities.build import build_part, check_code
-from omnizoo.models.media_batch import MediaBatch
+from omnizoo.models.media_batch import Features, MediaBatch
+from omnizoo.models.media_model import MediaModel
 
 PREPROCESSOR = "preprocessor_config.json"
 ROLES = ("encoder", "decoder")
@@ -77,6 +79,12 @@ class OmniConfig(PretrainedConfig):
                     yield name, role, part
 
 
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Of a composed model, the config of its foundation; of any other, its own."""
+    language: PretrainedConfig = config.get_text_config() if isinstance(config, OmniConfig) else config
+    return language
+
+
 def check_description(modalities: Any) -> dict[str, Any]:
     """`modalities` as written in a config.json: of the shape that everything else takes for granted."""
     wanted = "modalities of a composed model: a mapping of names to {encoder, decoder, marks} was expected"
@@ -113,12 +121,12 @@ def check_folder(part: dict[str, Any], key: str) -> None:
 @dataclass
 class OmniOutput(ModelOutput):
     logits: torch.Tensor | None = None
-    losses: dict[str, torch.Tensor] | None = None  # of each decoder, summed over its rows
+    losses: dict[str, torch.Tensor] | None = None  # of each decoder, summed over its targets
     past_key_values: Any = None
     last_hidden_state: torch.Tensor | None = None
 
 
-class OmniModel(PreTrainedModel):
+class OmniModel(MediaModel, PreTrainedModel):
     config_class = OmniConfig
     base_model_prefix = "foundation"
     _supports_attention_backend = True
@@ -175,32 +183,59 @@ class OmniModel(PreTrainedModel):
         self, input_ids: torch.Tensor, media: MediaBatch | None = None, logits_to_keep: Any = 0, **kwargs: Any
     ) -> OmniOutput:
         embeddings = self.get_input_embeddings()(input_ids)
-        labels: dict[str, Any] = {}
+        labels: dict[str, Features] = {}
         if media is not None:
             embeddings, labels = self.enter(embeddings, media)
         hidden: list[torch.Tensor] = []
         with last_hidden_state(self.foundation, hidden.append):
             out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
         losses = {
-            name: self.decoder(name).loss(hidden[0][0, arrived.index], arrived.rows) for name, arrived in labels.items()
+            name: self.decoder(name).loss(hidden[0][0, target.index], target.values) for name, target in labels.items()
         }
         return OmniOutput(out.logits, losses, out.get("past_key_values"), hidden[0])
 
-    def enter(self, embeddings: torch.Tensor, media: MediaBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """`embeddings [1, T, width]` with rows of media in their places; and by decoder the rows to be predicted."""
-        features = {f"{name}/encoder": media.encode(f"{name}/encoder", self.encoder(name)) for name in self.encoders}
-        targets = {f"{name}/decoder": media.targets(f"{name}/decoder", self.decoder(name)) for name in self.decoders}
-        arrived = media.deliver(features) if features else {}
-        produced = media.deliver(targets) if targets else {}
-        for port, rows in [*arrived.items(), *produced.items()]:
-            name, _, role = port.partition("/")
-            values = rows.rows
-            if role == "decoder":  # targets are precise; what is fed back in is an activation
+    def enter(self, embeddings: torch.Tensor, media: MediaBatch) -> tuple[torch.Tensor, dict[str, Features]]:
+        """`embeddings [1, T, width]` with media in their places; and by decoder the targets to be predicted."""
+        encoders = {port: self.encoder(port.modality) for port in self.ports if port.role == "encoder"}
+        decoders = {port: self.decoder(port.modality) for port in self.ports if port.role == "decoder"}
+        made = {port: media.encode(port, encoder) for port, encoder in encoders.items()}
+        made |= {port: media.targets(port, decoder) for port, decoder in decoders.items()}
+        delivered = media.deliver(made)
+        for port in made:
+            values, index = delivered[port].placed.values, delivered[port].placed.index
+            if port in decoders:  # targets are precise; what is fed back in is an activation
                 given = values.to(media.dtype) if values.is_floating_point() else values
-                values = self.decoder(name).embed(given)
-            embeddings = embeddings.index_put((torch.zeros_like(rows.index), rows.index), values.to(embeddings.dtype))
-        labels = media.deliver_labels(targets) if targets else {}
-        return embeddings, {port.partition("/")[0]: rows for port, rows in labels.items()}
+                values = decoders[port].embed(given)
+            embeddings = embeddings.index_put((torch.zeros_like(index), index), values.to(embeddings.dtype))
+        return embeddings, {port.modality: delivered[port].predicted for port in decoders}
+
+    @property
+    def towers(self) -> dict[str, str]:
+        return {name: f"encoders.{name}" for name in self.encoders}
+
+    @property
+    def projectors(self) -> dict[str, tuple[str, ...]]:
+        return {name: (f"encoders.{name}.projector",) for name in self.encoders}
+
+    @property
+    def producers(self) -> dict[str, str]:
+        return {name: f"decoders.{name}" for name in self.decoders}
+
+    @property
+    def language(self) -> PreTrainedModel:
+        return self.foundation
+
+    def modalities(self, spec: Model | None = None) -> dict[str, Modality]:
+        """As its own config says: `spec` was for building it."""
+        return {
+            name: Modality(
+                name,
+                self.encoder(name) if name in self.encoders else None,
+                self.decoder(name) if name in self.decoders else None,
+                **described["marks"],
+            )
+            for name, described in self.config.modalities.items()
+        }
 
     def encoder(self, name: str) -> Encoder:
         module = self.encoders[name]
@@ -232,19 +267,6 @@ def _portable(spec: dict[str, Any], module: nn.Module, out: Path, name: str) -> 
     if fields is not None:
         fields = {key: value for key, value in fields.items() if key != "_name_or_path"}
     return {"config": fields, "folder": name or None}
-
-
-def modalities_of(model: OmniModel) -> dict[str, Modality]:
-    """The content types of a composed model; of a model on meta, what a loader takes."""
-    return {
-        name: Modality(
-            name,
-            model.encoder(name) if name in model.encoders else None,
-            model.decoder(name) if name in model.decoders else None,
-            **spec["marks"],
-        )
-        for name, spec in model.config.modalities.items()
-    }
 
 
 @contextmanager

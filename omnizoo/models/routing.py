@@ -52,8 +52,8 @@ class RouterRecorder:
         if len(chosen) != 1:
             if self._required:
                 raise UserError(
-                    f"train.balance_loss, router_z_loss and router_bias_rate need routers that tell which experts they "
-                    f"chose; {name} ({type(module).__name__}) does not: set them to 0"
+                    "losses of routers (balance, router_z) and router.bias_rate need routers that tell which experts "
+                    f"they chose; {name} ({type(module).__name__}) does not: leave them out"
                 )
             return
         self._records.append(RouterRecord(name, outputs[logits_at].flatten(0, -2), chosen[0].flatten(0, -2)))

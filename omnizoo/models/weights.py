@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError, first_line, is_out_of_memory
 from omnizoo.config.schema import Model
+from omnizoo.modalities.base import Port
 from omnizoo.models.artefact import inside, read_json, tensor_names
 from omnizoo.models.build import read_model_config
 from omnizoo.models.hf_private import auto_class, conversion_mapping, drop_prefix, load_files, retie
-from omnizoo.models.omni import OmniModel
+from omnizoo.models.media_model import MediaModel
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,19 @@ class Origin:
     mapping: list[Any]  # how published keys become the model's own
 
 
-def weight_origins(model: nn.Module, spec: Model) -> list[Origin]:
+def weight_origins(model: nn.Module, media: MediaModel, spec: Model) -> list[Origin]:
     """Where the weights of `model` come from. Ask before it is sharded."""
     paths = {"": ("model.path", spec.path)}
-    if isinstance(model, OmniModel) and spec.foundation is not None:
-        names = {id(module): name for name, module in model.named_modules()}
-        paths = {"foundation": ("model.foundation.path", spec.foundation.path)}
-        for name, modality in spec.modalities.items():
-            for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder)):
-                if part is not None and part.path is not None:
-                    inner = (model.encoder(name) if role == "encoder" else model.decoder(name)).pretrained
-                    if inner is not None:  # others read their folder themselves
-                        paths[names[id(inner)]] = (f"model.modalities.{name}.{role}.path", part.path)
+    names = {id(module): name for name, module in model.named_modules()}
+    if spec.foundation is not None:
+        paths = {names[id(media.language)]: ("model.foundation.path", spec.foundation.path)}
+    modalities = media.modalities(spec)
+    for name, role in media.ports:
+        part = getattr(spec.modalities.get(name), role, None)
+        if part is not None and part.path is not None:
+            inner = Port(name, role).module(modalities).pretrained
+            if inner is not None:  # others read their folder themselves
+                paths[names[id(inner)]] = (f"model.modalities.{name}.{role}.path", part.path)
     origins = []
     for name, (key, path) in paths.items():
         if path is not None:

@@ -1,9 +1,11 @@
-"""Rows made on some ranks, needed on others: an item is worked on where there is time for it, its rows are sent to the
-ranks that hold its tokens, and their gradients back. All ranks know all items, so who sends what is planned, not asked.
+"""Features made on some ranks, needed on others: an item is worked on where there is time for it, its features are sent
+to the ranks that hold its tokens, and their gradients back. All ranks know all items, so who sends what is planned, not
+asked.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +17,20 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.sequence import slice_tokens
 
 Numbers = npt.NDArray[np.int64]
+Port = Any  # can be a key and be sorted; items of a port are worked on together, and have features of one width
 
 
-@dataclass(frozen=True)
-class RoutedItem:
-    port: str  # items of a port are worked on together, and have rows of one width
-    spans: Sequence[tuple[int, int]]  # (first token in the micro-batch, how many) of its rows, in order
-    owner: int  # the rank, of all, that makes its rows
+class Placed(Protocol):
+    """What a route needs to know of an item."""
+
+    @property
+    def port(self) -> Port: ...
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]: ...  # (first token in the micro-batch, how many) of its places
+
+    @property
+    def is_target(self) -> bool: ...  # also needed at the tokens before its own, which predict it
 
 
 @dataclass(frozen=True)
@@ -29,70 +38,102 @@ class Share:
     """What the ranks that share a pack work on in this micro-batch."""
 
     lengths: Sequence[int]  # of its samples
-    items: Sequence[RoutedItem]
+    items: Sequence[Placed]
+    owners: Sequence[int]  # of each item: the rank, of all, that makes its features
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one port's rows in one micro-batch, as one rank sees it."""
+    """The way of one port's features in one micro-batch, as one rank sees it. A feature goes to a rank once, whether
+    that holds its token, the token before it, or both."""
 
-    order: torch.Tensor  # [sent] which of its own rows, ordered by the rank they go to
+    order: torch.Tensor  # [sent] which of its own features, ordered by the rank they go to
     sent: list[int]  # how many to each rank
     received: list[int]  # how many from each rank
-    place: torch.Tensor  # [received] the token of each row that arrives, among those this rank holds
+    place: torch.Tensor  # [received] the token of each feature that arrives, among those this rank holds; -1: not here
+    before: torch.Tensor  # [received] and the token that predicts it; -1: not here, or nobody does
 
 
-def plan_routes(layout: Layout, rank: int, shares: Sequence[Share], shift: int = 0) -> dict[str, Route]:
-    """For every port with a row anywhere, how rows travel from and to `rank`; `shares`: of all dp ranks.
+@dataclass(frozen=True)
+class Arrived:
+    """Features of one port for the tokens of this rank."""
 
-    A rank's own rows of a port are those of the items it owns, in the order of `shares` and of the items in there.
-    With `shift` -1 a row goes to the token before its own: the one it is predicted from.
+    features: torch.Tensor  # [N, C]
+    place: torch.Tensor  # [N] the token, among those this rank holds, in whose place each is
+    predicted: torch.Tensor  # [M, C] those to be predicted
+    before: torch.Tensor  # [M] the token that each is predicted from
+
+
+def plan_routes(layout: Layout, rank: int, shares: Sequence[Share]) -> dict[Port, Route]:
+    """For every port with an item anywhere, how features travel from and to `rank`; `shares`: of all dp ranks.
+
+    A rank's own features of a port are those of the items it owns, in the order of `shares` and of the items in there.
     """
     assert len(shares) == layout.dp, f"{len(shares)} shares for {layout.dp} dp ranks"
     dp_rank, sp_rank = divmod(rank, layout.sp)
     ports = sorted({item.port for share in shares for item in share.items if item.spans})
-    goes_to, comes_from, places = ({port: [_NONE] for port in ports} for _ in range(3))  # by port, for each row
+    leaving = {port: [np.empty((2, 0), np.int64)] for port in ports}  # (rank it goes to, number among its own)
+    arriving = {port: [np.empty((3, 0), np.int64)] for port in ports}  # (rank it comes from, its token, the one before)
+    made = dict.fromkeys(ports, 0)
     for dp, share in enumerate(shares):
-        items = [item for item in share.items if item.spans and (dp == dp_rank or item.owner == rank)]
+        owned = zip(share.items, share.owners, strict=True)
+        items = [(item, owner) for item, owner in owned if item.spans and (dp == dp_rank or owner == rank)]
         if not items:  # slices are worked out only where this rank has to do with them
             continue
         holder, place = _holders(layout, share.lengths)
         starts = np.cumsum([0, *share.lengths])
-        for item in items:
-            tokens = np.concatenate([np.arange(first, first + rows) for first, rows in item.spans])
-            assert not shift or not np.isin(tokens, starts).any(), "a row to predict has no token before it"
-            tokens += shift
-            if item.owner == rank:
-                goes_to[item.port].append(dp * layout.sp + holder[tokens])
+        for item, owner in items:
+            tokens = np.concatenate([np.arange(first, first + count) for first, count in item.spans])
+            is_first = item.is_target and np.isin(tokens, starts).any()
+            assert not is_first, "what is to be predicted has no token before it"
+            reached = np.stack([tokens, tokens - 1] if item.is_target else [tokens])  # [1 or 2, places]
+            to = holder[reached]
+            if owner == rank:
+                own = np.broadcast_to(made[item.port] + np.arange(len(tokens)), to.shape)
+                made[item.port] += len(tokens)
+                is_new = np.ones(to.shape, bool)
+                is_new[1:] = to[1:] != to[0]
+                leaving[item.port].append(np.stack([dp * layout.sp + to.T[is_new.T], own.T[is_new.T]]))
             if dp == dp_rank:
-                here = place[tokens[holder[tokens] == sp_rank]]
-                places[item.port].append(here)
-                comes_from[item.port].append(np.full(len(here), item.owner))
+                here = np.full((3, len(tokens)), -1)
+                here[0] = owner
+                here[1 : 1 + len(to)] = np.where(to == sp_rank, place[reached], -1)
+                arriving[item.port].append(here[:, (here[1:] >= 0).any(0)])
     return {
-        port: _route(layout.world, *(np.concatenate(of[port]) for of in (goes_to, comes_from, places)))
+        port: _route(layout.world, np.concatenate(leaving[port], axis=1), np.concatenate(arriving[port], axis=1))
         for port in ports
     }
 
 
 def deliver(
-    features: Mapping[str, torch.Tensor], routes: Mapping[str, Route], group: dist.ProcessGroup | None = None
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of each port, this rank's own rows `[n, C]` become the rows `[N, C]` of the tokens it holds, and which these are.
+    features: Mapping[Port, torch.Tensor], routes: Mapping[Port, Route], group: dist.ProcessGroup | None = None
+) -> dict[Port, Arrived]:
+    """Of each port, this rank's own features `[n, C]` become those of the tokens it holds.
 
-    One all-to-all for all ports, none if nobody has a row. What comes back depends on `features` even without rows:
-    whoever uses all of it, in all its emptiness, answers the other ranks in backward and gets exact zeros.
+    One all-to-all for all ports, none if nobody has an item. What comes back depends on `features` even if it is empty:
+    whoever uses all of it answers the other ranks in backward and gets exact zeros.
     """
     ports = sorted(routes)
-    rows = [features[port].index_select(0, routes[port].order.to(features[port].device)) for port in ports]
+    own = [features[port].index_select(0, routes[port].order.to(features[port].device)) for port in ports]
     if ports and len(routes[ports[0]].sent) > 1:
         sent, received = [routes[port].sent for port in ports], [routes[port].received for port in ports]
-        rows = list(exchange_tables(rows, sent, received, group))
-    places = [routes[port].place.to(features[port].device) for port in ports]
-    nothing = {port: (own[:0], own.new_empty(0, dtype=torch.int64)) for port, own in features.items()}
-    return nothing | dict(zip(ports, zip(rows, places, strict=True), strict=True))
+        own = list(exchange_tables(own, sent, received, group))
+    arrived = {
+        port: Arrived(*_at(came, routes[port].place), *_at(came, routes[port].before))
+        for port, came in zip(ports, own, strict=True)
+    }
+    nothing = torch.empty(0, dtype=torch.int64)
+    return {
+        port: arrived.get(port) or Arrived(*_at(made[:0], nothing), *_at(made[:0], nothing))
+        for port, made in features.items()
+    }
 
 
-_NONE: Numbers = np.empty(0, np.int64)
+def _at(features: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those that have a token, and these tokens."""
+    kept = (tokens >= 0).nonzero().squeeze(1)
+    tokens = tokens[kept].to(features.device)
+    return features if len(kept) == len(features) else features[kept.to(features.device)], tokens
 
 
 def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
@@ -105,11 +146,13 @@ def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
     return holder, place
 
 
-def _route(world: int, goes_to: Numbers, comes_from: Numbers, places: Numbers) -> Route:
-    # Stable: rows from one rank to another keep the order of items and of rows in them, which both ends know.
+def _route(world: int, leaving: Numbers, arriving: Numbers) -> Route:
+    # Stable: what goes from one rank to another keeps the order of items and of their places, which both ends know.
+    (goes_to, own), (comes_from, place, before) = leaving, arriving[:, np.argsort(arriving[0], kind="stable")]
     return Route(
-        order=torch.from_numpy(np.argsort(goes_to, kind="stable")),
+        order=torch.from_numpy(own[np.argsort(goes_to, kind="stable")]),
         sent=np.bincount(goes_to, minlength=world).tolist(),
         received=np.bincount(comes_from, minlength=world).tolist(),
-        place=torch.from_numpy(places[np.argsort(comes_from, kind="stable")]),
+        place=torch.from_numpy(place.copy()),
+        before=torch.from_numpy(before.copy()),
     )

@@ -5,7 +5,7 @@ sum is the gradient of the one-process run, whatever the layout.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,15 @@ def allocate(model: nn.Module, device: torch.device) -> None:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             setattr(module, name, made[id(tensor)])
+
+
+def sent_by_first(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors as the first rank has them, one at a time; others need to have the same names, shapes and types."""
+    for name, own in tensors.items():
+        source = own.detach() if mesh.is_first else torch.empty(own.shape, dtype=own.dtype)
+        whole = source.to(mesh.device).contiguous()
+        dist.broadcast(whole, src=0)
+        yield name, whole
 
 
 @torch.no_grad()

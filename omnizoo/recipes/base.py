@@ -10,19 +10,21 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.base import Modality
+from omnizoo.config.schema import Model
+from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.frozen import Frozen
+from omnizoo.models.build import RECIPE, RECIPE_EXPECTED
 from omnizoo.models.hf_private import block_class_names, is_experts
-from omnizoo.models.media_batch import Rows
+from omnizoo.models.media_batch import Features
+from omnizoo.models.media_model import Ids
 
 Options = Mapping[str, Mapping[str, Any]]  # by modality: `options` of its encoder in the config
-Ids = npt.NDArray[np.int32]
 
 # What configs call the number of experts in a layer, and of those that a token visits.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
@@ -39,8 +41,9 @@ class Recipe:
     attention_width: tuple[str, str] | None = None  # config fields (query-key width, value width) of a head, if two
     # Families that read more than text. The model is on meta where its modalities are asked for.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
-    positions: Callable[[PreTrainedModel, Ids, Sequence[Any]], npt.NDArray[Any]] | None = None  # [R, L] of a sample
-    enter: Callable[[PreTrainedModel, dict[str, Any], dict[str, Rows]], dict[str, Any]] | None = None
+    positions: Callable[[PreTrainedModel, Ids, Sequence[Item]], npt.NDArray[Any]] | None = None  # [R, L] of a sample
+    # What the model's forward is called with, features of media (by modality) among it.
+    enter: Callable[[PreTrainedModel, dict[str, Any], dict[str, Features]], dict[str, Any]] | None = None
     towers: Mapping[str, str] = field(default_factory=dict)  # modality -> module that encodes it
     projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules between tower and foundation
 
@@ -83,7 +86,23 @@ def recipe_of(model_type: str) -> Recipe:
     return recipe
 
 
+def own_recipe(spec: Model) -> Recipe | None:
+    """The recipe that `model.recipe` names."""
+    if spec.recipe is None:
+        return None
+    return _checked(resolve(spec.recipe, "model.recipe", RECIPE_EXPECTED))
+
+
+def _checked(recipe: Any) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"model.recipe: it names a {type(recipe).__name__}; expected {RECIPE_EXPECTED}")
+    return recipe
+
+
 def recipe_for(model: nn.Module) -> Recipe:
+    """The recipe that the config names for `model`, or that of its family."""
+    if RECIPE in vars(model):
+        return _checked(vars(model)[RECIPE])
     return recipe_of(model.config.model_type) if isinstance(model, PreTrainedModel) else Recipe()
 
 

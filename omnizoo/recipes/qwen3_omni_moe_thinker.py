@@ -9,8 +9,10 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from omnizoo.models.media_batch import Rows
-from omnizoo.recipes.base import Ids, Recipe
+from omnizoo.modalities.base import Item
+from omnizoo.models.media_batch import Features
+from omnizoo.models.media_model import Ids
+from omnizoo.recipes.base import Recipe
 from omnizoo.recipes.qwen_towers import (
     BEGIN,
     END,
@@ -24,7 +26,7 @@ from omnizoo.recipes.qwen_towers import (
 )
 
 
-def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Any]) -> npt.NDArray[np.float32]:
+def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> npt.NDArray[np.float32]:
     """`[4, L]`: in the text, by which samples are told apart; then time, height and width."""
     tokens = torch.from_numpy(ids).long()[None]
     sounds, clips = shapes_of(items, "audio"), shapes_of(items, "video")
@@ -37,17 +39,17 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Any]) -> npt.NDA
         audio_seqlens=None if sounds is None else sounds[:, 0],
         second_per_grids=None if clips is None else clips[:, 3],
     )
-    rows: npt.NDArray[np.float32] = torch.cat([torch.arange(len(ids))[None], axes[:, 0]]).float().numpy()
-    return rows
+    counted: npt.NDArray[np.float32] = torch.cat([torch.arange(len(ids))[None], axes[:, 0]]).float().numpy()
+    return counted
 
 
-def enter(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[str, Rows]) -> dict[str, Any]:
+def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
     """There is no way in for sound that is encoded already, other than among the embeddings."""
-    sound = rows["audio/encoder"]
+    sound = features["audio"]
     embeddings = model.get_input_embeddings()(inputs["input_ids"])
     first = torch.zeros_like(sound.index)
-    embeddings = embeddings.index_put((first, sound.index), sound.rows.to(embeddings.dtype))
-    return enter_visual(model, inputs, rows) | {"inputs_embeds": embeddings}
+    embeddings = embeddings.index_put((first, sound.index), sound.values.to(embeddings.dtype))
+    return enter_visual(model, inputs, features) | {"inputs_embeds": embeddings}
 
 
 MODALITIES = {

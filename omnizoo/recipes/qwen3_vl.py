@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from omnizoo.recipes.base import Ids, Recipe
+from omnizoo.modalities.base import Item
+from omnizoo.models.media_model import Ids
+from omnizoo.recipes.base import Recipe
 from omnizoo.recipes.qwen_towers import (
     BEGIN,
     END,
@@ -31,11 +33,11 @@ class TimedVideoTower(VideoTower):
         fitted: tuple[int, int] = smart_resize(frames, height, width, self.together, self.factor, *self.pixels)
         return fitted
 
-    def layout(self, seconds: npt.NDArray[np.float64], rows: int) -> tuple[str | int, ...]:
-        return tuple(part for at in seconds for part in (f"<{at:.1f} seconds>{BEGIN}", rows, END))
+    def layout(self, seconds: npt.NDArray[np.float64], places: int) -> tuple[str | int, ...]:
+        return tuple(part for at in seconds for part in (f"<{at:.1f} seconds>{BEGIN}", places, END))
 
 
-def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Any]) -> Ids:
+def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> Ids:
     """`[4, L]`: in the text, by which samples are told apart; then time, height and width."""
     tokens = torch.from_numpy(ids).long()[None]
     config: Any = model.config

@@ -1,7 +1,7 @@
-"""How media enter the published Qwen3 omni models: their own towers as encoders, their own merge of rows into the text.
+"""How media enter the published Qwen3 omni models: their own towers as encoders, their own merge into the text.
 
-An encoder here has no weights: it calls the model it was made for. Rows of deepstack models carry all their levels side
-by side, so that they travel once; `enter_visual` takes them apart again.
+An encoder here has no weights: it calls the model it was made for. Features of deepstack models carry all their levels
+side by side, so that they travel once; `enter_visual` takes them apart again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen2VLImageProcessorPil, WhisperFeatu
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from omnizoo.config.errors import UserError
-from omnizoo.modalities.base import Encoder, Inputs, Modality, Size
+from omnizoo.modalities.base import Encoder, Inputs, Item, Modality, Size
 from omnizoo.modalities.files import (
     CLIP_OPTIONS,
     PICTURE_OPTIONS,
@@ -37,7 +37,7 @@ from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.tally import Tally
 from omnizoo.modalities.tower import Work
-from omnizoo.models.media_batch import Rows
+from omnizoo.models.media_batch import Features
 
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 IMAGES = {
@@ -80,7 +80,7 @@ class ImageTower(Tower):
     ) -> None:
         super().__init__(model, "model.visual")
         self.vision = vision = model.config.vision_config
-        self.factor: int = vision.patch_size * vision.spatial_merge_size  # pixels along the edge of one row's square
+        self.factor: int = vision.patch_size * vision.spatial_merge_size  # pixels along the edge of one place's square
         self.processor = preprocessor(
             Qwen2VLImageProcessorPil,
             folder,
@@ -171,11 +171,11 @@ class VideoTower(ImageTower):
         times, size = self.sample(media)
         steps = self.steps(times)
         measured = self.size_of(len(steps), *size)
-        layout = self.layout(steps[:, [0, -1]].mean(1), measured.rows // len(steps))
+        layout = self.layout(steps[:, [0, -1]].mean(1), measured.places // len(steps))
         return replace(measured, layout=layout, shape=(*measured.shape, self.together / self.fps))
 
-    def layout(self, seconds: npt.NDArray[np.float64], rows: int) -> tuple[str | int, ...]:
-        """Of a clip with a step of `rows` at each of `seconds`: one run."""
+    def layout(self, seconds: npt.NDArray[np.float64], places: int) -> tuple[str | int, ...]:
+        """Of a clip with a step of `places` at each of `seconds`: one run."""
         return ()
 
     def prepare(self, media: Media) -> Inputs:
@@ -198,7 +198,7 @@ class VideoTower(ImageTower):
 
 
 class AudioTower(Tower):
-    """Sound as mel frames, in chunks of a second that become 13 rows each."""
+    """Sound as mel frames, in chunks of a second that take 13 places each."""
 
     item_options = SOUND_OPTIONS
 
@@ -210,7 +210,7 @@ class AudioTower(Tower):
         self.rate: int = self.extractor.sampling_rate
         self.max_seconds = max_seconds
 
-    def rows_of(self, frames: torch.Tensor) -> torch.Tensor:
+    def places_of(self, frames: torch.Tensor) -> torch.Tensor:
         """Three convolutions of stride 2 see each chunk by itself."""
         return frames // self.chunk * -(-self.chunk // 8) - (-(frames % self.chunk) // 8)
 
@@ -219,31 +219,31 @@ class AudioTower(Tower):
         if samples < self.extractor.n_fft:
             raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
         frames = samples // self.extractor.hop_length
-        rows = int(self.rows_of(torch.tensor(frames)))
-        return Size(rows, cost=self.flops(frames, rows), shape=(frames,))
+        places = int(self.places_of(torch.tensor(frames)))
+        return Size(places, cost=self.flops(frames, places), shape=(frames,))
 
-    def flops(self, frames: int, rows: int) -> float:
+    def flops(self, frames: int, places: int) -> float:
         """Convolutions see whole chunks; layers attend over windows of several."""
-        per_chunk, per_row, per_pair, window = self.work
-        full, rest = divmod(rows, window)
-        return -(-frames // self.chunk) * per_chunk + rows * per_row + (full * window**2 + rest**2) * per_pair
+        per_chunk, per_place, per_pair, window = self.work
+        full, rest = divmod(places, window)
+        return -(-frames // self.chunk) * per_chunk + places * per_place + (full * window**2 + rest**2) * per_pair
 
     @cached_property
     def work(self) -> tuple[float, float, float, int]:
-        """FLOPs of a chunk, a row and a pair, and the rows of a window."""
+        """FLOPs of a chunk, a place and a pair, and the places of a window."""
         tower, bins, length = self.tower, self.tower.num_mel_bins, self.chunk
         chunk = Tally()
         for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
             bins, length = -(-bins // 2), -(-length // 2)
             chunk.multiply(convolution.weight, bins * length)
         chunk.run(tower.conv_out, length)
-        row = Tally(chunk.trained)
-        row.run(tower.layers, 1)
-        pair = Tally(row.trained)
+        place = Tally(chunk.trained)
+        place.run(tower.layers, 1)
+        pair = Tally(place.trained)
         pair.attend(len(tower.layers), tower.config.d_model)
-        row.run(tower.proj1, 1)
-        row.run(tower.proj2, 1)
-        return chunk.flops, row.flops, pair.flops, length * (tower.n_window_infer // self.chunk)
+        place.run(tower.proj1, 1)
+        place.run(tower.proj2, 1)
+        return chunk.flops, place.flops, pair.flops, length * (tower.n_window_infer // self.chunk)
 
     def prepare(self, media: Media) -> Inputs:
         sound = read_sound(media, self.rate, self.max_seconds)
@@ -255,12 +255,12 @@ class AudioTower(Tower):
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """The tower pads chunks to the longest of a call, and what it makes of a short one depends on that: so all are
-        padded to whole ones here, and an item gives the same rows in any company."""
+        padded to whole ones here, and an item gives the same features in any company."""
         sounds = [item["mels"] for item in items]
         chunks = [chunk for sound in sounds for chunk in sound.split(self.chunk)]
         padded = torch.stack([pad(chunk, (0, 0, 0, self.chunk - len(chunk))) for chunk in chunks])
         lengths = torch.tensor([len(chunk) for chunk in chunks])
-        is_kept = torch.arange(-(-self.chunk // 8)) < self.rows_of(lengths)[:, None]
+        is_kept = torch.arange(-(-self.chunk // 8)) < self.places_of(lengths)[:, None]
         out = self.model.model.audio_tower(
             feature_lens=torch.tensor([len(sound) for sound in sounds], device=padded.device),
             padded_feature=padded.transpose(1, 2),
@@ -268,8 +268,8 @@ class AudioTower(Tower):
             valid_indices=is_kept.flatten().nonzero()[:, 0].to(padded.device),
             return_dict=True,
         )
-        rows: torch.Tensor = out.last_hidden_state
-        return rows
+        features: torch.Tensor = out.last_hidden_state
+        return features
 
 
 def build_modalities(
@@ -290,21 +290,21 @@ def build_modalities(
     return built
 
 
-def shapes_of(items: Sequence[Any], modality: str) -> torch.Tensor | None:
+def shapes_of(items: Sequence[Item], modality: str) -> torch.Tensor | None:
     """`[n, ...]`, of a sample's items of one modality; None: it has none."""
-    shapes = [item.size.shape for item in items if item.port == f"{modality}/encoder"]
+    shapes = [item.size.shape for item in items if item.port.modality == modality]
     return torch.tensor(shapes) if shapes else None
 
 
-def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], rows: Mapping[str, Rows]) -> dict[str, Any]:
-    """Hand rows to the model as what its own towers gave: always both kinds, so that every rank builds one graph."""
+def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+    """Hand features to the model as what its towers gave: always both kinds, so that every rank builds one graph."""
     width = model.config.get_text_config().hidden_size
 
-    def output(arrived: Rows) -> SimpleNamespace:
-        first, *deeper = arrived.rows[arrived.index.argsort()].split(width, 1)
+    def output(arrived: Features) -> SimpleNamespace:
+        first, *deeper = arrived.values[arrived.index.argsort()].split(width, 1)
         return SimpleNamespace(pooler_output=[first], deepstack_features=[[level] for level in deeper])
 
-    return inputs | {"mm_encoder_outputs": {name: output(rows[f"{name}/encoder"]) for name in ("image", "video")}}
+    return inputs | {"mm_encoder_outputs": {name: output(features[name]) for name in ("image", "video")}}
 
 
 def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **own: int) -> Any:

@@ -13,7 +13,7 @@ def check_held_out(objective: Objective, held_out: Dealt) -> None:
     """Held-out rows on which there is no loss cannot be evaluated on; the same on every rank."""
     totals = held_out.totals
     if not any(totals.targets.values()):
-        paths = ", ".join(source.path for source in objective.config.data.eval_sources)
+        paths = ", ".join(source.name for source in objective.config.data.eval_sources)
         raise UserError(
             f"data.eval_sources ({paths}): {totals.packs} pack(s) of {totals.tokens} tokens hold nothing the model is "
             "to predict, so there is no held-out loss; give rows with an answer, or set train.eval_every: 0"
@@ -22,7 +22,7 @@ def check_held_out(objective: Objective, held_out: Dealt) -> None:
 
 def describe_held_out(config: Config, packs: int) -> str:
     """For the start-up table: what is evaluated on and when; or why it never is."""
-    train, paths = config.train, "\n".join(source.path for source in config.data.eval_sources)
+    train, paths = config.train, "\n".join(source.name for source in config.data.eval_sources)
     if not config.data.eval_sources:
         return "none"
     if not train.eval_every:

@@ -14,7 +14,8 @@ from torch import nn
 from omnizoo.config.schema import Parallel
 from omnizoo.data.deal import Batch
 from omnizoo.data.loader import IGNORE
-from omnizoo.models.media_batch import MediaBatch, Rows
+from omnizoo.modalities.base import Port
+from omnizoo.models.media_batch import Delivered, Features, MediaBatch
 from omnizoo.ops.attention import Pattern
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route, deliver
@@ -31,8 +32,14 @@ class Local:
 
     inputs: dict[str, Any]  # the model's keyword arguments
     targets: torch.Tensor  # [N] token ids, one per row of the logits that come out
+    weights: torch.Tensor | None  # [N] of the loss on each target, by the rows of the dataset; None: 1
     pack_of_token: torch.Tensor  # [T] which pack of the micro-batch
+    packs: int  # of the micro-batch, which ranks may share
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a value for each target, `[N]`, by the weights of the targets."""
+        return values.sum() if self.weights is None else (values * self.weights).sum()
 
 
 def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
@@ -41,9 +48,10 @@ def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
     return NO_CACHE | lengths | {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
 
 
-def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[str]) -> Local:
+def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]) -> Local:
     """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included."""
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
+    weights = batch.weights
     is_filler = False
     if mesh.layout.sp == 1:
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
@@ -51,6 +59,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[str])
         sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), parallel.overlap)
         index = sequence.index.cpu()
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
+        weights = None if weights is None else weights[:, index]
         is_filler = not len(index)
         inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence.attend}
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
@@ -62,12 +71,12 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[str])
     if ports:
         inputs["media"] = MediaBatch(
             items={port: batch.media.get(port, []) for port in ports},
-            deliver=lambda rows: _deliver(rows, batch.routes, mesh),
-            deliver_labels=lambda rows: _deliver(rows, batch.label_routes, mesh),
+            deliver=lambda made: _deliver(made, batch.routes, mesh),
             device=mesh.device,
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
-    return Local(inputs, labels[0, kept].to(mesh.device), packs.to(mesh.device), is_filler)
+    weights = None if weights is None else weights[0, kept].to(mesh.device)
+    return Local(inputs, labels[0, kept].to(mesh.device), weights, packs.to(mesh.device), len(batch.packs), is_filler)
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,9 @@ def forward(model: nn.Module, local: Local) -> tuple[torch.Tensor, dict[str, tor
     return logits.squeeze(0), getattr(out, "losses", None) or {}  # not `[0]`, whose backward copies all of it
 
 
-def _deliver(rows: dict[str, torch.Tensor], routes: dict[str, Route], mesh: Mesh) -> dict[str, Rows]:
-    delivered = deliver(rows, {port: routes[port] for port in rows if port in routes}, mesh.world_group)
-    return {port: Rows(*arrived) for port, arrived in delivered.items()}
+def _deliver(made: dict[Port, torch.Tensor], routes: dict[Port, Route], mesh: Mesh) -> dict[Port, Delivered]:
+    delivered = deliver(made, routes, mesh.world_group)
+    return {
+        port: Delivered(Features(arrived.features, arrived.place), Features(arrived.predicted, arrived.before))
+        for port, arrived in delivered.items()
+    }

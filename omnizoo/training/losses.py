@@ -4,23 +4,26 @@ Counts are known from the data before the forward pass and summed over all ranks
 term is a plain mean over the whole step, whatever the layout.
 """
 
+import logging
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
 
-from omnizoo.assembly.entrance import media_ports
 from omnizoo.assembly.flops import count_flops
+from omnizoo.assembly.published import media_model
+from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import TEXT, Batch, Known, Totals
+from omnizoo.data.deal import Batch
+from omnizoo.data.plan import TEXT, Known, Totals
+from omnizoo.models.head import Head, Logits
 from omnizoo.models.routing import RouterRecorder
-from omnizoo.ops.cross_entropy import cross_entropy_sum
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.training.forward import forward, localize
-from omnizoo.training.routers import RouterStatistics, balance_terms, update_bias
+from omnizoo.training.forward import Local, forward, localize
+from omnizoo.training.loss_contract import build_losses
+from omnizoo.training.routers import RouterStatistics, update_bias
 
-BALANCE, ROUTER_Z = "balance", "router_z"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,50 +38,80 @@ class Objective:
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         self.model, self.mesh, self.config = model, mesh, config
-        train = config.train
-        losses = (train.balance_loss, train.router_z_loss, train.router_bias_rate)
-        self.recorder = RouterRecorder(model, required=any(losses))
-        self.ports = media_ports(model)
+        self.ports = media_model(model).ports
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
+        self.produced = [port.modality for port in self.ports if port.role == "decoder"]
+        losses = build_losses(config)
+        self.of_text = [loss for loss in losses if loss.view != "of_routers"]
+        self.of_routers = [loss for loss in losses if loss.view == "of_routers"]
+        if not self.of_text and not self.produced:
+            raise UserError(
+                "train.losses: none of them is on what the model predicts; expected cross_entropy, or your own"
+            )
+        at_head = next((loss for loss in self.of_text if loss.view == "of_hidden"), None)
+        self.head = Head(model, at_head.who) if at_head else None
+        self.recorder = RouterRecorder(model, required=bool(self.of_routers or config.router.bias_rate))
+        for loss in self.of_routers if not self.recorder.routers else ():
+            log.warning("%s is of routers, and the model has none: it is left out", loss.who)
         self.statistics = RouterStatistics()
+        for loss in losses:
+            loss.loss.set_up(model, mesh, config)
+        some = dict.fromkeys((TEXT, *self.produced), 1)
+        self.counts(
+            Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0)
+        )  # fails now rather than in the first step
 
     def cost(self, pack: Known) -> float:
         """FLOPs of a pack, but for those of encoders; ranks share packs by it."""
-        return self.flops.of(pack.lengths, pack.labels, pack.rows(is_predicted=False), pack.rows(is_predicted=True))
+        return self.flops.of(pack.lengths, pack.labels, pack.places(is_predicted=False), pack.places(is_predicted=True))
 
-    def counts(self, totals: Totals) -> dict[str, int]:
+    def counts(self, totals: Totals) -> dict[str, float]:
         """What each term's sum runs over, all ranks together."""
-        produced = [port.partition("/")[0] for port in self.ports if port.endswith("/decoder")]
-        counts = {name: totals.targets.get(name, 0) for name in (TEXT, *produced)}
-        if self.config.train.balance_loss:
-            counts[BALANCE] = totals.packs
-        if self.config.train.router_z_loss:
-            counts[ROUTER_Z] = totals.tokens * len(self.recorder.routers)
-        return counts
+        counts = {loss.name: loss.count(totals) for loss in self.of_text}
+        counts |= {name: totals.targets.get(name, 0) for name in self.produced}
+        return counts | {loss.name: loss.count(totals) for loss in self.of_routers}
 
     def terms(self, batch: Batch) -> list[LossTerm]:
         """Forward one packed micro-batch on this rank."""
-        train = self.config.train
         local = localize(batch, self.mesh, self.config.parallel, self.ports)
         with self.recorder.recording() as records:
-            logits, losses = forward(self.model, local)
-        terms = [LossTerm(TEXT, 1.0, cross_entropy_sum(logits, local.targets))]
+            sums, losses = self._forward(local)
+        terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.of_text]
         terms += [LossTerm(name, self.weights.get(name, 1.0), loss) for name, loss in losses.items()]
         if local.is_filler:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]
         self.statistics.add(records)
-        if records and (train.balance_loss or train.router_z_loss):
-            add_up = partial(self.mesh.sum_along, "sp")
-            balance, router_z = balance_terms(records, local.pack_of_token, len(batch.packs), add_up)
-            terms += [LossTerm(BALANCE, train.balance_loss, balance)] if train.balance_loss else []
-            terms += [LossTerm(ROUTER_Z, train.router_z_loss, router_z)] if train.router_z_loss else []
+        for loss in self.of_routers if records else ():
+            terms.append(LossTerm(loss.name, loss.weight, loss.sum(records, local)))
         return terms
+
+    def _forward(self, local: Local) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The sums of all losses on what the model predicts, by name: those of the config, and those of decoders."""
+        if self.head is None:
+            logits, losses = forward(self.model, local)
+            sums = {loss.name: loss.sum(logits, local) for loss in self.of_text}
+            for name, total in sums.items():
+                if torch.is_grad_enabled() and not total.requires_grad:
+                    sums[name] = total + 0 * logits.sum()  # a rank without targets: others wait for it in backward
+            return sums, losses
+        sums = {}
+
+        def at_head(hidden: torch.Tensor, head: Logits) -> None:
+            logits = head(hidden) if any(loss.view == "of_logits" for loss in self.of_text) else None
+            for loss in self.of_text:
+                seen = (hidden, head) if loss.view == "of_hidden" else (logits,)
+                sums[loss.name] = loss.sum(*seen, local)
+
+        with self.head.doing(at_head) as anchor:
+            logits, losses = forward(self.model, local)
+        start = anchor(logits)
+        return {name: total + start for name, total in sums.items()}, losses
 
     def end_step(self, update: bool) -> dict[str, float]:
         """Router statistics of the micro-batches since the last call; moves correction biases where asked to."""
         statistics, self.statistics = self.statistics, RouterStatistics()
         metrics = statistics.reduce(self.mesh.sum)
-        if update and self.config.train.router_bias_rate:
-            update_bias(self.recorder.routers, statistics.loads, self.config.train.router_bias_rate)
+        if update and self.config.router.bias_rate:
+            update_bias(self.recorder.routers, statistics.loads, self.config.router.bias_rate)
         return metrics

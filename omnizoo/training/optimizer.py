@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from omnizoo.assembly.parts import Treatments
 from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class, takes
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.optimizers import tuple_of
+from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config, Ema
 from omnizoo.models.hf_private import is_experts, routers
 

@@ -19,21 +19,24 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.assembly.entrance import attach_media, keep_logits
+from omnizoo.assembly.entrance import keep_logits
+from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, random_fields, shrink_config
+from omnizoo.config.doors import check_call
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import Model
 from omnizoo.models.build import (
     UnbuildableError,
     build_from,
     build_model,
+    is_own_module,
     read_model_config,
     refuse_state_across_tokens,
 )
 from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.models.hf_private import language_model, uses_attention_interface
-from omnizoo.models.omni import OmniConfig, OmniModel
-from omnizoo.recipes.base import read_facts, recipe_for
+from omnizoo.models.omni import language_config
+from omnizoo.recipes.base import own_recipe, read_facts, recipe_for
 from omnizoo.training.forward import packed_inputs
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -72,9 +75,10 @@ def probe(spec: Model) -> Probed:
 
 def _probe(spec: Model) -> Probed:
     failure: BaseException | None = None
-    if spec.module is None:
+    is_own = is_own_module(spec)
+    if not is_own:
         refuse_state_across_tokens(_language_config(spec), _key(spec))
-    for shrinking in SHRINKINGS if spec.module is None else SHRINKINGS[:1]:
+    for shrinking in SHRINKINGS[:1] if is_own else SHRINKINGS:
         small = replace(shrinking, vocabulary=VOCABULARY)
         try:
             model = _small_copy(spec, small)
@@ -83,13 +87,13 @@ def _probe(spec: Model) -> Probed:
             run = _Run(model, spec)
             is_random = run.is_random()
         except (UnbuildableError, *FAILURES) as error:
-            if spec.module is not None:
+            if is_own:
                 raise  # a user's own code: its traceback says more than we could
             failure = failure or error
             continue
         model.train(not is_random)
         _refuse_leaks(run, spec)
-        if is_random or spec.module is not None:
+        if is_random or is_own:
             return Probed(shrinking, ("by code of its own",) if is_random else (), stubborn=is_random)
         return Probed(shrinking, _active(spec, small))
     if failure is not None:
@@ -108,10 +112,9 @@ def active_dropout(model: nn.Module) -> dict[str, float]:
 
 
 def dropout_of_media(model: nn.Module) -> list[str]:
-    """Dropout in the encoders and decoders of a composed model, which the probe does not build."""
-    if not isinstance(model, OmniModel):
-        return []
-    parts = [*model.encoders.items(), *model.decoders.items()]
+    """Dropout in the encoders and decoders of a model, which the probe does not run."""
+    media = media_model(model)
+    parts = [(name, model.get_submodule(part)) for name, part in [*media.towers.items(), *media.producers.items()]]
     return [f"{name}.{inner} {p:g}" for name, part in parts for inner, p in active_dropout(part).items()]
 
 
@@ -137,9 +140,7 @@ def _active(spec: Model, shrinking: Shrinking) -> tuple[str, ...]:
 
 
 def _language_config(spec: Model) -> PretrainedConfig:
-    """Of a composed model, that of its foundation."""
-    config: PretrainedConfig = read_model_config(spec)
-    return config.get_text_config() if isinstance(config, OmniConfig) else config
+    return language_config(read_model_config(spec))
 
 
 def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
@@ -159,16 +160,16 @@ def _small_copy(spec: Model, shrinking: Shrinking) -> nn.Module | None:
             weight.add_(0.05 * torch.randn(weight.shape))
     if isinstance(model, PreTrainedModel) and expert_modules(model):
         use_dispatched(language_model(model))
-    attach_media(model, spec)
+    media_model(model).attach(spec)
     keep_logits(model)
     return model.train()
 
 
 def _build(spec: Model, shrinking: Shrinking, device: str) -> nn.Module:
-    if spec.module is not None:
+    if is_own_module(spec):
         return build_model(spec, "fp32", device)
     published = _language_config(spec)
-    config = type(published)(**shrink_config(published, shrinking))
+    config = type(published)(**shrink_config(published, shrinking, own_recipe(spec)))
     config.name_or_path = published.name_or_path  # where code that ships with the model is
     return build_from(config, spec, "fp32", device)
 
@@ -178,6 +179,7 @@ class _Run:
 
     def __init__(self, model: nn.Module, spec: Model) -> None:
         self.model, self.composed = model, spec.foundation is not None
+        self.name = f"{_key(spec)}: {type(model).__name__}"
         if isinstance(model, PreTrainedModel):
             rows, special = len(model.get_input_embeddings().get_parameter("weight")), _special(model.config.to_dict())
         else:  # which table is that of the tokens is not known; one of a few rows is for something else
@@ -207,9 +209,14 @@ class _Run:
         if self.composed:  # as a composed model calls its foundation
             assert isinstance(self.model, PreTrainedModel)
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+        if not isinstance(self.model, PreTrainedModel):
+            check_call(self.model.forward, "forward", self.name, [], inputs)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            logits: torch.Tensor = self.model(**inputs).logits
+            output = self.model(**inputs)
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor):
+            raise UserError(f"{self.name}: forward gives a {type(output).__name__}; expected an object with `logits`")
         return list(logits.squeeze(0).split(lengths))
 
     def is_random(self) -> bool:
@@ -279,8 +286,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _key(spec: Model) -> str:
-    if spec.module is not None:
-        return "model.module"
+    if spec.module is not None or spec.given is not None:
+        return "model.module" if spec.module else "model="
     return "model.foundation" if spec.foundation else "model.path" if spec.path else "model.config"
 
 

@@ -14,19 +14,19 @@ from torch import nn
 from omnizoo.models.routing import RouterRecord, correction_bias
 
 
-def balance_terms(
+def balance_sum(
     records: Sequence[RouterRecord],
     pack_of_token: torch.Tensor,
     packs: int,
     sum_shares: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over packs of the balance loss, sum over tokens and layers of the squared router log-sum-exp).
+) -> torch.Tensor:
+    """The balance loss, summed over packs.
 
     `pack_of_token [T]` is 0 to `packs` - 1 for this rank's tokens. Where ranks share packs, each has a part of the
-    tokens, and returns a part of the sums; all they exchange is `packs` x experts counts, which `sum_shares` adds up.
+    tokens, and returns a part of the sum; all they exchange is `packs` x experts counts, which `sum_shares` adds up.
     """
     member = pack_of_token.unsqueeze(0) == torch.arange(packs, device=pack_of_token.device).unsqueeze(1)  # [P, T]
-    choices, z_sum = 0, torch.zeros((), device=pack_of_token.device)
+    choices = 0
     loads, probabilities = [], []
     for record in records:
         logits = _at_least_fp32(record.logits)
@@ -34,13 +34,20 @@ def balance_terms(
         # Sums as matmuls: deterministic on every device, and exact for counts (below 2^24 tokens).
         loads.append((member.to(logits.dtype) @ chosen).to(torch.int64))
         probabilities.append(member.to(logits.dtype) @ logits.softmax(1))
-        z_sum = z_sum + (logits.logsumexp(1).square() * (pack_of_token >= 0)).sum()  # fillers count nowhere
         choices = record.index.shape[1]
     load = sum_shares(torch.stack(loads).sum(0))  # [P, E]
     probability = torch.stack(probabilities).sum(0)
     tokens = load.sum(1, keepdim=True) / choices  # of each pack, over all ranks and layers
     fraction, mean = load / tokens.clamp(min=1), probability / tokens.clamp(min=1)
-    return (fraction.to(mean.dtype) * mean).sum() * load.shape[1], z_sum
+    return (fraction.to(mean.dtype) * mean).sum() * load.shape[1]
+
+
+def router_z_sum(records: Sequence[RouterRecord], pack_of_token: torch.Tensor) -> torch.Tensor:
+    """The squared log-sum-exp of router logits, summed over tokens and layers; fillers count nowhere."""
+    total = torch.zeros((), device=pack_of_token.device)
+    for record in records:
+        total = total + (_at_least_fp32(record.logits).logsumexp(1).square() * (pack_of_token >= 0)).sum()
+    return total
 
 
 class RouterStatistics:

@@ -2,29 +2,32 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.assembly.entrance import media_ports, read_modalities
+from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
+from omnizoo.assembly.published import media_model
 from omnizoo.checkpoint.folder import checkpoints, clean, folder_of
 from omnizoo.checkpoint.ownership import check_space, hold
 from omnizoo.checkpoint.save import SaveError, load, save
 from omnizoo.checkpoint.start import Origin, find
-from omnizoo.config.errors import TrainingError, UserError
+from omnizoo.config.errors import TrainingError
+from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
-from omnizoo.data.loader import build_loader, merge_states, read_held_out
-from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
+from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, memory_gb, peak_flops
-from omnizoo.parallel.layout import Layout, micro_batches
+from omnizoo.parallel.agree import agree
+from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
@@ -33,58 +36,80 @@ from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_c
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.loggers import built_in_loggers
+from omnizoo.training.loss_contract import build_losses
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
 from omnizoo.training.schedule import learning_rate
-from omnizoo.training.step import next_step, raise_everywhere, train_step
+from omnizoo.training.step import next_step, train_step
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 def train(
-    config: Config,
+    config: str | Path | Mapping[str, Any] | Config,
     on_failure: Callable[[int, BaseException], None] | None = None,
     *,
+    model: nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    data: Any = None,
+    eval_data: Any = None,
     callbacks: Sequence[Callback] = (),
 ) -> int:
     """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code.
 
-    `callbacks` come after those of `log.callbacks`. Give them on every rank; only those of the first are called.
+    `model` stands for what `model.path` or `model.module` would name: a Hugging Face model, or a module that is called
+    as one. A copy of it is trained, from the weights that it has on the first rank. `data` and `eval_data` stand for
+    `data.sources` and `data.eval_sources`: a list of dicts, a `datasets.Dataset`, a torch dataset (docs/extending.md).
+    `callbacks` come after those of `log.callbacks`; only those of the first rank are called. Under torchrun, every rank
+    is given the same objects.
     """
+    objects = {"model": model, "tokenizer": tokenizer, "data": data, "eval_data": eval_data}
+    if not isinstance(config, Config) or any(given is not None for given in objects.values()):
+        rank = (place_in_world() or (0,))[0]
+        config = load_config(config, notices=rank == 0, objects=objects)
+    return _train(config, on_failure, callbacks)
+
+
+def _train(
+    config: Config, on_failure: Callable[[int, BaseException], None] | None, callbacks: Sequence[Callback]
+) -> int:
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as folders:
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
-        agreed(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
-        own = agreed(
+        agree(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
+        own = agree(
             mesh, lambda: [*built_in_loggers(config, run), *user_callbacks(config, callbacks)] if mesh.is_first else []
         )
 
         check_optimizer(config)
+        build_losses(config)  # one of the user's own may be a mistake
         learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
-        tokenizer = load_tokenizer(config.model)
-        model = build_model(config.model, config.parallel.precision)
-        name = type(model).__name__  # FSDP renames the class
-        check_vocabulary(model, tokenizer)
-        probed = agreed(mesh, lambda: probe(config.model) if mesh.is_first else None)
+        assembled = agree(mesh, lambda: assemble(config))
+        check_same_model(config, mesh)
+        model, name = assembled.model, type(assembled.model).__name__  # FSDP renames the class
+        probed = agree(mesh, lambda: probe(config.model) if mesh.is_first else None)
         if probed is not None:
             warn_of(probed, model, mesh.layout, config.train.micro_batch)
-        agreed(mesh, lambda: check_memory(model, mesh, config))
-        agreed(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
-        reading = (config, tokenizer, mesh.rank, mesh.layout.world)
-        media = read_modalities(model, config.model)
-        loader = agreed(mesh, lambda: build_loader(*reading, **media))
-        held_out = agreed(mesh, lambda: read_held_out(*reading, **media) if config.train.eval_every else [])
+        agree(mesh, lambda: check_memory(model, mesh, config))
+        agree(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
+        loader = agree(mesh, lambda: assembled.loader(mesh))
+        held_out_reader = agree(mesh, assembled.held_out)
+        for reader in (loader.reader, held_out_reader):
+            if reader is not None:
+                check_same_rows(reader, mesh)
+        held_out = agree(
+            mesh, lambda: read_held_out(held_out_reader, mesh.rank, mesh.layout.world) if held_out_reader else []
+        )
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
-        agreed(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
-        optimizer = agreed(mesh, lambda: build_optimizer(model, config))
+        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
+        optimizer = agree(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
@@ -92,7 +117,7 @@ def train(
             start, tokens_seen = state["step"], state.get("tokens_seen", 0)
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             saved = state["loader"]
-            agreed(mesh, lambda: loader.load_state_dict(saved))
+            agree(mesh, lambda: loader.load_state_dict(saved))
         watching = Callbacks([*watchers(config, origin.run), *own] if mesh.is_first else [], active=mesh.is_first)
         watching.load_state_dict(state.get("callbacks", {}))
         if start >= config.train.steps:
@@ -102,7 +127,7 @@ def train(
             return 0
 
         fetching = time.perf_counter()
-        objective = Objective(model, mesh, config)
+        objective = agree(mesh, lambda: Objective(model, mesh, config))
         eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
@@ -111,7 +136,7 @@ def train(
         facts = describe(config, mesh, model, name, run, directory, origin)
         facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
         begun = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
-        with agreed(mesh, lambda: Recorder(config, run, begun, facts, origin, watching)) as recorder:
+        with agree(mesh, lambda: Recorder(config, run, begun, facts, origin, watching)) as recorder:
             if heed(mesh, watching).stop:
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
@@ -180,7 +205,9 @@ def train(
                     lanes = mesh.gather(loader.state_dict())
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
-                        watching.save(step, save(directory, step, model, optimizer, state, mesh, config, tokenizer))
+                        watching.save(
+                            step, save(directory, step, model, optimizer, state, mesh, config, assembled.tokenizer)
+                        )
                     except SaveError as error:
                         message = f"no checkpoint of step {step}: {error}; those before it in {directory} are intact"
                         if config.checkpoint.on_save_error == "stop" or last:
@@ -197,18 +224,6 @@ def train(
             recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
         loader.close()
     return 0
-
-
-def agreed(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Do `work` on every rank; a UserError of one becomes the UserError of all, so that no rank waits for another."""
-    error, result = None, None
-    try:
-        result = work()
-    except UserError as caught:
-        error = caught
-    if mesh.sum([error is not None])[0]:
-        raise_everywhere(error, mesh)
-    return result  # type: ignore[return-value]
 
 
 def heed(mesh: Mesh, watching: Callbacks, saved: str = "") -> Asked:
@@ -271,11 +286,12 @@ def describe(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     held = local_bytes(model)
     train, layout = config.train, mesh.layout
-    drawn = (config.model.foundation or config.model).path or f"drawn from train.seed {train.seed}"
+    own = "those of the object" if config.model.given else f"drawn from train.seed {train.seed}"
+    drawn = (config.model.foundation or config.model).path or own
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
         "weights": str(origin.checkpoint or drawn),
-        **({"modalities": ", ".join(media_ports(model))} if media_ports(model) else {}),
+        **({"modalities": ", ".join(map(str, ports))} if (ports := media_model(model).ports) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "
@@ -285,7 +301,7 @@ def describe(
             dict.fromkeys([config.optimizer.kind, *(g.kind for g in config.optimizer.groups if g.kind)])
         ),
         "attention": attention_name(model),
-        "data": "\n".join(f"{source.path} (weight {source.weight:g})" for source in config.data.sources),
+        "data": "\n".join(f"{source.name} (weight {source.weight:g})" for source in config.data.sources),
         "run folder": str(run.root),
         "checkpoints": f"{directory}, "
         + (f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"),

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.data.deal import Batch, Totals, deal
+from omnizoo.data.deal import Batch, deal
 from omnizoo.data.loader import Loader
+from omnizoo.data.plan import Totals
 from omnizoo.ops.precision import exact
+from omnizoo.parallel.agree import raise_first
 from omnizoo.parallel.gradients import clip_gradients, gradient_norm
-from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import set_learning_rate, update_average
@@ -29,7 +30,7 @@ class StepData:
 
     micro_batches: Sequence[Batch]
     totals: Totals
-    counts: dict[str, int]  # of each loss term
+    counts: dict[str, float]  # of each loss term
     imbalance: dict[str, float]  # busiest rank / mean over ranks: of tokens, and of each encoder and decoder
     counters: dict[str, int]  # rows skipped, samples dropped or split, since the start of the run
     bad_rows: Sequence[str]  # of this step, on all ranks
@@ -61,9 +62,7 @@ def next_step(loader: Loader, objective: Objective) -> StepData:
     note = {"error": error, "counters": counters, "bad_rows": step.bad_rows if step else []}
     micro_batch = objective.config.train.micro_batch
     dealt = deal(step.packs if step else [], objective.mesh, micro_batch, objective.ports, objective.cost, note)
-    for told in dealt.notes:
-        if told["error"] is not None:
-            raise UserError(told["error"])
+    raise_first(told["error"] for told in dealt.notes)
     return StepData(
         micro_batches=dealt.batches,
         totals=dealt.totals,
@@ -89,7 +88,7 @@ def train_step(
         torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
         with exact(config.parallel.precision):
             terms = objective.terms(batch)
-            loss = torch.stack([term.weight * term.sum / max(1, data.counts[term.name]) for term in terms]).sum()
+            loss = torch.stack([term.weight * term.sum / (data.counts[term.name] or 1) for term in terms]).sum()
             loss.backward()
         for term in terms:
             sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
@@ -98,7 +97,7 @@ def train_step(
     norm = gradient_norm(model.parameters())
     *totals, stopping = mesh.sum([*(float(value) for value in sums.values()), float(stop)])
     # A sum over no target is 0 times the outputs: nothing, or the NaN of a broken model, which must be seen.
-    means = {name: total / max(1, data.counts[name]) for name, total in zip(sums, totals, strict=True)}
+    means = {name: total / (data.counts[name] or 1) for name, total in zip(sums, totals, strict=True)}
     total_loss, grad_norm = sum(weights[name] * mean for name, mean in means.items()), float(norm)
     finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
     lr = learning_rate(config.train, step)
@@ -111,12 +110,6 @@ def train_step(
         update_average(optimizer, config.optimizer.ema, step)
     counted = {name: mean for name, mean in means.items() if data.counts[name]}
     return StepResult(total_loss, counted, grad_norm, lr, finite, stopping > 0, routers)
-
-
-def raise_everywhere(error: UserError | None, mesh: Mesh) -> None:
-    """Raise the first rank's error on every rank."""
-    messages = [message for message in mesh.gather(str(error) if error else None) if message]
-    raise UserError(mesh.from_first(messages[0] if messages else None))
 
 
 def _dropout_seed(seed: int, step: int, packs: Sequence[int], sp_rank: int) -> int:

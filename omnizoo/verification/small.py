@@ -5,8 +5,8 @@ from typing import Any
 from omnizoo.assembly.shrink import shrink_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model
-from omnizoo.models.build import read_model_config
-from omnizoo.recipes.base import recipe_of
+from omnizoo.models.build import is_own_module, read_model_config
+from omnizoo.recipes.base import own_recipe, recipe_of
 from omnizoo.training.probe import probe
 
 PACK_TOKENS = 96
@@ -40,6 +40,7 @@ def shrink(config: Config, world: int, precision: str) -> Config:
 
 
 def reads_media(model: Model) -> bool:
-    if model.foundation is not None or model.module is not None:
+    if model.foundation is not None or is_own_module(model):
         return bool(model.modalities)
-    return recipe_of(read_model_config(model).model_type).modalities is not None
+    recipe = own_recipe(model) or recipe_of(read_model_config(model).model_type)
+    return recipe.modalities is not None

@@ -8,12 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from omnizoo.assembly.entrance import read_modalities
+from omnizoo.assembly.assemble import assemble
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
-from omnizoo.data.loader import build_loader
-from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.layout import Layout
@@ -44,13 +42,11 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     axes = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "ulysses", "ring", "ep")}
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=axes)})
     mesh = build_mesh(config, process)
-    tokenizer = load_tokenizer(config.model)
-    model = build_model(config.model, config.parallel.precision)
-    media = read_modalities(model, config.model)
+    assembled = assemble(config)
+    model, loader = assembled.model, assembled.loader(mesh)
     parallelize(model, mesh, config)
     optimizer = build_optimizer(model, config)
     objective = Objective(model, mesh, config)
-    loader = build_loader(config, tokenizer, mesh.rank, mesh.layout.world, **media)
     model.train()
 
     losses, norms, tokens = [], [], []

@@ -1,0 +1,135 @@
+"""Rows from Python: those that `omnizoo.train(data=...)` was given, or that a callable of the config makes.
+
+Any sequence of dicts, a `datasets.Dataset` or a torch dataset is read by number, as a file is. What can only be gone
+through from its beginning (a generator, an iterable dataset) is read once into memory.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from omnizoo.config.doors import CODE_ERRORS, call
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.schema import Given, Source
+from omnizoo.data.dataset_rows import DatasetRows
+from omnizoo.data.rows import BadRow, Folder, Row, RowSource, check_characters
+
+MOST_IN_MEMORY = 1_000_000  # rows that are read from an iterable
+EXPECTED = (
+    "rows: a list of dicts or an iterable of them, a `datasets.Dataset`, a torch dataset, or an omnizoo.RowSource"
+)
+
+
+class GivenRows(RowSource):
+    """Anything with a length and rows by number."""
+
+    def __init__(self, rows: Any, name: str, folder: Folder) -> None:
+        self.rows, self.name, self.folder = rows, name, folder
+        try:
+            self.count = len(rows)
+        except CODE_ERRORS as error:
+            raise UserError(f"{name}: its length cannot be had: {named_line(error)}; expected {EXPECTED}") from error
+
+    @property
+    def is_in_memory(self) -> bool:
+        return isinstance(self.rows, list | tuple)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, row: int) -> Row:
+        return read_row(self.rows.__getitem__, row)
+
+    def find(self, row: int, name: str) -> Path:
+        return self.folder.find(name)
+
+    def where(self, row: int) -> str:
+        return f"{self.name} row {row}"
+
+
+class OwnRows(RowSource):
+    """A user's own RowSource: what it reads is looked at, and its rows are called by the name of the source."""
+
+    def __init__(self, source: RowSource, name: str) -> None:
+        self.source, self.name, self.extents = source, name, source.extents
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, row: int) -> Row:
+        return read_row(self.source.read, row)
+
+    def find(self, row: int, name: str) -> Path | bytes:
+        return self.source.find(row, name)
+
+    def where(self, row: int) -> str:
+        return f"{self.name}: {self.source.where(row)}"
+
+
+def read_row(read: Callable[[int], Any], number: int) -> Row:
+    try:
+        value = read(number)
+    except UserError:
+        raise
+    except CODE_ERRORS as error:
+        raise BadRow(f"cannot be read: {named_line(error)}") from error
+    if not isinstance(value, Mapping):
+        raise BadRow(f"a row is a dict; this one is of type {type(value).__name__}")
+    row = dict(value)
+    if odd := [name for name in row if not isinstance(name, str)]:
+        raise BadRow(f"its field {odd[0]!r:.40} has no name: expected text, not {type(odd[0]).__name__}")
+    check_characters(row)
+    return row
+
+
+def open_rows(spec: Source, media_outside: bool) -> RowSource:
+    """The rows of a source that is not a path."""
+    if spec.rows is not None:
+        rows, name = call(spec.rows, "data.sources.rows", f"a callable that gives {EXPECTED}", spec.options), spec.rows
+    elif isinstance(spec.given, Given):
+        rows, name = spec.given.value, spec.given.name
+    else:
+        raise UserError(f"data.sources: {spec.given} was an object in Python; give it to omnizoo.train again")
+    if isinstance(rows, RowSource):
+        if spec.media_dir is not None:
+            raise UserError(f"{name}: media_dir is for plain rows; a RowSource finds media by its own `find`")
+        return OwnRows(rows, name)
+    base = Path(spec.media_dir).expanduser() if spec.media_dir is not None else Path()
+    folder = Folder(base, None if media_outside else base.resolve())
+    if isinstance(rows, str | bytes | Path | Mapping | type):
+        kind = f"the class {rows.__name__}" if isinstance(rows, type) else f"a {type(rows).__name__}"
+        hint = " (a file or folder goes into data.sources: [{path: ...}])" if isinstance(rows, str | Path) else ""
+        raise UserError(f"{name} is {kind}; expected {EXPECTED}{hint}")
+    if is_plain_dataset(rows):
+        return DatasetRows(name, folder, rows)
+    by_number = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
+    return GivenRows(rows if by_number else read_all(rows, name), name, folder)
+
+
+def is_plain_dataset(rows: Any) -> bool:
+    """A `datasets.Dataset` whose rows are as they are stored. One with a transform gives its rows by number."""
+    datasets = sys.modules.get("datasets")  # whoever has made one has imported it
+    return datasets is not None and isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom"
+
+
+def read_all(rows: Any, name: str) -> list[Any]:
+    if not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
+        raise UserError(f"{name} is a {type(rows).__name__}; expected {EXPECTED}")
+    try:
+        read = list(islice(iter(rows), MOST_IN_MEMORY + 1))
+    except UserError:
+        raise
+    except CODE_ERRORS as error:
+        raise UserError(f"{name}: its rows cannot be read: {named_line(error)}") from error
+    if len(read) > MOST_IN_MEMORY:
+        raise UserError(
+            f"{name} gave more than {MOST_IN_MEMORY:,} rows: what has no length is kept in memory, and must end before "
+            "that; give something with rows by number (a list, a `datasets.Dataset`, an omnizoo.RowSource)"
+        )
+    if not read:
+        raise UserError(f"{name} gave no rows; a generator gives its rows once only: was it used before?")
+    return read

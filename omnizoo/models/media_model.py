@@ -1,0 +1,56 @@
+"""What a model says of the media it reads and produces. A composed model says it itself, a published one by its recipe;
+nothing else asks which of the two a model is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel
+
+from omnizoo.config.schema import Model
+from omnizoo.modalities.base import Item, Modality, Port
+
+Ids = npt.NDArray[np.int32]
+Positions = Callable[[Ids, Sequence[Item]], npt.NDArray[Any]]  # of a sample: [R, L]
+
+
+class MediaModel:
+    """As it is here, of a model that reads and writes text alone."""
+
+    @property
+    def towers(self) -> Mapping[str, str]:
+        """By modality that is read: the name of the module that encodes it."""
+        return {}
+
+    @property
+    def projectors(self) -> Mapping[str, tuple[str, ...]]:
+        """By modality that is read: the modules between its tower and the language model, inside of the tower."""
+        return {}
+
+    @property
+    def producers(self) -> Mapping[str, str]:
+        """By modality that is produced: the name of its decoder."""
+        return {}
+
+    @property
+    def ports(self) -> list[Port]:
+        """In the order in which the model runs them."""
+        return [Port(name, "encoder") for name in self.towers] + [Port(name, "decoder") for name in self.producers]
+
+    @property
+    def language(self) -> PreTrainedModel:
+        """The module that takes embeddings and gives logits."""
+        raise NotImplementedError
+
+    @property
+    def positions(self) -> Positions | None:
+        """None: tokens are counted."""
+        return None
+
+    def modalities(self, spec: Model) -> dict[str, Modality]:
+        """Content types by name, with modules of this very model. Built once, however often it is asked."""
+        return {}
+
+    def attach(self, spec: Model) -> None:
+        """Let the model's forward take `media` (a `MediaBatch`), once it has its weights and is sharded."""

@@ -1,0 +1,89 @@
+"""The plan of a step, without ranks: nothing lost, the same sums on any layout, and what is told is what was known."""
+
+import json
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnizoo.data.deal import _hear, _tell
+from omnizoo.data.plan import TEXT, Known, plan_step
+from omnizoo.modalities.base import Item, Port, Size
+from omnizoo.parallel.layout import Layout
+
+PORTS = [Port("image", "encoder"), Port("sound", "encoder"), Port("image", "decoder")]
+
+
+def random_pack(index: int, random: np.random.Generator) -> Known:
+    lengths = [int(length) for length in random.integers(2, 40, random.integers(1, 4))]
+    items, start = [], 0
+    for length in lengths:
+        if random.random() < 0.7:
+            port = PORTS[random.integers(len(PORTS))]
+            size = Size(int(random.integers(1, length)), float(random.integers(1, 1000)))
+            items.append(
+                Item(port, size, ((start + 1, size.places),), port.role == "decoder" and random.random() < 0.5)
+            )
+        start += length
+    return Known(index, lengths, int(random.integers(0, start)), False, items)
+
+
+def cost(pack: Known) -> float:
+    return float(pack.tokens**2)
+
+
+@settings(deadline=None)  # a machine may be busy
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
+def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
+    seed: int, count: int, dp: int, ring: int, micro_batch: int
+) -> None:
+    random = np.random.default_rng(seed)
+    packs = [random_pack(index, random) for index in range(count)]
+    alone = plan_step(packs, Layout(), 1, PORTS, cost)
+    layout = Layout(dp_shard=dp, ring=ring)
+    plan = plan_step([packs[i] for i in random.permutation(count)], layout, micro_batch, PORTS, cost)
+
+    assert plan.totals == alone.totals
+    assert plan.totals.tokens == sum(pack.tokens for pack in packs)
+    learnt = [item.size.places for pack in packs for item in pack.items if item.is_target]
+    assert plan.totals.targets.get("image", 0) == sum(learnt)
+    assert plan.totals.targets[TEXT] == sum(pack.labels for pack in packs)
+    assert set(plan.imbalance) == {"tokens", "image/encoder", "sound/encoder", "image/decoder"}
+    assert all(figure >= 1 - 1e-9 for figure in plan.imbalance.values())
+
+    dealt = [pack for each in plan.rounds for own in each.packs for pack in own]
+    assert sorted(pack.index for pack in dealt if not pack.is_filler) == list(range(count))
+    assert {len(own) for each in plan.rounds for own in each.packs} == {micro_batch}
+    for each in plan.rounds:
+        owned = [at for rank in range(layout.world) for at, _ in each.owned(rank)]
+        assert sorted(owned) == list(range(len(each.items)))
+        routes = [each.routes(rank) for rank in range(layout.world)]
+        for port in PORTS:
+            own = [item for item in each.items if item.port == port]
+            ways = [of[port] for of in routes if port in of]
+            placed = sum(int((way.place >= 0).sum()) for way in ways)
+            predicted = sum(int((way.before >= 0).sum()) for way in ways)
+            assert placed == sum(item.size.places for item in own)
+            assert predicted == sum(item.size.places for item in own if item.is_target)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
+    pack = random_pack(3, np.random.default_rng(seed))
+    heard = _hear(json.loads(json.dumps(_tell(pack, PORTS))), PORTS)
+    assert heard.places(is_predicted=True) == pack.places(is_predicted=True)
+    assert [(i.port, i.size.places, i.size.cost, i.targets, i.spans, i.is_target) for i in heard.items] == [
+        (i.port, i.size.places, i.size.cost, i.targets, i.spans, i.is_target) for i in pack.items
+    ]
+    assert (heard.index, heard.lengths, heard.labels, heard.is_filler) == (3, pack.lengths, pack.labels, False)
+
+
+def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:
+    item = Item(PORTS[0], Size(3, 1.0), ((1, 2), (5, 1)), False)
+    inputs = {"values": torch.zeros(1)}
+    moved = item.moved(10, raw=None, inputs=inputs)
+    assert moved.spans == ((11, 2), (15, 1))
+    assert moved.inputs is inputs
+    assert f"{item.port}" == str(item.port) == "image/encoder"
