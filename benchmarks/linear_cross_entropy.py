@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from omnizoo.ops.cross_entropy import cross_entropy_sum
-from omnizoo.ops.linear_cross_entropy import Head, linear_cross_entropy_sum
+from omnizoo.ops.linear_cross_entropy import LinearHead, linear_cross_entropy_sum
 from omnizoo.ops.torch_private import TorchDispatchMode, tree_leaves
 
 
@@ -62,7 +62,7 @@ def main() -> None:
         return cross_entropy_sum(hidden @ weight.t(), targets)
 
     def chunked() -> torch.Tensor:
-        return linear_cross_entropy_sum(hidden, Head(weight), targets)
+        return linear_cross_entropy_sum(hidden, LinearHead(weight), targets)
 
     ways = {"full logits": full, "chunked": chunked}
     seconds: dict[str, list[float]] = {name: [] for name in ways}

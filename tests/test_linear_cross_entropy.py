@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omnizoo.ops.linear_cross_entropy import Head, linear_cross_entropy_sum
+from omnizoo.ops.linear_cross_entropy import LinearHead, linear_cross_entropy_sum
 
 ROWS, WIDTH, VOCABULARY = 37, 24, 101
 
 
 def plain(
     hidden: torch.Tensor,
-    head: Head,
+    head: LinearHead,
     targets: torch.Tensor,
     weights: torch.Tensor | None,
     label_smoothing: float,
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_plain_torch(
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         hidden, weight, bias, targets = drawn(dtype)
         leaves = [hidden, weight, *([bias] if biased else [])]
-        head = Head(weight, bias if biased else None, scale, softcap)
+        head = LinearHead(weight, bias if biased else None, scale, softcap)
         weights = torch.rand(ROWS, dtype=dtype, generator=torch.Generator().manual_seed(1)) if weighted else None
         args = (hidden, head, targets, weights, label_smoothing, z_loss)
         expected, found = plain(*args), linear_cross_entropy_sum(*args, chunk=chunk)
@@ -69,10 +69,10 @@ def test_in_bf16_it_is_as_near_to_fp32_as_plain_torch() -> None:
     hidden, weight, _, targets = drawn(torch.bfloat16)
     exact = [leaf.detach().float().requires_grad_() for leaf in (hidden, weight)]
     args = (targets, None, 0.0, 0.0)
-    precise = torch.autograd.grad(plain(exact[0], Head(exact[1]), *args), exact)
-    theirs = torch.autograd.grad(plain(hidden, Head(weight), *args), (hidden, weight))
+    precise = torch.autograd.grad(plain(exact[0], LinearHead(exact[1]), *args), exact)
+    theirs = torch.autograd.grad(plain(hidden, LinearHead(weight), *args), (hidden, weight))
     ours = torch.autograd.grad(
-        linear_cross_entropy_sum(hidden, Head(weight), *args, chunk=8 * VOCABULARY), (hidden, weight)
+        linear_cross_entropy_sum(hidden, LinearHead(weight), *args, chunk=8 * VOCABULARY), (hidden, weight)
     )
     for mine, plain_, true in zip(ours, theirs, precise, strict=True):
         assert mine.dtype == torch.bfloat16
@@ -81,7 +81,7 @@ def test_in_bf16_it_is_as_near_to_fp32_as_plain_torch() -> None:
 
 def test_no_rows_give_zero_and_gradients_of_zeros() -> None:
     hidden, weight, bias, targets = drawn(torch.float32, rows=0)
-    loss = linear_cross_entropy_sum(hidden, Head(weight, bias), targets)
+    loss = linear_cross_entropy_sum(hidden, LinearHead(weight, bias), targets)
     loss.backward()
     assert loss == 0
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (hidden, weight, bias))
@@ -91,14 +91,14 @@ def test_a_frozen_head_and_frozen_hidden_states_get_no_gradient() -> None:
     hidden, weight, _, targets = drawn(torch.float32)
     for leaves in ((hidden,), (weight,)):
         given = [leaf if any(leaf is kept for kept in leaves) else leaf.detach() for leaf in (hidden, weight)]
-        found = torch.autograd.grad(linear_cross_entropy_sum(given[0], Head(given[1]), targets), leaves)
-        wanted = torch.autograd.grad(plain(hidden, Head(weight), targets, None, 0.0, 0.0), leaves)
+        found = torch.autograd.grad(linear_cross_entropy_sum(given[0], LinearHead(given[1]), targets), leaves)
+        wanted = torch.autograd.grad(plain(hidden, LinearHead(weight), targets, None, 0.0, 0.0), leaves)
         torch.testing.assert_close(found, wanted)
 
 
 def test_backward_twice_is_refused() -> None:
     hidden, weight, _, targets = drawn(torch.float32)
-    loss = linear_cross_entropy_sum(hidden, Head(weight), targets)
+    loss = linear_cross_entropy_sum(hidden, LinearHead(weight), targets)
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="once"):
         loss.backward()
@@ -121,5 +121,7 @@ class Largest(TorchDispatchMode):
 def test_never_more_than_a_chunk_of_logits() -> None:
     hidden, weight, _, targets = drawn(torch.float32)
     with Largest() as watching:
-        linear_cross_entropy_sum(hidden, Head(weight), targets, label_smoothing=0.1, chunk=2 * VOCABULARY).backward()
+        linear_cross_entropy_sum(
+            hidden, LinearHead(weight), targets, label_smoothing=0.1, chunk=2 * VOCABULARY
+        ).backward()
     assert watching.most <= max(2 * VOCABULARY, weight.numel())

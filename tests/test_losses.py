@@ -23,8 +23,10 @@ from omnizoo.data.render import Renderer
 from omnizoo.models import head
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.ops.cross_entropy import cross_entropy_sum
+from omnizoo.ops.linear_cross_entropy import linear_cross_entropy_sum
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
+from omnizoo.training import built_in_losses
 from omnizoo.training.loss_contract import KINDS
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
@@ -192,6 +194,7 @@ def test_verify_passes_with_weights_of_messages(tmp_path: Path, capfd: pytest.Ca
     rows = ["--data.sources", f"[{{path: {write_rows(tmp_path / 'rows.jsonl', weighted_rows())}}}]"]
     losses = [
         {"kind": "cross_entropy", "options": {"label_smoothing": 0.1, "z_loss": 0.01}},
+        {"kind": "cross_entropy", "options": {"label_smoothing": 0.1, "chunked": True}, "name": "chunks"},
         {"kind": "own_losses:Chunked", "weight": 0.5},
         {"kind": "own_losses:Norm", "weight": 1e-4},
         {"kind": "own_losses:Experts", "weight": 0.01},
@@ -218,12 +221,37 @@ def test_hidden_states_and_the_head_give_what_logits_give(family: str, tmp_path:
         del model["config"]["head_dim"]
     path = write_config(tmp_path, model=model, train={"global_batch": 2})
     plain, gradients, _ = one_step(path)
-    chunked, at_head, _ = one_step(path, "--train.losses", str([CHUNKED]))
-    assert chunked.loss == pytest.approx(plain.loss, rel=1e-6)
-    assert_same(at_head, gradients)
+    for losses in ([CHUNKED], [{"kind": "cross_entropy", "options": {"chunked": True}}]):
+        chunked, at_head, _ = one_step(path, "--train.losses", str(losses))
+        assert chunked.loss == pytest.approx(plain.loss, rel=1e-6)
+        assert_same(at_head, gradients)
     both, twice, _ = one_step(path, "--train.losses", str([{"kind": "cross_entropy"}, CHUNKED | {"name": "again"}]))
     assert both.terms == {"text": pytest.approx(plain.loss, rel=1e-6), "again": pytest.approx(plain.loss, rel=1e-6)}
     assert_same(twice, {name: 2 * gradient for name, gradient in gradients.items()})
+
+
+def test_cross_entropy_takes_chunks_where_logits_would_be_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lets the model make logits where it does more to them than is known."""
+    model = {"config": {"model_type": "gemma2", **SHAPE, "final_logit_softcapping": 30.0}}
+    path = write_config(tmp_path, model=model, train={"global_batch": 2})
+    plain, gradients, _ = one_step(path)
+    taken: list[int] = []
+
+    def counted(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        taken.append(len(hidden))
+        return linear_cross_entropy_sum(hidden, *rest)
+
+    monkeypatch.setattr(built_in_losses, "linear_cross_entropy_sum", counted)
+    monkeypatch.setattr(built_in_losses, "CHUNK", 1)
+    chunked, at_head, (data, _) = one_step(path)
+    assert sum(taken) == data.totals.targets["text"]
+    monkeypatch.setattr(head, "CAPS", ())
+    given_way, by_model, _ = one_step(path)
+    for result, found in ((chunked, at_head), (given_way, by_model)):
+        assert result.loss == pytest.approx(plain.loss, rel=1e-6)
+        assert_same(found, gradients)
+    with pytest.raises(UserError, match="Gemma2ForCausalLM changes logits"):
+        one_step(path, "--train.losses", "[{kind: cross_entropy, options: {chunked: true}}]")
 
 
 def test_logits_that_change_after_the_head_in_an_unknown_way_are_refused(

@@ -10,6 +10,7 @@ LOSSES: dict[str, dict[str, Option]] = {
     "cross_entropy": {
         "label_smoothing": Option(Annotated[float, Field(ge=0, lt=1)], "number >= 0, < 1"),
         "z_loss": Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000"),
+        "chunked": Option(bool, "true or false"),
     },
     "balance": {},
     "router_z": {},

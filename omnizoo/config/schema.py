@@ -339,7 +339,8 @@ class LossPart(Section):
     )
     weight: Weight = Field(1.0, description="what it is multiplied by; 0: a metric only")
     options: dict[str, Any] = Field(
-        {}, description="its arguments: `label_smoothing` and `z_loss` of cross_entropy, or those of your class"
+        {},
+        description="its arguments: `label_smoothing`, `z_loss` and `chunked` of cross_entropy, or those of your class",
     )
     name: Annotated[str, Field(min_length=1, max_length=80)] | None = Field(
         None,

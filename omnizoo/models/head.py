@@ -7,6 +7,7 @@ configs have for it; whether that is all is tried, with numbers that go the same
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 from unittest.mock import patch
 
@@ -14,8 +15,24 @@ import torch
 from torch import nn
 
 from omnizoo.config.errors import UserError
+from omnizoo.ops.linear_cross_entropy import LinearHead
 
-Logits = Callable[[torch.Tensor], torch.Tensor]  # hidden states [n, width] -> [n, V]
+
+@dataclass(frozen=True)
+class Logits:
+    """The head of a model: hidden states `[n, width]` -> logits `[n, V]`, with all that the model does to them."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    linear: LinearHead | None  # the same as weights and numbers; None: it is more than that
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.forward(hidden)
+
+
+class OddHeadError(UserError):
+    """A model whose head cannot be called from outside as the model would."""
+
+
 Work = Callable[[torch.Tensor, Logits], None]  # is given all hidden states [N, width] at targets, and the head
 
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # by config field: times it to this power
@@ -31,24 +48,29 @@ class Head:
         module = find() if callable(find) else None
         self.model = type(model).__name__.removeprefix("FSDP")
         if not isinstance(module, nn.Module):
-            raise UserError(
+            raise OddHeadError(
                 f"{key} works on hidden states and the head, but {self.model} does not tell which module its head is "
                 "(get_output_embeddings); use a loss that sees logits"
             )
         self.module, self.key = module, key
         config = getattr(model, "config", None)
-        self.settings = config.get_text_config() if config is not None else None
+        settings = config.get_text_config() if config is not None else None
+        scales = {power: getattr(settings, name, None) or 1.0 for name, power in SCALES.items()}
+        self.scale = float(scales[1] / scales[-1])
+        self.cap: float | None = next((cap for name in CAPS if (cap := getattr(settings, name, None))), None)
         self._is_tried = False
 
     def after(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model makes of its head's output."""
-        for name, power in SCALES.items():
-            if scale := getattr(self.settings, name, None):
-                logits = logits * scale if power > 0 else logits / scale
-        for name in CAPS:
-            if cap := getattr(self.settings, name, None):
-                logits = torch.tanh(logits / cap) * cap
-        return logits
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def _logits(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
+        module, linear = self.module, None
+        if getattr(forward, "__func__", None) is nn.Linear.forward:  # and not what a class or somebody else made of it
+            assert isinstance(module, nn.Linear)
+            linear = LinearHead(module.weight, module.bias, self.scale, self.cap)
+        return Logits(lambda rows: self.after(forward(rows)), linear)
 
     @contextmanager
     def doing(self, work: Work) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -58,7 +80,7 @@ class Head:
         made: list[torch.Tensor] = []
 
         def take_place(hidden: torch.Tensor) -> torch.Tensor:
-            work(hidden.flatten(0, -2), lambda rows: self.after(own(rows)))
+            work(hidden.flatten(0, -2), self._logits(own))
             empty = own(hidden[..., :0, :].detach())
             numbers = torch.linspace(-TRIED, TRIED, 2 * empty.shape[-1], device=empty.device).to(empty.dtype)
             made.append(numbers.view(2, -1))
@@ -82,6 +104,6 @@ class Head:
             self._refuse("changes logits after its head in a way that its config does not tell")
 
     def _refuse(self, why: str) -> NoReturn:
-        raise UserError(
+        raise OddHeadError(
             f"{self.key} works on hidden states and the head, but {self.model} {why}; use a loss that sees logits"
         )

@@ -15,7 +15,7 @@ CHUNK = 2**26  # logits at a time; 256 MiB in fp32
 
 
 @dataclass(frozen=True)
-class Head:
+class LinearHead:
     """What becomes of a hidden state: `cap(scale * (weight @ hidden + bias))`, the last one a soft cap by tanh."""
 
     weight: torch.Tensor  # [V, C]
@@ -26,7 +26,7 @@ class Head:
 
 def linear_cross_entropy_sum(
     hidden: torch.Tensor,
-    head: Head,
+    head: LinearHead,
     targets: torch.Tensor,
     weights: torch.Tensor | None = None,
     label_smoothing: float = 0.0,

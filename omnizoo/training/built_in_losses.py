@@ -5,12 +5,15 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from omnizoo.config.schema import Config
 from omnizoo.data.plan import Totals
+from omnizoo.models.head import Logits
 from omnizoo.models.hf_private import routers
 from omnizoo.models.routing import RouterRecord
 from omnizoo.ops.cross_entropy import cross_entropy_sum
+from omnizoo.ops.linear_cross_entropy import CHUNK, linear_cross_entropy_sum
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local
 from omnizoo.training.loss_contract import Loss
@@ -18,13 +21,30 @@ from omnizoo.training.routers import balance_sum, router_z_sum
 
 
 class CrossEntropy(Loss):
-    """Of the next token of the text; a mean over targets, by their weights."""
+    """Of the next token of the text; a mean over targets, by their weights.
 
-    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
-        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+    `chunked`: never more than a chunk of logits at a time. By default where logits would be many.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, chunked: bool | None = None) -> None:
+        self.label_smoothing, self.z_loss, self.chunked = label_smoothing, z_loss, chunked
+
+    def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
+        chunked = self.chunked
+        if chunked is None:
+            head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+            tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
+            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > CHUNK
+        self.view = "of_hidden" if chunked else "of_logits"
 
     def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
         return cross_entropy_sum(logits, batch.targets, batch.weights, self.label_smoothing, self.z_loss)
+
+    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
+        if head.linear is None:
+            return self.of_logits(head(hidden), batch)
+        how = (batch.targets, batch.weights, self.label_smoothing, self.z_loss)
+        return linear_cross_entropy_sum(hidden, head.linear, *how)
 
 
 class Balance(Loss):
@@ -51,3 +71,11 @@ class RouterZ(Loss):
 
     def of_routers(self, records: Sequence[RouterRecord], batch: Local) -> torch.Tensor:
         return router_z_sum(records, batch.pack_of_token)
+
+
+def give_way(loss: Loss) -> bool:
+    """Let a loss see logits that would rather see hidden states, if it can: the model has an odd head."""
+    if not isinstance(loss, CrossEntropy) or loss.chunked:
+        return False
+    loss.view = "of_logits"
+    return True

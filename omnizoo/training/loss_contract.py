@@ -5,7 +5,7 @@ of the step before the first forward pass. So each loss is a plain mean over the
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config
 from omnizoo.data.plan import Totals
+from omnizoo.models.head import Logits
 from omnizoo.models.routing import RouterRecord
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local
@@ -51,11 +52,10 @@ class Loss:
         """`logits [N, V]` are those that predict `batch.targets [N]`."""
         raise NotImplementedError
 
-    def of_hidden(
-        self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], batch: Local
-    ) -> torch.Tensor:
+    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
         """In place of the model's head: `head(rows [n, width])` gives the logits `[n, V]` of any rows of
-        `hidden [N, width]`, as the model would. For losses that never want all of them at once."""
+        `hidden [N, width]`, as the model would. For losses that never want all of them at once. `head.linear` are its
+        weights, if it is a matrix product."""
         raise NotImplementedError
 
     def of_routers(self, records: Sequence[RouterRecord], batch: Local) -> torch.Tensor:
@@ -72,7 +72,12 @@ class NamedLoss:
     kind: str
     name: str
     weight: float
-    view: str  # which method of it is called
+    method: str  # the one `of_...` that it has, or the first of several
+
+    @property
+    def view(self) -> str:
+        """Which method of it is called. A built-in loss with several says so once it is set up."""
+        return getattr(self.loss, "view", self.method)
 
     @property
     def who(self) -> str:
@@ -108,7 +113,7 @@ def build_losses(config: Config) -> list[NamedLoss]:
 def _build(key: str, kind: str, part: Any) -> NamedLoss:
     found = resolve_class(KINDS.get(kind, kind), f"{key}.kind", Loss, EXPECTED)
     views = [view for view in VIEWS if getattr(found, view) is not getattr(Loss, view)]
-    if len(views) != 1:
+    if len(views) != 1 and kind not in KINDS:
         has = " and ".join(views) if views else "none of them"
         raise UserError(f"{key}.kind: {kind} has {has}; expected {EXPECTED}")
     options = {name: tuple_of(value) for name, value in part.options.items()}

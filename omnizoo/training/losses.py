@@ -16,9 +16,10 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
 from omnizoo.data.plan import TEXT, Known, Totals
-from omnizoo.models.head import Head, Logits
+from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.training.built_in_losses import give_way
 from omnizoo.training.forward import Local, forward, localize
 from omnizoo.training.loss_contract import build_losses
 from omnizoo.training.routers import RouterStatistics, update_bias
@@ -43,24 +44,28 @@ class Objective:
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]
         losses = build_losses(config)
+        for loss in losses:
+            loss.loss.set_up(model, mesh, config)
         self.of_text = [loss for loss in losses if loss.view != "of_routers"]
         self.of_routers = [loss for loss in losses if loss.view == "of_routers"]
         if not self.of_text and not self.produced:
             raise UserError(
                 "train.losses: none of them is on what the model predicts; expected cross_entropy, or your own"
             )
-        at_head = next((loss for loss in self.of_text if loss.view == "of_hidden"), None)
-        self.head = Head(model, at_head.who) if at_head else None
+        self.head = self._find_head()
         self.recorder = RouterRecorder(model, required=bool(self.of_routers or config.router.bias_rate))
         for loss in self.of_routers if not self.recorder.routers else ():
             log.warning("%s is of routers, and the model has none: it is left out", loss.who)
         self.statistics = RouterStatistics()
-        for loss in losses:
-            loss.loss.set_up(model, mesh, config)
         some = dict.fromkeys((TEXT, *self.produced), 1)
         self.counts(
             Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0)
         )  # fails now rather than in the first step
+
+    def _find_head(self) -> Head | None:
+        """For losses that see hidden states."""
+        at_head = [loss for loss in self.of_text if loss.view == "of_hidden"]
+        return Head(self.model, at_head[0].who) if at_head else None
 
     def cost(self, pack: Known) -> float:
         """FLOPs of a pack, but for those of encoders; ranks share packs by it."""
@@ -105,7 +110,13 @@ class Objective:
 
         with self.head.doing(at_head) as anchor:
             logits, losses = forward(self.model, local)
-        start = anchor(logits)
+        try:
+            start = anchor(logits)
+        except OddHeadError:  # in the first forward pass of a run
+            if not all(give_way(loss.loss) for loss in self.of_text if loss.view == "of_hidden"):
+                raise
+            self.head = self._find_head()
+            return self._forward(local)
         return {name: total + start for name, total in sums.items()}, losses
 
     def end_step(self, update: bool) -> dict[str, float]:
