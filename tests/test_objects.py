@@ -64,6 +64,12 @@ def published_model(seed: int = 0) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("qwen3")))
 
 
+def model_of_experts(seed: int = 0) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("gpt_oss")))
+
+
 def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_steps(run)]
 
@@ -337,12 +343,17 @@ def test_a_module_as_an_object_keeps_its_weights_resumes_bit_for_bit_and_is_expo
 
 
 LAYOUTS = [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(ulysses=2, ring=2)]
+MODELS = {
+    "own": (own_model, LAYOUTS),
+    "published": (published_model, LAYOUTS),
+    "of experts": (model_of_experts, [Layout(dp_shard=2, ulysses=2, ep=2)]),
+}
 
 
 def try_models(process: Process, tokenizer: Path, folder: Path) -> None:
     """Each rank makes its own objects: rows alike, weights by another seed."""
-    for name, make in (("own", own_model), ("published", published_model)):
-        for layout in LAYOUTS if process.world_size > 1 else [Layout()]:
+    for name, (make, layouts) in MODELS.items():
+        for layout in layouts if process.world_size > 1 else [Layout()]:
             given = settings(tokenizer, folder, train={"steps": 3})
             config = load_config(given, objects={"model": make(process.rank), "data": list(ROWS)})
             trial = run_trial(config, layout, process)
@@ -376,9 +387,9 @@ def test_objects_on_four_ranks_give_the_gradients_of_one(tokenizer: Path, tmp_pa
     for nproc in (1, 4):
         done = run_on_ranks(try_models, nproc, tokenizer, tmp_path)
         assert done.code == 0, done.stdout + done.stderr
-    for name in ("own", "published"):
+    for name, (_, layouts) in MODELS.items():
         one = load_trial(tmp_path / name / "one")
-        for layout in LAYOUTS:
+        for layout in layouts:
             other = load_trial(tmp_path / name / str(layout))
             assert np.allclose(other.losses, one.losses, rtol=1e-6, atol=0)
             assert other.gradients.keys() == one.gradients.keys()
