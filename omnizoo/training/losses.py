@@ -58,9 +58,8 @@ class Objective:
         for loss in losses:
             loss.loss.set_up(model, mesh, config)
         some = dict.fromkeys((TEXT, *self.produced), 1)
-        self.counts(
-            Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0)
-        )  # fails now rather than in the first step
+        # A count that cannot be known fails now rather than in the first step.
+        self.counts(Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0))
 
     def cost(self, pack: Known) -> float:
         """FLOPs of a pack, but for those of encoders; ranks share packs by it."""
