@@ -2,19 +2,23 @@
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from omnizoo import Loss
 
 
 class Chunked(Loss):
-    """Cross entropy by hidden states and the head, a few rows at a time."""
+    """Cross entropy by hidden states and the head, a few rows at a time, whose logits are made again in backward."""
 
     def __init__(self, rows=7):
         self.rows = rows
 
     def of_hidden(self, hidden, head, batch):
+        def each(rows, targets):
+            return F.cross_entropy(head(rows).float(), targets, reduction="none")
+
         pieces = zip(hidden.split(self.rows), batch.targets.split(self.rows), strict=True)
-        return batch.sum(torch.cat([F.cross_entropy(head(h).float(), t, reduction="none") for h, t in pieces]))
+        return batch.sum(torch.cat([checkpoint(each, *piece, use_reentrant=False) for piece in pieces]))
 
 
 class Norm(Loss):

@@ -58,9 +58,8 @@ class Objective:
             log.warning("%s is of routers, and the model has none: it is left out", loss.who)
         self.statistics = RouterStatistics()
         some = dict.fromkeys((TEXT, *self.produced), 1)
-        self.counts(
-            Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0)
-        )  # fails now rather than in the first step
+        # A count that cannot be known fails now rather than in the first step.
+        self.counts(Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0))
 
     def _find_head(self) -> Head | None:
         """For losses that see hidden states."""
