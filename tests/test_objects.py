@@ -136,6 +136,11 @@ def test_media_of_rows_are_found_from_the_working_directory_or_media_dir(
         opened(ROWS, media_dir="inner").find(0, "../a.png")
 
 
+class NoLength(own_rows.Source):
+    def __len__(self) -> int:
+        return len(self.missing)
+
+
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "an empty list": ([], "data= (list) has no rows"),
     "a path": ("rows.jsonl", "data= (str) is a str; expected rows: a list of dicts"),
@@ -143,6 +148,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "splits": (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "is a DatasetDict"),
     "a class": (own_rows.ByNumber, "is the class ByNumber"),
     "a number": (3, "is a int"),
+    "no length": (NoLength(), "data= (NoLength): how many rows it has cannot be told: AttributeError"),
     "no dicts": (["one", "two"], "data= (list) row 0: a row is a dict; this one is of type str"),
     "numbered fields": ([{1: "a"}], "row 0: its field 1 has no name"),
     "an unread field": ([{"text": "a", "label": 3}], "data= (list) row 0: nothing reads `label`"),

@@ -32,7 +32,7 @@ class GivenRows(RowSource):
         try:
             self.count = len(rows)
         except CODE_ERRORS as error:
-            raise UserError(f"{name}: its length cannot be had: {named_line(error)}; expected {EXPECTED}") from error
+            raise UserError(f"{name}: how many rows it has cannot be told: {named_line(error)}") from error
 
     @property
     def is_in_memory(self) -> bool:
@@ -55,10 +55,14 @@ class OwnRows(RowSource):
     """A user's own RowSource: what it reads is looked at, and its rows are called by the name of the source."""
 
     def __init__(self, source: RowSource, name: str) -> None:
-        self.source, self.name, self.extents = source, name, source.extents
+        self.source, self.name = source, name
+        try:
+            self.extents, self.count = source.extents, len(source)
+        except CODE_ERRORS as error:
+            raise UserError(f"{name}: how many rows it has cannot be told: {named_line(error)}") from error
 
     def __len__(self) -> int:
-        return len(self.source)
+        return self.count
 
     def read(self, row: int) -> Row:
         return read_row(self.source.read, row)
