@@ -462,7 +462,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"groups": [{"match": ["*norm*", "zzz"], "lr": 1.0}]}, r"optimizer.groups.0.match: 'zzz' matches no parameter"),
     ({"groups": [{"match": "*", "lr": 1.0}, {"match": "*norm*", "lr": 2.0}]}, r"groups.1.match: .* a group before it"),
     ({"groups": [{"match": "*", "freeze": True}]}, r"every parameter is frozen"),
-    ({"groups": [{"match": "*", "freeze": True, "lr": 1.0}]}, r"optimizer.groups: what is frozen has no lr"),
+    ({"groups": [{"match": "*", "freeze": True, "lr": 1.0}]}, r"optimizer.groups.0: what is frozen has no lr"),
     ({"groups": [{"match": "*", "kind": "sgd"}]}, r"optimizer.groups.0.kind: 'sgd' is no built-in optimizer"),
     (
         {"groups": [{"match": "*", "kind": "muon", "options": {"x": 1}}]},

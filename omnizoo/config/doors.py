@@ -66,13 +66,15 @@ def resolve_class(spec: str, key: str, base: type, expected: str) -> Any:
 
 def check_call(target: Callable[..., Any], spec: str, key: str, args: Iterable[Any], given: Mapping[str, Any]) -> None:
     """Refuse arguments that `target` (`spec` in the config) does not take, or ones that are missing, before calling."""
+    known = takes(target)
+    odd = [name for name in given if known is not None and name not in known]
     try:
         signature(target).bind(*args, **given)
+        if odd:
+            raise TypeError(f"got an unexpected keyword argument {odd[0]!r}")
     except ValueError:  # some functions in C tell nothing about themselves
         return
     except TypeError as error:
-        known = takes(target)
-        odd = [name for name in given if known is not None and name not in known]
         close = nearest(odd[0], known or ()) if odd else ""
         raise UserError(f"{key}: {spec}{_shown(target)} does not take what it is given: {error}{close}") from error
 
@@ -91,15 +93,24 @@ def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
         raise UserError(f"{key}: {spec} fails: {named_line(error)}; expected {expected}") from error
 
 
-def takes(target: Callable[..., Any]) -> set[str] | None:
-    """The names of the arguments that `target` takes; None: any, or nobody knows."""
-    try:
-        parameters = signature(target).parameters.values()
-    except ValueError:
-        return None
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {p.name for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+def takes(target: Callable[..., Any]) -> dict[str, Parameter] | None:
+    """The arguments that `target` takes by name; None: any, or nobody knows. A class that hands others on to its base
+    takes those of its base, too."""
+    calls: list[Any] = [target]
+    if isinstance(target, type):
+        calls = [vars(cls)["__init__"] for cls in target.__mro__ if "__init__" in vars(cls)]
+    found: dict[str, Parameter] = {}
+    for one in calls:
+        try:
+            parameters = signature(one).parameters
+        except ValueError:
+            return None
+        named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        own = list(parameters.values())[isinstance(target, type) :]  # without `self`
+        found = {p.name: p for p in own if p.kind in named} | found
+        if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+            return found
+    return None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

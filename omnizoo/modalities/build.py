@@ -92,7 +92,8 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
 
 def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in: bool) -> None:
     """Options against the types that the class declares; those of our own are sizes and rates, so above 0."""
-    hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+    declared = [vars(base)["__init__"] for base in reversed(cls.__mro__[:-1]) if "__init__" in vars(base)]
+    hints = {name: hint for init in declared for name, hint in get_type_hints(init).items()}
     for name, value in options.items():
         if name in RESERVED:
             raise UserError(f"{key}.{name}: is no option; it is a key of its own, next to options")

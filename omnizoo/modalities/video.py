@@ -37,20 +37,17 @@ class VideoEncoder(VisionEncoder):
         max_seconds: float = 3600.0,
         times: bool = False,
         time_embedding: bool = True,
-        image_size: int | Sequence[int] | None = None,
-        fit: str | None = None,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
+        **picture: Any,
     ) -> None:
         for name, value in {"fps": fps, "max_frames": max_frames, "max_seconds": max_seconds}.items():
             if not value > 0:
                 raise UserError(f"encoder.{name}: {value!r} is not above 0")
         self.has_times = time_embedding
         self.fps, self.max_frames, self.max_seconds, self.written = fps, max_frames, max_seconds, times
-        super().__init__(width, config, folder, projector, image_size, fit, min_pixels, max_pixels, mean, std)
-        if isinstance(self.kind, PatchGrid) and max_pixels is None:  # what is published is for single pictures
+        super().__init__(width, config, folder, projector, **picture)
+        if (
+            isinstance(self.kind, PatchGrid) and picture.get("max_pixels") is None
+        ):  # what is published is for single pictures
             self.kind.most = max(self.kind.least, FEATURES_PER_FRAME * self.kind.unit**2)
 
     def measure(self, media: Media) -> Size:

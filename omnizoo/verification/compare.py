@@ -68,14 +68,8 @@ def try_layout(process: Process, folder: Path, layout: Layout) -> None:
 def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -> Verdict:
     differences = gradient_differences(trial.gradients, reference.gradients)
     worst = max(differences, key=lambda name: differences[name])
-    losses = [abs(a - b) / abs(b) for a, b in zip(trial.losses, reference.losses, strict=True)]
-    norms = [abs(a - b) / abs(b) for a, b in zip(trial.grad_norms, reference.grad_norms, strict=True)]
-    reasons = []
-    if trial.tokens != reference.tokens:
-        reasons.append(f"tokens per step are {trial.tokens}, not {reference.tokens}")
-    if set(trial.gradients) != set(reference.gradients):
-        odd = sorted(set(trial.gradients) ^ set(reference.gradients))
-        reasons.append(f"gradients that only one of them has: {', '.join(odd[:3])}")
+    losses, norms = _relative(trial.losses, reference.losses), _relative(trial.grad_norms, reference.grad_norms)
+    reasons = _not_alike(trial, reference)
     if not losses[0] <= tolerance.loss:
         reasons.append(f"loss differs by {losses[0]:.1e}")
     if not differences[worst] <= tolerance.gradient:
@@ -87,18 +81,7 @@ def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -
         reasons.append(f"the loss of a later step differs by {max(losses):.1e}")
     if reasons:
         reasons.append(first_difference(trial, reference, differences, tolerance))
-    return Verdict(
-        layout=layout,
-        passed=not reasons,
-        loss=losses[0],
-        later_loss=max(losses[1:], default=0.0),
-        gradient=differences[worst],
-        worst=worst,
-        grad_norm=max(norms),
-        calls=trial.calls,
-        bytes=trial.bytes,
-        reason="; ".join(reasons),
-    )
+    return _verdict(trial, reference, layout, worst, differences[worst], reasons)
 
 
 def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str) -> Verdict:
@@ -113,11 +96,7 @@ def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str)
     reasons = trial.rounded[:4]
     if len(trial.rounded) > len(reasons):
         reasons.append(f"and so on, {len(trial.rounded) - len(reasons)} more")
-    if trial.tokens != reference.tokens:
-        reasons.append(f"tokens per step are {trial.tokens}, not {reference.tokens}")
-    if set(trial.gradients) != set(reference.gradients):
-        odd = sorted(set(trial.gradients) ^ set(reference.gradients))
-        reasons.append(f"gradients that only one of them has: {', '.join(odd[:3])}")
+    reasons += _not_alike(trial, reference)
     for what, error, own in (
         ("loss", losses[0], own_losses[0]),
         ("gradient norm", norms[0], own_norms[0]),
@@ -132,14 +111,32 @@ def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str)
         )
     if reasons and not trial.rounded:
         reasons.append(_first_excess(trial, reference, rounded))
+    return _verdict(trial, reference, layout, worst, errors[worst], reasons)
+
+
+def _not_alike(trial: Trial, reference: Trial) -> list[str]:
+    """Why two trials are not of the same thing, whatever their numbers."""
+    reasons = []
+    if trial.tokens != reference.tokens:
+        reasons.append(f"tokens per step are {trial.tokens}, not {reference.tokens}")
+    if set(trial.gradients) != set(reference.gradients):
+        odd = sorted(set(trial.gradients) ^ set(reference.gradients))
+        reasons.append(f"gradients that only one of them has: {', '.join(odd[:3])}")
+    return reasons
+
+
+def _verdict(
+    trial: Trial, reference: Trial, layout: str, worst: str, gradient: float, reasons: Sequence[str]
+) -> Verdict:
+    losses = _relative(trial.losses, reference.losses)
     return Verdict(
         layout=layout,
         passed=not reasons,
         loss=losses[0],
         later_loss=max(losses[1:], default=0.0),
-        gradient=errors[worst],
+        gradient=gradient,
         worst=worst,
-        grad_norm=max(norms),
+        grad_norm=max(_relative(trial.grad_norms, reference.grad_norms)),
         calls=trial.calls,
         bytes=trial.bytes,
         reason="; ".join(reasons),
