@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from omnizoo.ops import torch_private
+from omnizoo.ops.device import has_flash
 
 ROWS = 128  # of a band that are computed at once where the kernel takes a mask: less is overhead, more is masked work
 
@@ -300,7 +301,7 @@ def sinks_gradient(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
 
 
 def _takes_groups(q: torch.Tensor, softcap: float | None) -> bool:
-    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and softcap is None
+    return has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16) and softcap is None
 
 
 def _same_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
