@@ -52,11 +52,23 @@ def register_fake_collectives() -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - importing it registers it
 
 
-def register_device(name: str, module: Any) -> None:
-    """Make `torch.device(name)` a device whose operators nobody has: it holds fake tensors only. Once per process."""
+def register_device(name: str, module: Any, fused: Sequence[str]) -> None:
+    """Make `torch.device(name)` a device that holds fake tensors only; it stays until the process ends.
+
+    Operators of aten that are `fused` have a kernel of their own there: torch would take them apart.
+    """
     if torch._C._get_privateuse1_backend_name() == name:
         return
     _setup_privateuseone_for_python_backend(name, module)
+    for operator in fused:
+        _KERNELS.impl(operator, _no_kernel, "PrivateUse1")
+
+
+def _no_kernel(*_: Any) -> None:
+    raise AssertionError("a tensor of a device without memory is not fake")
+
+
+_KERNELS = torch.library.Library("aten", "IMPL")
 
 
 @contextmanager

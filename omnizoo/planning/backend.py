@@ -40,6 +40,8 @@ SHAPED_BY_VALUES = {
     "repeat_interleave",
     "bincount",
 }
+FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # each a kernel on accelerators, and parts elsewhere
+WATCHING = tuple(str(Path(__file__).parents[1] / name) for name in ("planning", "parallel/collectives.py"))
 PACKAGE, TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
@@ -144,25 +146,32 @@ class PretendedDevice(FakeTensorMode):
     that only a real device knows, and was told 1."""
 
     def __init__(self) -> None:
-        register_device(PLANNED, DeviceModule())
+        register_device(PLANNED, DeviceModule(), FUSED)
         super().__init__(allow_non_fake_inputs=True)
         self.device = torch.device(PLANNED, 0)
         self.syncs: Counter[Sync] = Counter()
         self.guessed: Counter[str] = Counter()
         self.operator = ""  # the last one, for messages
         self._known = WeakTensorKeyDictionary()  # fake tensor -> its values on the host
+        self._depth = 0
         self._spoiled: set[int] = set()  # storages of values that were overwritten by unknown ones
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around the whole dry run."""
-        read = FakeTensor.tolist
+        read, make = FakeTensor.tolist, torch.tensor
+
+        def made(data: Any, **kwargs: Any) -> torch.Tensor:
+            # Of numbers that are tensors torch reads the values behind the back of any mode.
+            return make(tree_map_only(FakeTensor, self.read, data) if isinstance(data, list | tuple) else data, **kwargs)
+
         FakeTensor.tolist = lambda tensor: self.read(tensor)  # type: ignore[method-assign]
+        torch.tensor = made  # type: ignore[assignment]
         try:
             with tensors_made_on_host(), self:
                 yield
         finally:
-            FakeTensor.tolist = read  # type: ignore[method-assign]
+            FakeTensor.tolist, torch.tensor = read, make  # type: ignore[method-assign]
 
     def read(self, tensor: torch.Tensor) -> Any:
         """The values of a tensor, as nested lists."""
@@ -178,6 +187,8 @@ class PretendedDevice(FakeTensorMode):
         return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)  # no memory, whatever its size
 
     def wait(self, kind: str, operator: str) -> None:
+        if self._depth:
+            return
         where, caller = _caller()
         self.syncs[Sync(where, kind, operator if caller == where else f"{operator} at {caller}")] += 1
 
@@ -190,6 +201,8 @@ class PretendedDevice(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":  # asks for a device or a layout
+            return super().dispatch(func, types, args, kwargs or {})
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(type(x) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for x in tensors):
@@ -204,13 +217,22 @@ class PretendedDevice(FakeTensorMode):
         result = self._by_value(func, name, args, kwargs, tensors, on_device)
         if result is not None:
             return result
+        if name == "_grouped_mm" and tensors[0].dtype != torch.bfloat16:
+            # torch 2.13's shapes of it are for bf16 only, though its kernels take fp32 and fp16
+            with self:
+                half = func(*(x.to(torch.bfloat16) if i < 2 else x for i, x in enumerate(args)), **kwargs)
+                return half.to(tensors[0].dtype)
         known = self._compute(func, args, kwargs, tensors)
         if known is not None and name in SHAPED_BY_VALUES:
             with self:
                 return tree_map_only(torch.Tensor, lambda x: x.to(self.device), known)
-        if known is None and tensors and not any(isinstance(x, FakeTensor) for x in tensors):
+        if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
             args, kwargs = tree_map_only(torch.Tensor, self._adopt, (args, kwargs))
-        result = super().dispatch(func, types, args, kwargs)
+        self._depth += 1  # what an operator is made of waits as part of it
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
         self._remember(result, known)
         return result
 
@@ -256,7 +278,7 @@ class PretendedDevice(FakeTensorMode):
                 values = self.values_of(index)
                 if values is None:
                     return None
-                picked += [where.to(self.device) for where in values.nonzero(as_tuple=True)]
+                picked += values.nonzero(as_tuple=True)
             else:
                 picked.append(index)
         with self:
@@ -309,13 +331,13 @@ def _caller() -> tuple[str, str]:
     nearest = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        own = file.startswith(PACKAGE) and "/planning/" not in file
+        own = file.startswith(PACKAGE) and not file.startswith(WATCHING)
         if not nearest and (own or not file.startswith((TORCH, PACKAGE, "<"))):
             nearest = short_name(file, frame.f_lineno)
         if own:
             return short_name(file, frame.f_lineno), nearest
         frame = frame.f_back
-    return nearest or "torch", nearest or "torch"
+    return nearest or "autograd", nearest or "autograd"
 
 
 def short_name(file: str, line: int) -> str:

@@ -252,7 +252,13 @@ class Ledger(TorchDispatchMode):
                 break
             file = frame.f_code.co_filename
             if "/distributed/fsdp/" in file:
-                return EXCHANGE if frame.f_code.co_name == "foreach_reduce" else GATHERED
+                function = frame.f_code.co_name
+                if "reduce" in function:
+                    return EXCHANGE
+                if "grad" in function:
+                    return GRADIENTS
+                if "all_gather" in function or "unshard" in function:
+                    return GATHERED
             if not own and "/omnizoo/" in file and "/planning/" not in file:
                 own = True
                 if file.endswith(EXCHANGES):

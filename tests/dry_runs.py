@@ -1,0 +1,91 @@
+"""The same step twice: for real on the CPU, over gloo, and dry. Both leave what they found in files.
+
+A dry run gives torch a device of its own for the rest of the process, so it has a process of its own.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnizoo.assembly.entrance import read_modalities
+from omnizoo.assembly.parallelize import parallelize
+from omnizoo.config.load import load_config
+from omnizoo.config.schema import Config
+from omnizoo.models.build import build_model
+from omnizoo.parallel.collectives import CollectiveCounter
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.planning.devices import DEVICES
+from omnizoo.planning.ledger import Ledger
+from omnizoo.planning.simulate import Place, draw, simulate, vocabulary_of
+from omnizoo.training.losses import Objective
+from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.step import next_step, train_step
+
+Case = tuple[str, list[str]]  # a config, and its overrides
+
+
+def run_real(process: Any, cases: list[Case], folder: Path) -> None:
+    """Peak of memory and what was sent, of the second step, by the tensors that were really made."""
+    found = []
+    for path, overrides in cases:
+        config = load_config(path, overrides)
+        found.append(measure(config, process))
+    if process.rank == 0:
+        (folder / "real.json").write_text(json.dumps(found))
+
+
+def measure(config: Config, process: Any) -> dict[str, Any]:
+    mesh = build_mesh(config, process)
+    model = build_model(config.model, config.parallel.precision)
+    ledger = Ledger(torch.device("cpu"), rounded=False)
+    ledger.vocabulary = vocabulary_of(model)
+    media = read_modalities(model, config.model)
+    with ledger.watching():
+        parallelize(model, mesh, config)
+        optimizer = build_optimizer(model, config)
+        model.train()
+        objective = Objective(model, mesh, config)
+        with ledger.muted():
+            drawn = draw(config, model, objective, media)
+            own = [pack for pack in drawn.packs if pack.index % mesh.layout.world == mesh.rank]
+            data = next_step(replace(drawn, packs=own), objective)
+        with ledger.following(model, optimizer):
+            for step in (1, 2):
+                ledger.begin_step()
+                with CollectiveCounter() as counter:
+                    train_step(objective, optimizer, data, step)
+                ledger.end_step(model)
+    peak = ledger.peak()
+    return {
+        "peak": peak.bytes,
+        "parts": peak.parts,
+        "at": [peak.module, peak.phase],
+        "calls": dict(counter.calls),
+        "bytes": dict(counter.bytes),
+    }
+
+
+def run_dry(cases: list[Case], world: int, folder: Path) -> None:
+    found = []
+    for path, overrides in cases:
+        result = simulate(load_config(path, overrides), Place(world, 0, DEVICES["h100"], rounded=False))
+        calls: dict[str, int] = {}
+        sent: dict[str, int] = {}
+        for collective, (count, size) in result.collectives.items():
+            calls[collective.op] = calls.get(collective.op, 0) + count
+            sent[collective.op] = sent.get(collective.op, 0) + size
+        peak = result.peak
+        found.append(
+            {
+                "peak": peak.bytes,
+                "parts": peak.parts,
+                "at": [peak.module, peak.phase],
+                "calls": calls,
+                "bytes": sent,
+                "syncs": [[sync.where, sync.kind, sync.detail, count] for sync, count in result.syncs.items()],
+            }
+        )
+    (folder / "dry.json").write_text(json.dumps(found))
