@@ -62,6 +62,7 @@ def measure(config: Config, process: Any) -> dict[str, Any]:
     return {
         "peak": peak.bytes,
         "parts": peak.parts,
+        "activations": peak.activations,
         "at": [peak.module, peak.phase],
         "calls": dict(counter.calls),
         "bytes": dict(counter.bytes),
@@ -82,6 +83,7 @@ def run_dry(cases: list[Case], world: int, folder: Path) -> None:
             {
                 "peak": peak.bytes,
                 "parts": peak.parts,
+                "activations": peak.activations,
                 "at": [peak.module, peak.phase],
                 "calls": calls,
                 "bytes": sent,

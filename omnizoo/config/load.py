@@ -35,6 +35,7 @@ MOVED = {
     "train.no_decay": "optimizer.no_decay",
 }
 COMMAND_LINE = "command line"
+NO_DATA = "(none)"
 ALL_KEYS = "`omnizoo train --help` lists all keys"
 KEYS = reference.keys()
 # No config comes near these; what does was not meant as one, or is there to take time and memory.
@@ -91,8 +92,12 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _dialect.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), notices: bool = True) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), notices: bool = True, needs_data: bool = True
+) -> Config:
     """The config of the file at `path`, changed by `overrides` (`["--train.lr", "1e-3", "--log.dir=runs/a"]`).
+
+    Where no data are needed, `data.sources` may be left out: there is then one source with the path NO_DATA.
 
     Relative paths in it are relative to the working directory, whether they stand in the file or on the command line.
     """
@@ -106,6 +111,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), notices: bool =
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
         raise UserError(_list(blocked, len(blocked)))
+    if not needs_data and isinstance(section := data.setdefault("data", {}), dict):
+        section.setdefault("sources", [{"path": NO_DATA}])
     try:
         return Config.model_validate(data)
     except ValidationError as error:

@@ -193,6 +193,7 @@ class Ledger(TorchDispatchMode):
             if not name:
                 self._keep_gradients()
                 self._turn(FORWARD)
+                self._behind = ""
             # Recomputation is left in the middle, by an exception: what was not left is cut off here.
             while self._modules and not name.startswith(self._modules[-1] and self._modules[-1] + "."):
                 self._modules.pop()

@@ -2,6 +2,7 @@
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from omnizoo.assembly.entrance import read_modalities
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
 from omnizoo.data.loader import IGNORE, FlatPack, Step, build_loader
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
@@ -34,6 +36,7 @@ from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, train_step
 
 LOOKED_AT = 16  # packs that are read to find the worst of
+MOST_RUN = 3  # micro-batches: the first, the last, and one for all between them, which are alike
 
 
 @dataclass(frozen=True)
@@ -104,27 +107,60 @@ def simulate(config: Config, place: Place) -> Result:
         objective = Objective(model, mesh, config)
         drawn = draw(config, model, objective, media)
         data = next_step(drawn, objective)  # type: ignore[arg-type]  # all that is asked of a loader
+        several = len(data.micro_batches)
+        data = replace(data, micro_batches=data.micro_batches[:MOST_RUN])
         stack.enter_context(ledger.following(model, optimizer))
+        periods = Periods(several)
         for step in (1, 2):
             pretended.syncs.clear()
             ledger.begin_step()
-            with Traffic(mesh, place.device.per_node) as traffic:
+            with Traffic(mesh, place.device.per_node) as traffic, periods.watching(
+                model, traffic.count, traffic.sent, pretended.syncs
+            ):
                 train_step(objective, optimizer, data, step)
             ledger.end_step(model)
+        count, sent, syncs = periods.totals()
         return Result(
             layout=str(mesh.layout),
             peak=ledger.peak(),
             timeline=ledger.timeline(),
-            collectives={one: (traffic.count[one], traffic.sent[one]) for one in traffic.count},
-            syncs=dict(pretended.syncs),
+            collectives={one: (count[one], sent[one]) for one in count},
+            syncs=dict(syncs),
             guessed=sorted(pretended.guessed),
             flops=data.totals.flops,
             parameters=parameters,
             tokens=data.tokens,
-            micro_batches=len(data.micro_batches),
+            micro_batches=several,
             data=drawn.said,
             seconds=time.perf_counter() - started,
         )
+
+
+class Periods:
+    """Counts of a step of which only the first micro-batches are run: the one before the last is for all left out."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.left_out = max(0, micro_batches - MOST_RUN)
+        self._counters: tuple[Counter[Any], ...] = ()
+        self._starts: list[list[Counter[Any]]] = []
+
+    @contextmanager
+    def watching(self, model: nn.Module, *counters: Counter[Any]) -> Iterator[None]:
+        self._counters, self._starts = counters, []
+        hook = model.register_forward_pre_hook(lambda *_: self._starts.append([Counter(c) for c in self._counters]))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def totals(self) -> list[Counter[Any]]:
+        if not self.left_out:
+            return list(self._counters)
+        *_, before, after = self._starts
+        return [
+            Counter({key: total[key] + self.left_out * (b[key] - a[key]) for key in total})
+            for total, a, b in zip(self._counters, before, after, strict=True)
+        ]
 
 
 def without_weights(model: Model) -> Model:
@@ -160,6 +196,8 @@ def draw(config: Config, model: nn.Module, objective: Objective, media: dict[str
     count = config.train.global_batch
     each = count // objective.mesh.layout.dp
     try:
+        if config.data.sources[0].path == NO_DATA:
+            raise UserError("the config has no data.sources")
         packs = read_packs(config, model, media)
         packs.sort(key=lambda pack: -cost_of(pack, objective))
         worst = packs[:each]
@@ -168,7 +206,7 @@ def draw(config: Config, model: nn.Module, objective: Objective, media: dict[str
         tokens = config.data.pack_tokens
         ids = np.zeros(tokens, np.int32)
         worst = [FlatPack(0, ids, ids, [tokens], ["text"])]
-        said = f"one text of {tokens:,} tokens per pack, since data cannot be read ({error})"
+        said = f"one text of {tokens:,} tokens per pack, since no data can be read: {error}"
     filled = [replace(pack, index=i) for i, pack in enumerate(islice(cycle(worst), count))]
     return Drawn(filled, said)
 
