@@ -87,7 +87,7 @@ def run_dry(cases: list[Case], world: int, folder: Path) -> None:
                 "at": [peak.module, peak.phase],
                 "calls": calls,
                 "bytes": sent,
-                "syncs": [[sync.where, sync.kind, sync.detail, count] for sync, count in result.syncs.items()],
+                "syncs": [[sync.where, sync.function, sync.kind, sync.detail] for sync in result.syncs],
             }
         )
     (folder / "dry.json").write_text(json.dumps(found))

@@ -122,7 +122,8 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
     allowed = place.device.memory_gb * (1 - found["margin"])
     console.print(
         f"{result.parameters / 1e9:,.2f} B parameters, rank {place.rank} of {place.world} ({result.layout}), "
-        f"{result.tokens:,} tokens and {result.flops:.3g} FLOPs per step, {result.micro_batches} micro-batch(es) per rank",
+        f"{result.tokens:,} tokens and {result.flops:.3g} FLOPs per step, "
+        f"{result.micro_batches} micro-batch(es) per rank",
         highlight=False,
     )
     console.print(f"data: {result.data}\n", highlight=False, markup=False)

@@ -109,7 +109,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     plan.add_argument("--rank", metavar="R", type=int, default=0, help="the rank to look at (default: 0)")
     plan.add_argument(
-        "--imbalance", metavar="F", type=float, default=1.0, help="rows at this rank's experts, by the mean (default: 1)"
+        "--imbalance",
+        metavar="F",
+        type=float,
+        default=1.0,
+        help="rows at this rank's experts / the mean (default: 1)",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     plan.add_argument("--html", metavar="OUT", type=path_argument, help="write memory over the step as a page, too")

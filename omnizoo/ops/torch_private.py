@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as Dynamic
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": (

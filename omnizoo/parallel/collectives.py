@@ -52,8 +52,8 @@ class CollectiveCounter(TorchDispatchMode):
         if group.size() == 1:
             return
         given = tensors[1] if len(tensors) > 1 and name not in ("all-reduce", "broadcast", "send") else tensors[0]
-        tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
-        self.add(name, group, tensors[0].device, sum(t.nbytes for t in tensors))
+        put_in = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        self.add(name, group, put_in[0].device, sum(t.nbytes for t in put_in))
 
     def add(self, name: str, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         """One collective over `group`, into which this rank puts `size` bytes that are on `device`."""

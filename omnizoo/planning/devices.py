@@ -48,5 +48,7 @@ def read_device(name: str) -> Device:
     for key, value in found.items():
         whole = key == "per_node"
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < 1e9:
-            raise UserError(f"--device: {name}: {key} is {value!r}; expected a {'whole ' if whole else ''}number above 0")
+            raise UserError(
+                f"--device: {name}: {key} is {value!r}; expected a {'whole ' if whole else ''}number above 0"
+            )
     return Device(**found)

@@ -19,6 +19,7 @@ from omnizoo.data import deal
 from omnizoo.ops.device import PLANNED
 from omnizoo.ops.experts import Pairs
 from omnizoo.parallel.experts import Dispatch
+from omnizoo.planning.backend import replaced
 
 UNLIMITED = 2**62  # bytes
 
@@ -44,21 +45,14 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
         ]
         return [tensors if other == rank else [] for other in range(world)]
 
-    replaced = [
+    with replaced(
         (F, "scaled_dot_product_attention", attention),
         (Dispatch, "split", even_split),
         (deal, "gather_json", from_this_rank),
         (deal, "exchange_payloads", to_itself),
         (parallelize, "total_memory", lambda device: UNLIMITED),  # what does not fit is to be reported, not refused
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
+    ):
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def shares(count: int, ranks: int) -> list[int]:
@@ -90,5 +84,5 @@ def attention(
     bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
     bias = bias.expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-    return out
+    with_bias: torch.Tensor = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return with_bias

@@ -118,7 +118,7 @@ class Ledger(TorchDispatchMode):
                 self.see(parameter.grad, GRADIENTS)
 
     def peak(self) -> Peak:
-        sizes = {part: 0 for part in PARTS}
+        sizes = dict.fromkeys(PARTS, 0)
         modules: dict[str, int] = {}
         at = 0
         total = sum(size for _, size in self._base)

@@ -10,7 +10,6 @@ from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -114,8 +113,9 @@ def simulate(config: Config, place: Place) -> Result:
         for step in (1, 2):
             pretended.syncs.clear()
             ledger.begin_step()
-            with Traffic(mesh, place.device.per_node) as traffic, periods.watching(
-                model, traffic.count, traffic.sent, pretended.syncs
+            with (
+                Traffic(mesh, place.device.per_node) as traffic,
+                periods.watching(model, traffic.count, traffic.sent, pretended.syncs),
             ):
                 train_step(objective, optimizer, data, step)
             ledger.end_step(model)

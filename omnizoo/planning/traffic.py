@@ -37,14 +37,14 @@ class Traffic(CollectiveCounter):
         self.count: Counter[Collective] = Counter()
         self.sent: Counter[Collective] = Counter()
 
-    def add(self, name: str, group: "torch.distributed.ProcessGroup", device: torch.device, size: int) -> None:
+    def add(self, name: str, group: torch.distributed.ProcessGroup, device: torch.device, size: int) -> None:
         super().add(name, group, device, size)
         nodes = {rank // self.per_node for rank in self.mesh.ranks_of(group)}
         collective = Collective(name, self._axis(group), len(nodes) == 1, device.type == "cpu")
         self.count[collective] += 1
         self.sent[collective] += size
 
-    def _axis(self, group: "torch.distributed.ProcessGroup") -> str:
+    def _axis(self, group: torch.distributed.ProcessGroup) -> str:
         possible = self.mesh.axes_of(group)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(possible) > 1:
