@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ from rich.table import Table
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
+from omnizoo.parallel.layout import micro_batches, plan_layout
+from omnizoo.planning.devices import read_device
 
 if TYPE_CHECKING:
     from omnizoo.planning.advise import Advice
@@ -39,9 +42,9 @@ def plan(
     if not 0 < imbalance <= world:
         raise UserError(f"--imbalance is {imbalance:g}; expected a number above 0 and up to the {world} ranks")
     config = load_config(path, overrides, needs_data=False)
-    from omnizoo.planning.devices import read_device
-
     chosen = read_device(device)
+    layout = plan_layout(config.parallel, world)
+    micro_batches(layout, config.train.global_batch, config.train.micro_batch)
     quiet()
     from omnizoo.planning.advise import advise, room
     from omnizoo.planning.simulate import Place, simulate
@@ -69,6 +72,7 @@ def plan(
 
 def quiet() -> None:
     """What torch and transformers say about a world that is not there helps nobody."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
 

@@ -61,6 +61,11 @@ def has_flash(device: torch.device) -> bool:
     return device.type in ("cuda", PLANNED)
 
 
+def has_cpu_flash(device: torch.device) -> bool:
+    """Whether it has torch's flash attention for CPUs, one block at a time."""
+    return device.type == "cpu"
+
+
 def has_float64(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda", PLANNED)
 

@@ -1,8 +1,9 @@
 """A device that is not there: its tensors have shapes, types and lifetimes, but no memory. Those of the host are real.
 
 The real training step runs on it as on an accelerator, kernels for accelerators included. Whatever makes the host wait
-for the device is noted: reading a value, and shapes that depend on values. Small whole numbers that came from the host
-(ids, boundaries of samples, sizes of grids) keep their values on the way, so that shapes are the true ones.
+for the device is noted: reading a value, shapes that depend on values, and copies that are not asynchronous. Small
+whole numbers that came from the host (ids, boundaries of samples, sizes of grids) keep their values on the way, so that
+shapes are the true ones.
 """
 
 import sys
@@ -142,7 +143,7 @@ class Sync:
 
     where: str  # file:line, of OmniZoo where it has a part in it
     function: str
-    kind: str  # `value` read, `shape` that depends on values, or a copy `to_host`
+    kind: str  # `value` read, `shape` that depends on values, a copy `to_host`, or one `to_device` that is waited for
     detail: str  # the operator, and the line of another library that called it
 
 
@@ -203,16 +204,18 @@ class PretendedDevice(FakeTensorMode):
         if is_real and (target is None or torch.device(target).type != PLANNED):
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        if name in ("_to_copy", "copy_"):
-            source = args[name == "copy_"]
-            if source.device.type == PLANNED and torch.device(target or args[0].device).type == "cpu":
+        if name in ("_to_copy", "copy_", "to"):
+            source, to = args[name == "copy_"], torch.device(target or args[0].device)
+            if source.device.type == PLANNED and to.type == "cpu":
                 return self._to_host(name, source, args, kwargs)
+            if source.device.type == "cpu" and to.type == PLANNED and not _is_asynchronous(name, args, kwargs):
+                self.wait("to_device", name)
         if name in READS:
             self.wait("value", name)
             return func(*(self._on_host(x) for x in tensors))
         if name == "_grouped_mm" and tensors[0].dtype != torch.bfloat16:
             # torch 2.13 knows its shapes for bf16 only, though its kernels take fp32 and fp16.
-            with self:
+            with self._within():
                 half = func(*(x.to(torch.bfloat16) if i < 2 else x for i, x in enumerate(args)), **kwargs)
                 return half.to(tensors[0].dtype)
         by_mask = name in INDEXING and any(_is_mask(x) for x in args[1])
@@ -222,18 +225,29 @@ class PretendedDevice(FakeTensorMode):
             return self._by_mask(func, args, kwargs)
         known = self._compute(func, args, kwargs, tensors)
         if known is not None and name in SHAPED_BY_VALUES:
-            with self:
+            with self._within():
                 return tree_map_only(torch.Tensor, lambda x: x.to(self.device), known)
         if is_real:
             args, kwargs = tree_map_only(torch.Tensor, self.from_tensor, (args, kwargs))
-        self._depth += 1
-        try:
+        with self._deeper():
             result = super().dispatch(func, types, args, kwargs)
-        finally:
-            self._depth -= 1
         if known is not None:
             self._remember(result, known)
         return result
+
+    @contextmanager
+    def _deeper(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """For operators that stand for the one that was called."""
+        with self._deeper(), self:
+            yield
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor as one of the host, if they are known."""
@@ -267,7 +281,7 @@ class PretendedDevice(FakeTensorMode):
                 places += values.nonzero(as_tuple=True)
             else:
                 places.append(index)
-        with self:
+        with self._within():
             return func(args[0], [None if i is None else i.to(self.device) for i in places], *args[2:], **kwargs)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -312,6 +326,11 @@ def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host goes on at once. Else it waits until the device has come as far as the copy."""
+    return bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
 
 
 def _is_mask(index: Any) -> bool:

@@ -20,7 +20,6 @@ from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
 from omnizoo.data.loader import IGNORE, FlatPack, Step, build_loader
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
-from omnizoo.parallel.layout import plan_layout
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import pretended_group
 from omnizoo.planning.backend import PretendedDevice, Sync, short_name
@@ -85,7 +84,6 @@ def simulate(config: Config, place: Place) -> Result:
     """Two steps of `config`, of which the second is reported: the first has no state of the optimizer yet."""
     started = time.perf_counter()
     config = config.model_copy(update={"model": without_weights(config.model)})
-    plan_layout(config.parallel, place.world)
     learning_rate(config.train, 1)
     pretended = PretendedDevice()
     ledger = Ledger(pretended.device, place.rounded)
