@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from omnizoo.assembly.entrance import read_modalities
 from omnizoo.assembly.parallelize import parallelize
@@ -46,7 +47,13 @@ def measure(config: Config, process: Any) -> dict[str, Any]:
     ledger = Ledger(torch.device("cpu"), rounded=False)
     ledger.vocabulary = vocabulary_of(model)
     media = read_modalities(model, config.model)
-    with ledger.watching():
+    scatter = dist.reduce_scatter_single
+
+    def without_copy(*args: Any, **kwargs: Any) -> Any:
+        with ledger.muted():  # gloo copies what it is given; NCCL does not
+            return scatter(*args, **kwargs)
+
+    with ledger.watching(), replaced((dist, "reduce_scatter_single", without_copy)):
         parallelize(model, mesh, config)
         optimizer = build_optimizer(model, config)
         model.train()

@@ -88,6 +88,7 @@ def quiet_shard_propagation(around: Callable[[], AbstractContextManager[None]]) 
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     names = [name for name in dir(ShardingPropagator) if name.startswith("_propagate_tensor_meta")]
+    assert names, "torch has renamed them"
     before = {name: getattr(ShardingPropagator, name) for name in names}
 
     def muted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ shapes are the true ones.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnizoo.ops.device import PLANNED
@@ -29,7 +30,7 @@ from omnizoo.ops.torch_private import (
     written_arguments,
 )
 
-MOST_KNOWN = 2**22  # elements of a tensor whose values are kept
+MOST_KNOWN, MOST_FRACTIONS = 2**22, 64  # elements of a tensor whose values are kept: of whole numbers, and others
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 FILLED = {"arange", "zeros", "ones", "full"}  # what makes known values of nothing
 READS = {"_local_scalar_dense", "equal", "is_nonzero"}
@@ -159,22 +160,19 @@ class PretendedDevice(FakeTensorMode):
         self.guessed: Counter[str] = Counter()
         self.operator = ""  # the last one, for messages
         self._known = WeakTensorKeyDictionary()  # fake tensor -> its values on the host
-        self._spoiled: set[int] = set()  # storages of values that were overwritten by unknown ones
+        self._spoiled: dict[int, torch.Tensor] = {}  # values overwritten by unknown ones, by storage; kept, or another
+        # storage would have its address
         self._depth = 0  # of operators inside of operators
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around the whole dry run."""
-        make = torch.tensor
-
-        def made(data: Any, **kwargs: Any) -> torch.Tensor:
-            # Where numbers are tensors, torch reads their values without asking any mode.
-            if isinstance(data, list | tuple):
-                data = tree_map_only(FakeTensor, self.read, data)
-            return make(data, **kwargs)
-
-        stand_ins = (FakeTensor, "tolist", lambda tensor: self.read(tensor)), (torch, "tensor", made)
-        with replaced(*stand_ins), tensors_made_on_host(), self:
+        with (
+            replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
+            NumbersAreRead(self.read),
+            tensors_made_on_host(),
+            self,
+        ):
             yield
 
     def read(self, tensor: torch.Tensor) -> Any:
@@ -231,6 +229,9 @@ class PretendedDevice(FakeTensorMode):
             args, kwargs = tree_map_only(torch.Tensor, self.from_tensor, (args, kwargs))
         with self._deeper():
             result = super().dispatch(func, types, args, kwargs)
+        if name == "copy_" and args[0].shape == args[1].shape:
+            values = self.values_of(args[1])
+            known = None if values is None or values.is_meta else values.to(args[0].dtype, copy=True)
         if known is not None:
             self._remember(result, known)
         return result
@@ -285,18 +286,18 @@ class PretendedDevice(FakeTensorMode):
             return func(args[0], [None if i is None else i.to(self.device) for i in places], *args[2:], **kwargs)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result on the host, where all that goes in is known, whole numbers and few; else None."""
+        """The result on the host, where all that goes in is known and little; else None."""
         name = func._schema.name.removeprefix("aten::")
         if func.namespace != "aten" or not (tensors or name in FILLED):
             return None
-        if any(x.numel() > MOST_KNOWN or x.is_floating_point() or x.is_complex() or x.is_meta for x in tensors):
+        if any(_is_too_much(x) or x.is_meta for x in tensors):
             return None
         values = {id(x): self.values_of(x) for x in tensors}
         if any(value is None for value in values.values()):
             self._spoil(func, args, kwargs)
             return None
         dtype = kwargs.get("dtype")
-        if (dtype is None and not tensors and name != "arange") or (dtype is not None and dtype.is_floating_point):
+        if not tensors and (dtype.is_floating_point if dtype else name != "arange"):
             return None
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         args, kwargs = tree_map_only(torch.Tensor, lambda x: values[id(x)], (args, kwargs))
@@ -306,13 +307,28 @@ class PretendedDevice(FakeTensorMode):
         for tensor in written_arguments(func, args, kwargs):
             values = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
             if values is not None:
-                self._spoiled.add(_storage(values))
+                self._spoiled[_storage(values)] = values
 
     def _remember(self, result: Any, known: Any) -> None:
         for fake, values in zip(tree_leaves(result), tree_leaves(known), strict=True):
-            if isinstance(fake, FakeTensor) and isinstance(values, torch.Tensor) and not values.is_floating_point():
+            if isinstance(fake, FakeTensor) and isinstance(values, torch.Tensor) and not _is_too_much(values):
                 assert fake.shape == values.shape, f"{self.operator}: {fake.shape} is {values.shape} on the host"
                 self._known[fake] = values
+
+
+class NumbersAreRead(TorchFunctionMode):
+    """`torch.tensor([a, b])` of tensors a and b reads their values without asking any dispatch mode."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.read = read
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and isinstance(args[0], list | tuple):
+            args = (tree_map_only(FakeTensor, self.read, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -331,6 +347,11 @@ def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
 def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host goes on at once. Else it waits until the device has come as far as the copy."""
     return bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+
+
+def _is_too_much(values: torch.Tensor) -> bool:
+    """To be kept: what sizes are made of are whole numbers, and a few fractions on the way to them."""
+    return values.is_complex() or values.numel() > (MOST_FRACTIONS if values.is_floating_point() else MOST_KNOWN)
 
 
 def _is_mask(index: Any) -> bool:

@@ -27,7 +27,7 @@ UNLIMITED = 2**62  # bytes
 @contextmanager
 def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
     """Everything that is replaced during a dry run, and put back after it."""
-    split = Dispatch.split
+    split, swap_tensors = Dispatch.split, torch.utils.swap_tensors
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         split(self, pairs, arriving)  # the same operators, and the same wait
@@ -45,7 +45,14 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
         ]
         return [tensors if other == rank else [] for other in range(world)]
 
+    def swap(here: torch.Tensor, there: torch.Tensor) -> None:
+        # `Module.to` swaps fake parameters for what they become, and cannot if anyone watches them: on the way to where
+        # they are, nothing is to be done.
+        if (here.device, here.dtype) != (there.device, there.dtype):
+            swap_tensors(here, there)  # type: ignore[no-untyped-call]  # torch's own has no types
+
     with replaced(
+        (torch.utils, "swap_tensors", swap),
         (F, "scaled_dot_product_attention", attention),
         (Dispatch, "split", even_split),
         (deal, "gather_json", from_this_rank),

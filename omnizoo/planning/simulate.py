@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,8 +22,10 @@ from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
 from omnizoo.data.loader import IGNORE, FlatPack, Step, build_loader
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
+from omnizoo.models.initial import initial_weights
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import pretended_group
+from omnizoo.parallel.shard import fill
 from omnizoo.planning.backend import PretendedDevice, Sync, short_name
 from omnizoo.planning.devices import Device
 from omnizoo.planning.kernels import stand_ins
@@ -98,24 +102,23 @@ def simulate(config: Config, place: Place) -> Result:
         stack.enter_context(traced(pretended))
         stack.enter_context(pretended.running())
         stack.enter_context(ledger.watching())
+        move_buffers(model, pretended.device)
         parallelize(model, mesh, config, load=False)
+        fill_sizes(model, config)
         optimizer = build_optimizer(model, config)
         model.train()
         objective = Objective(model, mesh, config)
         drawn = draw(config, model, objective, media)
         data = next_step(drawn, objective)  # type: ignore[arg-type]  # all that is asked of a loader
         several = len(data.micro_batches)
-        data = replace(data, micro_batches=data.micro_batches[:MOST_RUN])
         stack.enter_context(ledger.following(model, optimizer))
         periods = Periods(several)
-        for step in (1, 2):
+        for step, most in ((1, 1), (2, MOST_RUN)):
             pretended.syncs.clear()
             ledger.begin_step()
-            with (
-                Traffic(mesh, place.device.per_node) as traffic,
-                periods.watching(model, traffic.count, traffic.sent, pretended.syncs),
-            ):
-                train_step(objective, optimizer, data, step)
+            traffic = Traffic(mesh, place.device.per_node)
+            with traffic, periods.watching(model, traffic.count, traffic.sent, pretended.syncs):
+                train_step(objective, optimizer, replace(data, micro_batches=data.micro_batches[:most]), step)
             ledger.end_step(model)
         count, sent, syncs = periods.totals()
         return Result(
@@ -181,6 +184,22 @@ def without_weights(model: Model) -> Model:
         for name, modality in model.modalities.items()
     }
     return model.model_copy(update=updates)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Those that a constructor computed on the host: FSDP would move them in place, which fake tensors do not take."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
+
+
+def fill_sizes(model: nn.Module, config: Config) -> None:
+    """Whole numbers that a model keeps as buffers, such as strides, are sizes: they get their values."""
+    saved = set(model.state_dict())
+    sizes = {name for name, buffer in model.named_buffers() if name in saved and not buffer.is_floating_point()}
+    construct = partial(build_model, config.model, config.parallel.precision)
+    fill(model, initial_weights(construct, config.train.seed, sizes))
 
 
 def vocabulary_of(model: nn.Module) -> int:
