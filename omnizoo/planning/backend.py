@@ -372,9 +372,15 @@ def _caller() -> tuple[str, str, str]:
         if not nearest and (own or not file.startswith((TORCH, PACKAGE, "<"))):
             nearest = short_name(file, frame.f_lineno)
         if own:
-            return short_name(file, frame.f_lineno), frame.f_code.co_name, nearest
+            return short_name(file, frame.f_lineno), _function(frame), nearest
         frame = frame.f_back
     return nearest or BACKWARD, "", nearest or BACKWARD
+
+
+def _function(frame: FrameType) -> str:
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension belongs to one
+        frame = frame.f_back
+    return frame.f_code.co_name
 
 
 def short_name(file: str, line: int) -> str:

@@ -40,16 +40,18 @@ class Traffic(CollectiveCounter):
     def add(self, name: str, group: torch.distributed.ProcessGroup, device: torch.device, size: int) -> None:
         super().add(name, group, device, size)
         nodes = {rank // self.per_node for rank in self.mesh.ranks_of(group)}
-        collective = Collective(name, self._axis(group), len(nodes) == 1, device.type == "cpu")
+        collective = Collective(name, self._axis(name, group, device), len(nodes) == 1, device.type == "cpu")
         self.count[collective] += 1
         self.sent[collective] += size
 
-    def _axis(self, group: torch.distributed.ProcessGroup) -> str:
+    def _axis(self, name: str, group: torch.distributed.ProcessGroup, device: torch.device) -> str:
         possible = self.mesh.axes_of(group)
+        if device.type == "cpu" and "world" in possible:
+            return "world"
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(possible) > 1:
             for file, axis in SENDERS.items():
                 if frame.f_code.co_filename.endswith(file) and axis in possible:
                     return axis
             frame = frame.f_back
-        return possible[0]
+        return "world" if name == "all-to-all" and "world" in possible else possible[0]
