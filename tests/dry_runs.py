@@ -85,7 +85,8 @@ def run_dry(cases: list[Case], world: int, folder: Path) -> None:
         config = load_config(path, overrides, needs_data=False)
         try:
             # Blocks of a ring in fp32: with the kernel that the real run has.
-            with replaced((attention_blocks, "has_cpu_flash", lambda _: config.parallel.precision == "fp32")):
+            is_fp32 = config.parallel.precision == "fp32"
+            with replaced((attention_blocks, "has_cpu_flash", lambda _, said=is_fp32: said)):
                 result = simulate(config, Place(world, 0, DEVICES["h100"], rounded=False))
         except UserError as error:
             found.append({"error": str(error)})
