@@ -45,6 +45,11 @@ verify-all: install
 		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 8 --layouts uly8,dp2.uly2.ring2,rep2.dp2.uly2 || exit 1; \
 	done
 
+	for file in examples/gpu/*.yaml; do \
+		case $$file in *_128.yaml|*vl*|*omni*) world=128;; *) world=8;; esac; \
+		$(BIN)/omnizoo plan $$file --world $$world || exit 1; \
+	done
+
 bench: install
 	$(BIN)/python benchmarks/against_plain.py
 

@@ -59,6 +59,7 @@ ROOMS = sorted({room(file) for file in FILES if file.parent != PACKAGE})
 # What of torch.distributed a room may have, besides `parallel`, which has all of it.
 MAY_USE = {
     "checkpoint": ("torch.distributed.checkpoint",),  # DCP, which has collectives of its own
+    "planning": ("torch.distributed.tensor.DTensor", "torch.distributed.ProcessGroup"),  # to look at them
     "verification": ("torch.distributed.tensor.DTensor", "torch.distributed.FileStore"),
     "cli": ("torch.distributed.is_backend_available",),
 }

@@ -14,7 +14,7 @@ from typing import NoReturn
 from omnizoo.config.errors import TrainingError, UserError, is_out_of_memory
 
 LONGEST_PATH = 4096
-TAKE_OVERRIDES = ("train", "verify", "data")  # commands with `--section.key value`
+TAKE_OVERRIDES = ("train", "plan", "verify", "data")  # commands with `--section.key value`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,6 +100,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     doctor = commands.add_parser("doctor", help="what this machine can do, and what it lacks", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     doctor.set_defaults(run=_doctor)
+
+    plan = commands.add_parser("plan", help="will it fit: the real step, without a device", allow_abbrev=False)
+    plan.add_argument("config", metavar="CONFIG")
+    plan.add_argument("--world", metavar="N", type=int, default=8, help="ranks to plan for (default: 8)")
+    plan.add_argument(
+        "--device", default="h100", help="a100, h100, h200, b200, mi300x, or a YAML file of your own (default: h100)"
+    )
+    plan.add_argument("--rank", metavar="R", type=int, default=0, help="the rank to look at (default: 0)")
+    plan.add_argument(
+        "--imbalance",
+        metavar="F",
+        type=float,
+        default=1.0,
+        help="rows at this rank's experts / the mean (default: 1)",
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    plan.add_argument("--html", metavar="OUT", type=path_argument, help="write memory over the step as a page, too")
+    plan.set_defaults(run=_plan)
 
     verify = commands.add_parser("verify", help="prove that layouts compute what one process does", allow_abbrev=False)
     verify.add_argument("config", metavar="CONFIG")
@@ -190,6 +208,13 @@ def _train(args: argparse.Namespace) -> int:
     from omnizoo.cli.train import train
 
     return train(args.config, args.overrides, args.nproc)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from omnizoo.cli.dry_run import plan
+
+    given = (args.world, args.device, args.rank, args.imbalance, args.json, args.html)
+    return plan(args.config, args.overrides, *given)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ MOVED = {
 # Weights of losses that were keys of their own: now items of train.losses, of this kind.
 LISTED = {"train.balance_loss": "balance", "train.router_z_loss": "router_z"}
 COMMAND_LINE = "command line"
+NO_DATA = "(none)"
 IN_PYTHON = "config"
 # Arguments of `omnizoo.train`: section and key that take the object, and keys that would say the same.
 GIVEN = {
@@ -109,8 +110,11 @@ def load_config(
     overrides: Sequence[str] = (),
     notices: bool = True,
     objects: Mapping[str, Any] | None = None,
+    needs_data: bool = True,
 ) -> Config:
     """The config of a file or a mapping, changed by `overrides` (`["--train.lr", "1e-3", "--log.dir=runs/a"]`).
+
+    Where no data are needed, `data.sources` may be left out: there is then one source with the path NO_DATA.
 
     Relative paths in it are relative to the working directory, whether they stand in the file or on the command line.
     `objects` are those of `omnizoo.train`, by the names of its arguments; they take the place of what files name.
@@ -128,6 +132,8 @@ def load_config(
     blocked = [problem for key, value in changes.items() if (problem := _override(data, key, value))]
     if blocked:
         raise UserError(_list(blocked, len(blocked)))
+    if not needs_data and isinstance(section := data.setdefault("data", {}), dict):
+        section.setdefault("sources", [{"path": NO_DATA}])
     origin = _Origin(str(path), lines, tuple(changes) + _list_losses(data, lines, changes, str(path), say))
     try:
         return Config.model_validate(data)

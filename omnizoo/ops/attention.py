@@ -21,6 +21,7 @@ from omnizoo.ops.attention_blocks import (
     block_between,
     sinks_gradient,
 )
+from omnizoo.ops.device import has_flash
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def packed_attention(
     plain = pattern.softcap is None and pattern.sinks is None and query.shape[-1] == value.shape[-1]
     if pattern.dropout > 0.0:
         return per_sample(query, key, value, boundaries, pattern)
-    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and plain:
+    if has_flash(query.device) and query.dtype in (torch.bfloat16, torch.float16) and plain:
         return _varlen(query, key, value, boundaries, pattern)
     if plain and (pattern.window is None or pattern.window >= boundaries.max_seqlen):
         return per_sample(query, key, value, boundaries, pattern)  # one flash kernel per sample: nothing to gain

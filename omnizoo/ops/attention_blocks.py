@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from omnizoo.ops import torch_private
+from omnizoo.ops.device import has_cpu_flash, has_flash
 
 ROWS = 128  # of a band that are computed at once where the kernel takes a mask: less is overhead, more is masked work
 
@@ -252,7 +253,7 @@ def _forward_one_by_one(
     for block in blocks.cut:
         n, m = block.q1 - block.q0, block.k1 - block.k0
         piece = q.narrow(2, block.q0, n), k.narrow(2, block.k0, m), v.narrow(2, block.k0, m)
-        if softcap is None and q.device.type == "cpu":
+        if softcap is None and has_cpu_flash(q.device):
             part, lse = torch_private.flash_cpu(*piece, *_cpu_mask(block, q), scale)
         else:
             part, lse = _plain(*piece, block, scale, softcap)
@@ -279,7 +280,7 @@ def _backward_one_by_one(
             *(k.narrow(2, block.k0, m), v.narrow(2, block.k0, m)),
             *(out.narrow(2, block.q0, n), lse.narrow(2, block.q0, n)),
         )
-        if softcap is None and q.device.type == "cpu":
+        if softcap is None and has_cpu_flash(q.device):
             grads = torch_private.flash_cpu_backward(*piece, *_cpu_mask(block, q), scale)
         else:
             grads = _plain_backward(*piece, block, scale, softcap)
@@ -300,7 +301,7 @@ def sinks_gradient(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
 
 
 def _takes_groups(q: torch.Tensor, softcap: float | None) -> bool:
-    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and softcap is None
+    return has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16) and softcap is None
 
 
 def _same_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

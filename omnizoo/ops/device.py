@@ -12,6 +12,7 @@ import torch
 
 from omnizoo.config.errors import UserError
 
+PLANNED = "planned"  # the device of a dry run, which has shapes but no memory; it stands for an accelerator
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # ROCm calls itself cuda, and its RCCL nccl
 
 # Dense peaks in TFLOP/s from the vendors' data sheets, matched against the whole device name, so that a cut-down one
@@ -53,6 +54,20 @@ def pick_device(local_rank: int) -> torch.device:
 def backend_for(device: torch.device) -> str:
     """The backend for `init_process_group`; CPU tensors keep theirs (checkpoints, object collectives)."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether torch has flash attention with `cu_seqlens` there, for half precision."""
+    return device.type in ("cuda", PLANNED)
+
+
+def has_cpu_flash(device: torch.device) -> bool:
+    """Whether it has torch's flash attention for CPUs, one block at a time."""
+    return device.type == "cpu"
+
+
+def has_float64(device: torch.device) -> bool:
+    return device.type in ("cpu", "cuda", PLANNED)
 
 
 def device_name(device: torch.device) -> str:

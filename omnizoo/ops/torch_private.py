@@ -1,17 +1,25 @@
-"""Private names of torch, used from here only: attention kernels that hand out the log-sum-exp and take it back, and
-maps over nested arguments.
+"""Private names of torch, used from here only: attention kernels that hand out the log-sum-exp and take it back, maps
+over nested arguments, and what a dry run needs: fake tensors, a device made of Python, collectives that send nothing.
 
 Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": (
@@ -37,6 +45,67 @@ SCHEMAS = {
         "-> (Tensor, Tensor, Tensor)"
     ),
 }
+
+
+def register_fake_collectives() -> None:
+    """Let `init_process_group` know the backend `fake`."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - importing it registers it
+
+
+def register_device(name: str, module: Any, fused: Sequence[str]) -> None:
+    """Make `torch.device(name)` a device that holds fake tensors only; it stays until the process ends.
+
+    Operators of aten that are `fused` have a kernel of their own there: torch would take them apart.
+    """
+    if torch._C._get_privateuse1_backend_name() == name:
+        return
+    _setup_privateuseone_for_python_backend(name, module)
+    for operator in fused:
+        _KERNELS.impl(operator, _no_kernel, "PrivateUse1")
+
+
+def _no_kernel(*_: Any) -> None:
+    raise AssertionError("a tensor of a device without memory is not fake")
+
+
+_KERNELS = torch.library.Library("aten", "IMPL")
+
+
+@contextmanager
+def tensors_made_on_host() -> Iterator[None]:
+    """`torch.tensor(list, device=...)` makes a host tensor and moves it, so that a dispatch mode sees both."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+@contextmanager
+def quiet_shard_propagation(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """DTensor runs operators on tensors of global shape to know their metadata: enter `around()` while it does."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    names = [name for name in dir(ShardingPropagator) if name.startswith("_propagate_tensor_meta")]
+    assert names, "torch has renamed them"
+    before = {name: getattr(ShardingPropagator, name) for name in names}
+
+    def muted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return function(*args, **kwargs)
+
+        return run
+
+    try:
+        for name, function in before.items():
+            setattr(ShardingPropagator, name, muted(function))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(ShardingPropagator, name, function)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

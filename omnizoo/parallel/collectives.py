@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from omnizoo.ops.torch_private import TorchDispatchMode, tree_leaves
 
@@ -45,9 +46,16 @@ class CollectiveCounter(TorchDispatchMode):
     def _count(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         # The input of an out-of-place collective is its second tensor argument; in-place ones have one.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor | list)]
-        groups = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-        if groups and torch.distributed.ProcessGroup.unbox(groups[0]).size() == 1:
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+        group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.group.WORLD
+        assert group is not None
+        if group.size() == 1:
             return
         given = tensors[1] if len(tensors) > 1 and name not in ("all-reduce", "broadcast", "send") else tensors[0]
+        put_in = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        self.add(name, group, put_in[0].device, sum(t.nbytes for t in put_in))
+
+    def add(self, name: str, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
+        """One collective over `group`, into which this rank puts `size` bytes that are on `device`."""
         self.calls[name] += 1
-        self.bytes[name] += sum(t.nbytes for t in tree_leaves(given) if isinstance(t, torch.Tensor))
+        self.bytes[name] += size

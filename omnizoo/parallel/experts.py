@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnizoo.config.errors import UserError
-from omnizoo.ops.experts import combine, gather, restore, sort_by_expert
+from omnizoo.ops.experts import Pairs, combine, gather, restore, sort_by_expert
 from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.layout import Layout, divisors
 from omnizoo.parallel.mesh import Mesh
@@ -42,8 +42,7 @@ class Dispatch:
         pairs = sort_by_expert(index, self.experts)
         arriving = torch.empty_like(pairs.counts)
         dist.all_to_all_single(arriving, pairs.counts, group=self.group)
-        by_rank = torch.stack([pairs.counts, arriving]).view(2, ranks, here).sum(2)
-        sent, received = by_rank.tolist()
+        sent, received = self.split(pairs, arriving)
 
         rows = exchange_rows(gather(hidden, pairs), sent, received, self.group)
         # They come ordered by (source rank, expert, token); experts want (expert, source rank, token), a fixed order.
@@ -52,6 +51,12 @@ class Dispatch:
         rows = restore(compute(gather(rows, local), local.counts), local)
         rows = exchange_rows(rows, received, sent, self.group)
         return combine(rows, weights, pairs)
+
+    def split(self, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
+        """How many pairs go to each rank, and come from it: the one thing that the host must know."""
+        by_rank = torch.stack([pairs.counts, arriving]).view(2, self.group.size(), -1).sum(2)
+        sent, received = by_rank.tolist()
+        return sent, received
 
 
 def check_experts(layout: Layout, experts: int) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from omnizoo.ops.device import has_float64
+
 ROW = 1024
 Groups = dict[tuple[DeviceMesh, tuple[Placement, ...]], list[nn.Parameter]]
 
@@ -40,7 +42,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
         norms.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True))
     rows = torch.cat(norms)
-    return rows.to(torch.float64 if rows.device.type in ("cpu", "cuda") else rows.dtype).square().sum()
+    return rows.to(torch.float64 if has_float64(rows.device) else rows.dtype).square().sum()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, norm: torch.Tensor) -> None:

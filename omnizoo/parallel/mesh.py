@@ -85,6 +85,18 @@ class Mesh:
         assert group is not None
         return group
 
+    def axes_of(self, group: dist.ProcessGroup) -> list[str]:
+        """The axes that `group` is along: several if they have the same ranks, `world` if it is none of them."""
+        views = (self.dense, self.experts, self.data, self.packs)
+        named = {axis: view.get_group(axis) for view in views for axis in view.mesh_dim_names or ()}
+        wanted = dist.get_process_group_ranks(group)
+        found = [axis for axis, known in named.items() if dist.get_process_group_ranks(known) == wanted]
+        return found + ["world"] * (len(wanted) == self.layout.world)
+
+    @staticmethod
+    def ranks_of(group: dist.ProcessGroup) -> list[int]:
+        return dist.get_process_group_ranks(group)
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum over all ranks, in float64 on the host: counts stay exact and no accelerator is waited for."""
         tensor = torch.tensor(values, dtype=torch.float64)

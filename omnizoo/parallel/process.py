@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops.device import backend_for, pick_device
+from omnizoo.ops.torch_private import register_fake_collectives
 from omnizoo.parallel.layout import place_in_world
 
 
@@ -49,6 +50,21 @@ def process_group(
         if on_failure is not None:
             on_failure(rank, error)
         raise
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def pretended_group(rank: int, world_size: int, device: torch.device) -> Iterator[Process]:
+    """For the length of the block, one process that takes itself for rank `rank` of `world_size`, on `device`.
+
+    Nothing is sent: collectives return at once. What they give is of the right shape, and means nothing.
+    """
+    register_fake_collectives()
+    backend = f"cpu:fake,{device.type}:fake"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield Process(rank, world_size, 0, device)
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,165 @@
+"""`omnizoo plan`: will it fit, what is sent, where does the host wait; before any device is rented."""
+
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
+from omnizoo.parallel.layout import micro_batches, plan_layout
+from omnizoo.planning.devices import read_device
+
+if TYPE_CHECKING:
+    from omnizoo.planning.advise import Advice
+    from omnizoo.planning.simulate import Place, Result
+
+MOST_RANKS = 2**16
+GIB = 2**30
+SHOWN = 8  # modules, by what their activations take
+
+
+def plan(
+    path: str,
+    overrides: list[str],
+    world: int,
+    device: str,
+    rank: int,
+    imbalance: float,
+    as_json: bool,
+    html: Path | None,
+) -> int:
+    """0 if the step fits the device, 1 if it does not."""
+    if not 1 <= world <= MOST_RANKS:
+        raise UserError(f"--world is {world}; expected 1 to {MOST_RANKS} ranks")
+    if not 0 <= rank < world:
+        raise UserError(f"--rank is {rank}; expected 0 to {world - 1}, of a world of {world}")
+    if not 0 < imbalance <= world:
+        raise UserError(f"--imbalance is {imbalance:g}; expected a number above 0 and up to the {world} ranks")
+    config = load_config(path, overrides, needs_data=False)
+    chosen = read_device(device)
+    layout = plan_layout(config.parallel, world)
+    micro_batches(layout, config.train.global_batch, config.train.micro_batch)
+    quiet()
+    from omnizoo.planning.advise import advise, room
+    from omnizoo.planning.simulate import Place, simulate
+
+    place = Place(world, rank, chosen, imbalance)
+    talk = Console(stderr=True, quiet=as_json)
+    with talk.status("running the step without a device"):
+        result = simulate(config, place)
+    fits = result.peak.bytes <= room(place)
+    advice: list[Advice] = []
+    if not fits:
+        with talk.status("it does not fit: trying what helps") as status:
+            advice = advise(config, place, result, status.update)
+    found = as_object(result, place, fits, advice)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show(found, result, place, device)
+    if html is not None:
+        from omnizoo.planning.page import write_page
+
+        write_page(html, Path(path).stem, found, result.timeline)
+    return 0 if fits else 1
+
+
+def quiet() -> None:
+    """What torch and transformers say about a world that is not there helps nobody."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+
+
+def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice]") -> dict[str, Any]:
+    from omnizoo.planning.advise import MARGIN
+
+    peak = result.peak
+    return {
+        "fits": fits,
+        "peak_memory_gb": peak.bytes / GIB,
+        "peak_at": {"module": peak.module or "the loss", "phase": peak.phase},
+        "device_memory_gb": place.device.memory_gb,
+        "margin": MARGIN,
+        "memory": {part.replace(" ", "_"): size / GIB for part, size in peak.parts.items()},
+        "activations": {module: size / GIB for module, size in peak.activations.items()},
+        "collectives": [
+            {
+                "op": each.op,
+                "axis": each.axis,
+                "bytes": size,
+                "count": count,
+                "inside_node": each.inside_node,
+                "host": each.host,
+            }
+            for each, (count, size) in sorted(result.collectives.items(), key=lambda pair: -pair[1][1])
+        ],
+        "host_syncs": [
+            {"where": sync.where, "kind": sync.kind, "operator": sync.detail, "count": count}
+            for sync, count in sorted(result.syncs.items(), key=lambda pair: (-pair[1], pair[0].where))
+        ],
+        "flops_per_step": result.flops,
+        "layout": result.layout,
+        "world": place.world,
+        "rank": place.rank,
+        "imbalance": place.imbalance,
+        "parameters": result.parameters,
+        "tokens_per_step": result.tokens,
+        "micro_batches": result.micro_batches,
+        "data": result.data,
+        "values_not_known": result.guessed,
+        "advice": [{"change": each.changes, "peak_memory_gb": each.peak / GIB} for each in advice],
+        "seconds": round(result.seconds, 1),
+    }
+
+
+def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    allowed = place.device.memory_gb * (1 - found["margin"])
+    console.print(
+        f"{result.parameters / 1e9:,.2f} B parameters, rank {place.rank} of {place.world} ({result.layout}), "
+        f"{result.tokens:,} tokens and {result.flops:.3g} FLOPs per step, "
+        f"{result.micro_batches} micro-batch(es) per rank",
+        highlight=False,
+    )
+    console.print(f"data: {result.data}\n", highlight=False, markup=False)
+
+    memory = Table("memory at the peak", "GiB", box=None)
+    for part, size in found["memory"].items():
+        memory.add_row(part.replace("_", " "), f"{size:,.2f}")
+        if part == "activations":
+            for module, own in list(found["activations"].items())[:SHOWN]:
+                memory.add_row(f"  [dim]{module}[/]", f"[dim]{own:,.2f}[/]")
+    memory.add_row("together", f"{found['peak_memory_gb']:,.2f}")
+    console.print(memory)
+    at = found["peak_at"]
+    console.print(f"the peak is in the {at['phase']} of {at['module']}\n", highlight=False, markup=False)
+
+    traffic = Table("collective", "axis", "calls", "MiB put in by this rank", "reach", box=None)
+    for each in found["collectives"]:
+        reach = ("inside a node" if each["inside_node"] else "across nodes") + (", host" if each["host"] else "")
+        traffic.add_row(each["op"], each["axis"], f"{each['count']:,}", f"{each['bytes'] / 2**20:,.1f}", reach)
+    console.print(traffic)
+    console.print()
+    waits = Table("the host waits for the device in", "for", "times a step", box=None)
+    for each in found["host_syncs"]:
+        waits.add_row(each["where"], f"{each['kind']}: {each['operator']}", f"{each['count']:,}")
+    console.print(waits)
+
+    verdict = "fits" if found["fits"] else "does not fit"
+    of = f"{device}: {place.device.memory_gb:g} GiB less a margin of {found['margin']:.0%}"
+    console.print(f"\n{found['peak_memory_gb']:,.1f} GiB: {verdict} {allowed:,.1f} GiB ({of})", highlight=False)
+    for advice in found["advice"]:
+        changes = ", ".join(f"{key}: {str(value).lower()}" for key, value in advice["change"].items())
+        console.print(f"  with {changes}: {advice['peak_memory_gb']:,.1f} GiB", highlight=False)
+    if not found["fits"] and not found["advice"]:
+        console.print("  no change of `parallel` that was tried helps")
+    console.print(f"[dim]{found['seconds']:.0f} s[/]", highlight=False)

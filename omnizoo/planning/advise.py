@@ -1,0 +1,79 @@
+"""What to change if a step does not fit: each change of `parallel` that may help is tried, and the best are told."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.parallel.layout import plan_layout
+from omnizoo.planning.ledger import GRADIENTS
+from omnizoo.planning.simulate import Place, Result, simulate
+
+MARGIN = 0.1  # of the memory: for the driver, buffers of collectives, workspaces of kernels, and gaps between blocks
+
+
+@dataclass(frozen=True)
+class Advice:
+    changes: dict[str, Any]  # keys of the config, and what to set them to
+    peak: int  # bytes that are needed then
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key}: {str(value).lower()}" for key, value in self.changes.items())
+
+
+def room(place: Place) -> int:
+    """Bytes that a step may take."""
+    return int(place.device.memory_gb * 2**30 * (1 - MARGIN))
+
+
+def advise(config: Config, place: Place, result: Result, say: Callable[[str], None]) -> list[Advice]:
+    """The change that saves most; and with it the next one, if that is not enough."""
+    changes: dict[str, Any] = {}
+    advice: list[Advice] = []
+    for _ in range(2):
+        tried = []
+        for change in possible(changed(config, changes), place, result):
+            say(f"trying {Advice(changes | change, 0)}")
+            try:
+                peak = simulate(changed(config, changes | change), place).peak.bytes
+            except UserError:  # a layout that this model cannot have
+                continue
+            tried.append(Advice(changes | change, peak))
+        best = min(tried, key=lambda each: each.peak, default=None)
+        if best is None or best.peak >= (advice[-1].peak if advice else result.peak.bytes):
+            return advice
+        advice.append(best)
+        if best.peak <= room(place):
+            return advice
+        changes = best.changes
+    return advice
+
+
+def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str, Any]]:
+    parallel, train = config.parallel, config.train
+    layout = plan_layout(parallel, place.world)
+    if parallel.recompute != "full":
+        yield {"parallel.recompute": "full"}
+    if not parallel.reduce_each_micro_batch and result.micro_batches > 1 and result.peak.parts[GRADIENTS]:
+        yield {"parallel.reduce_each_micro_batch": True}
+    if train.micro_batch > 1:
+        yield {"train.micro_batch": 1}
+    if layout.dp_replicate > 1:
+        yield {"parallel.dp_replicate": 1}
+    for axis in ("ulysses", "ring"):
+        if layout.dp_shard % 2 == 0:
+            yield {f"parallel.{axis}": getattr(parallel, axis) * 2} | (
+                {} if parallel.dp_shard == -1 else {"parallel.dp_shard": layout.dp_shard // 2}
+            )
+    if layout.ep > 1 and layout.ep_shard % 2 == 0:
+        yield {"parallel.ep": layout.ep * 2}
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    updates = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=updates)

@@ -1,0 +1,54 @@
+"""Accelerators, as far as a plan must know them. Figures are those of the makers' data sheets."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from omnizoo.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Device:
+    memory_gb: float  # GB = 10^9 bytes, as it is sold
+    per_node: int = 8
+    bf16_tflops: float = 0.0  # dense, accumulated in fp32
+    inside_gb_per_s: float = 0.0  # to the other devices of a node, one direction
+    across_gb_per_s: float = 0.0  # to other nodes, per device, one direction
+
+
+DEVICES = {
+    "a100": Device(80, 8, 312.0, 300, 25),
+    "h100": Device(80, 8, 989.0, 450, 50),
+    "h200": Device(141, 8, 989.0, 450, 50),
+    "b200": Device(180, 8, 2250.0, 900, 50),
+    "mi300x": Device(192, 8, 1307.4, 448, 50),
+}
+LARGEST_FILE = 2**16
+
+
+def read_device(name: str) -> Device:
+    """A device by name, or of one's own, from a YAML file with the fields of `Device`."""
+    if name in DEVICES:
+        return DEVICES[name]
+    path = Path(name)
+    example = ", ".join(f"{key}: {value:g}" for key, value in asdict(DEVICES["h100"]).items())
+    expected = f"expected {', '.join(DEVICES)}, or a YAML file such as `{example}` with one key per line"
+    if not path.is_file():
+        raise UserError(f"--device is {name!r}; {expected}")
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = yaml.safe_load(file.read(LARGEST_FILE))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--device: cannot read {name}: {str(error).splitlines()[0]}; {expected}") from error
+    known = {field.name for field in fields(Device)}
+    if not isinstance(found, dict) or set(found) - known or "memory_gb" not in found:
+        wrong = ", ".join(sorted(map(str, set(found) - known))) if isinstance(found, dict) else "no mapping"
+        raise UserError(f"--device: {name} has {wrong or 'no memory_gb'}; {expected}")
+    for key, value in found.items():
+        whole = key == "per_node"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < 1e9:
+            raise UserError(
+                f"--device: {name}: {key} is {value!r}; expected a {'whole ' if whole else ''}number above 0"
+            )
+    return Device(**found)

@@ -1,0 +1,95 @@
+"""Stand-ins for what has no meaning on a device that is not there, and a context that puts them in place.
+
+Attention: torch would take it apart into plain products there, which no accelerator does; the stand-in is the fused
+kernel's own operator, which saves queries, keys, values, output and log-sum-exp. Routing: who gets how many rows only a
+real router knows; here experts are used evenly, or this rank gets `imbalance` times its share. Data: this rank is the
+one that has read all packs of the step.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from omnizoo.assembly import parallelize
+from omnizoo.data import deal
+from omnizoo.ops.device import PLANNED
+from omnizoo.ops.experts import Pairs
+from omnizoo.parallel.experts import Dispatch
+from omnizoo.planning.backend import replaced
+
+UNLIMITED = 2**62  # bytes
+
+
+@contextmanager
+def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
+    """Everything that is replaced during a dry run, and put back after it."""
+    split, swap_tensors = Dispatch.split, torch.utils.swap_tensors
+
+    def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
+        split(self, pairs, arriving)  # the same operators, and the same wait
+        count, ranks = len(pairs.order), self.group.size()
+        sent = shares(count, ranks)
+        return sent, shares(int(count * imbalance), ranks)
+
+    def from_this_rank(value: Any, group: object = None) -> list[Any]:
+        told = json.loads(json.dumps(value))
+        return [told if other == rank else told | {"packs": []} for other in range(world)]
+
+    def to_itself(to: Sequence[Sequence[Any]], group: object = None) -> list[list[Any]]:
+        tensors = [
+            (header, {name: torch.as_tensor(array) for name, array in arrays.items()}) for header, arrays in to[rank]
+        ]
+        return [tensors if other == rank else [] for other in range(world)]
+
+    def swap(here: torch.Tensor, there: torch.Tensor) -> None:
+        # `Module.to` swaps fake parameters for what they become, and cannot if anyone watches them: on the way to where
+        # they are, nothing is to be done.
+        if (here.device, here.dtype) != (there.device, there.dtype):
+            swap_tensors(here, there)  # type: ignore[no-untyped-call]  # torch's own has no types
+
+    with replaced(
+        (torch.utils, "swap_tensors", swap),
+        (F, "scaled_dot_product_attention", attention),
+        (Dispatch, "split", even_split),
+        (deal, "gather_json", from_this_rank),
+        (deal, "exchange_payloads", to_itself),
+        (parallelize, "total_memory", lambda device: UNLIMITED),  # what does not fit is to be reported, not refused
+    ):
+        yield
+
+
+def shares(count: int, ranks: int) -> list[int]:
+    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+
+
+_TORCHS_OWN = F.scaled_dot_product_attention
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` as the fused kernels of accelerators do it."""
+    if query.device.type != PLANNED:
+        return _TORCHS_OWN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out
+    heads = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (key, value))
+    bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
+    bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    with_bias: torch.Tensor = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return with_bias
