@@ -26,7 +26,8 @@ def random_pack(index: int, random: np.random.Generator) -> Known:
                 Item(port, size, ((start + 1, size.places),), port.role == "decoder" and random.random() < 0.5)
             )
         start += length
-    return Known(index, lengths, int(random.integers(0, start)), False, items)
+    labels = int(random.integers(0, start))
+    return Known(index, lengths, labels, labels * float(random.integers(1, 4)), False, items)
 
 
 def cost(pack: Known) -> float:
@@ -49,6 +50,7 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
     learnt = [item.size.places for pack in packs for item in pack.items if item.is_target]
     assert plan.totals.targets.get("image", 0) == sum(learnt)
     assert plan.totals.targets[TEXT] == sum(pack.labels for pack in packs)
+    assert plan.totals.weight == sum(pack.weight for pack in packs)
     assert set(plan.imbalance) == {"tokens", "image/encoder", "sound/encoder", "image/decoder"}
     assert all(figure >= 1 - 1e-9 for figure in plan.imbalance.values())
 
@@ -78,6 +80,7 @@ def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
         (i.port, i.size.places, i.size.cost, i.targets, i.spans, i.is_target) for i in pack.items
     ]
     assert (heard.index, heard.lengths, heard.labels, heard.is_filler) == (3, pack.lengths, pack.labels, False)
+    assert heard.weight == pack.weight
 
 
 def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:
