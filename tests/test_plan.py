@@ -184,7 +184,7 @@ def test_what_cannot_be_traced_is_named(tmp_path: Path) -> None:
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(config))
     choosy, plain = dry([(str(tmp_path / f"{name}.yaml"), []) for name in ("choosy", "plain")], 1, tmp_path)
     assert "aten.index.Tensor" in choosy["error"]
-    assert "untraceable_module.py:13" in choosy["error"]
+    assert "untraceable_module.py:12" in choosy["error"]
     assert "one text of 64 tokens" in plain["data"]
     assert "model.tokenizer" in plain["data"]
 

@@ -83,13 +83,13 @@ def tensors_made_on_host() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_shard_propagation(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """DTensor runs operators on tensors of global shape to know their metadata: enter `around()` while it does."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    names = [name for name in dir(ShardingPropagator) if name.startswith("_propagate_tensor_meta")]
+def quiet_shard_propagation(sharded: Any, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """`sharded`, which is DTensor, runs operators on tensors of global shape to know their metadata: enter `around()`
+    while it does."""
+    propagator = type(sharded._op_dispatcher.sharding_propagator)
+    names = [name for name in dir(propagator) if name.startswith("_propagate_tensor_meta")]
     assert names, "torch has renamed them"
-    before = {name: getattr(ShardingPropagator, name) for name in names}
+    before = {name: getattr(propagator, name) for name in names}
 
     def muted(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -101,11 +101,11 @@ def quiet_shard_propagation(around: Callable[[], AbstractContextManager[None]]) 
 
     try:
         for name, function in before.items():
-            setattr(ShardingPropagator, name, muted(function))
+            setattr(propagator, name, muted(function))
         yield
     finally:
         for name, function in before.items():
-            setattr(ShardingPropagator, name, function)
+            setattr(propagator, name, function)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -196,7 +196,8 @@ class PretendedDevice(FakeTensorMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(type(x) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for x in tensors):
             return NotImplemented  # DTensor unpacks itself, and its local tensors come by
-        self.operator = str(func)
+        if not self._depth:
+            self.operator = str(func)
         target = kwargs.get("device")
         is_real = not any(isinstance(x, FakeTensor) for x in tensors)
         if is_real and (target is None or torch.device(target).type != PLANNED):
@@ -384,8 +385,12 @@ def _function(frame: FrameType) -> str:
 
 
 def short_name(file: str, line: int) -> str:
-    parts = Path(file).parts
-    start = parts.index("site-packages") + 1 if "site-packages" in parts else 0
-    if file.startswith(PACKAGE):
-        start = len(Path(PACKAGE).parts) - 1
-    return f"{'/'.join(parts[start:])}:{line}"
+    """`file:line`, from the package on; a user's own file as it is seen from here."""
+    path = Path(file)
+    if "site-packages" in path.parts:
+        path = Path(*path.parts[path.parts.index("site-packages") + 1 :])
+    elif file.startswith(PACKAGE):
+        path = path.relative_to(Path(PACKAGE).parent)
+    elif path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}"

@@ -168,7 +168,7 @@ class Ledger(TorchDispatchMode):
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         try:
-            with quiet_shard_propagation(self.muted), self:
+            with quiet_shard_propagation(DTensor, self.muted), self:
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
