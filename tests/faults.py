@@ -22,11 +22,12 @@ def wrong_divide_factor_on_experts() -> Iterator[None]:
 
     original = parallelize.shard_experts
 
-    def shard_experts(modules: Any, *args: Any) -> None:
-        original(modules, *args)
+    def shard_experts(modules: Any, *args: Any) -> Any:
+        units = original(modules, *args)
         for module in modules:
             module.set_gradient_divide_factor(2.0)
             module.set_force_sum_reduction_for_comms(True)
+        return units
 
     with patch.object(parallelize, "shard_experts", shard_experts):
         yield

@@ -118,6 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WITHOUT_EXPERTS = ("llama", "gemma3_text")
 LAYOUTS = {8: {"ulysses": 4, "ep": 4}, 128: {"ulysses": 4, "ring": 2, "ep": 8, "dp_replicate": 2}}
+FEW = ("gpt_oss", "deepseek_v3", "qwen3_omni_32k")  # at the larger world, for time
 OF_MEDIA = ("qwen3_vl_30b_a3b", "qwen3_omni_32k")
 
 
@@ -153,8 +154,12 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], di
     for world in LAYOUTS:
         folder = tmp_path_factory.mktemp("published")
         cases = published(folder, world)
-        planned = dry(list(cases.values()), world, folder)
-        found |= {(world, name): each for name, each in zip(cases, planned, strict=True)}
+        names = list(cases) if world == 8 else FEW
+        # DTensor remembers groups by the shape of their mesh: copies of a model after copies of another one find none.
+        together = [names] if world == 8 else [[name] for name in names]
+        for some in together:
+            planned = dry([cases[name] for name in some], world, folder)
+            found |= {(world, name): each for name, each in zip(some, planned, strict=True)}
     return found
 
 

@@ -26,6 +26,14 @@ def test_family_agrees_with_one_process_on_any_layout(family: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_experts_that_are_not_the_last_of_a_block_are_recomputed_selectively(tmp_path: Path) -> None:
+    """Weights of experts are gathered inside of the block, and not alike in forward and in recomputation."""
+    config = load_config(ROOT / "examples/text_tiny.yaml", ["--parallel.recompute", "selective"])
+    (layout,) = prepare(with_family(config, "deepseek_v3"), 2, "dp2.ep2", "fp32", tmp_path)
+    assert verdict_of(tmp_path, layout).reason == ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family, entry in ZOO.items() if entry.is_omni])
 def test_omni_family_agrees_with_one_process_on_any_layout(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

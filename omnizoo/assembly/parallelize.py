@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.entrance import keep_logits
@@ -26,6 +26,7 @@ from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import load_weights, weight_origins
 from omnizoo.ops.device import total_memory
 from omnizoo.ops.precision import exact
+from omnizoo.ops.torch_private import Aside, selective_contexts
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
@@ -57,10 +58,12 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
         use_dispatched(language_model(model))
     for module in experts if mesh.layout.ep > 1 else ():
         set_dispatch(module, Dispatch(mesh.group("ep"), facts.num_experts))
+    gathering = Aside()
     for name, block in zip(facts.blocks, blocks, strict=True):
-        recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision)
+        recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, gathering)
     policy = precision_policy(parallel.precision)
-    shard_experts(experts, mesh, parallel.reshard_after_forward, policy)
+    for unit in shard_experts(experts, mesh, parallel.reshard_after_forward, policy):
+        gather_aside(unit, gathering)
     # Frozen tokenisers compute codes, which must not depend on the run's precision; they are small, too.
     whole = [p for module in model.modules() if isinstance(module, Frozen) for p in module.parameters()]
     shard(model, blocks, mesh, parallel.reshard_after_forward, policy, whole)
@@ -122,19 +125,38 @@ def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
         )
 
 
-def recompute(block: nn.Module, mode: str, precision: str) -> None:
-    """Recompute the block's activations in backward: all of them, or (selective) all but matmuls and attention."""
+def recompute(block: nn.Module, mode: str, precision: str, gathering: Aside) -> None:
+    """Recompute the block's activations in backward: all of them, or (selective) all but matmuls and attention.
+
+    `gathering` is on while weights are gathered inside of a block, which is none of its computation.
+    """
     if mode == "none":
         return
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = nullcontext(), nullcontext()
         if mode == "selective":
-            first, again = create_selective_checkpoint_contexts(_keep_expensive)
+            first, again = selective_contexts(_keep_expensive, gathering)
         return first, _both(again, exact(precision))  # autograd leaves the mode that the forward pass ran under
 
     # On the instance, inside the module's hooks: FSDP gathers the weights before the recomputation needs them.
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def gather_aside(unit: nn.Module, gathering: Aside) -> None:
+    """For a unit of FSDP inside of a block: it does not do the same before and after each of its forward passes, the
+    one of the recomputation included, and selective recomputation would miss what it did not do."""
+
+    def begin(*_: Any) -> None:
+        gathering.is_on = True
+
+    def end(*_: Any) -> None:
+        gathering.is_on = False
+
+    unit.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own hook
+    unit.register_forward_pre_hook(end)
+    unit.register_forward_hook(begin, prepend=True)
+    unit.register_forward_hook(end)
 
 
 @contextmanager

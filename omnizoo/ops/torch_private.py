@@ -20,6 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": (
@@ -197,3 +203,35 @@ def flash_cuda_backward(
         window_size_right=pieces.right,
     )
     return dq, dk, dv
+
+
+class Aside:
+    """A switch: while it is on, operators are not among those that selective recomputation keeps or makes again."""
+
+    is_on = False
+
+
+class _Keeping(_CachingTorchDispatchMode):
+    aside: Aside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.aside.is_on:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+class _Kept(_CachedTorchDispatchMode):
+    aside: Aside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.aside.is_on:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def selective_contexts(policy: Callable[..., CheckpointPolicy], aside: Aside) -> tuple[Any, Any]:
+    """What `checkpoint` takes as `context_fn`: torch's own, but for the switch."""
+    keeping, kept = create_selective_checkpoint_contexts(policy)
+    keeping.__class__, kept.__class__ = _Keeping, _Kept
+    keeping.aside = kept.aside = aside
+    return keeping, kept

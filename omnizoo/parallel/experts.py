@@ -70,18 +70,22 @@ def check_experts(layout: Layout, experts: int) -> None:
         )
 
 
-def shard_experts(modules: Iterable[nn.Module], mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy) -> None:
-    """Spread the experts of each module over `ep`, and make it a unit of FSDP2 over `ep_shard`, in place.
+def shard_experts(
+    modules: Iterable[nn.Module], mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy
+) -> list[nn.Module]:
+    """Spread the experts of each module over `ep`, and make it a unit of FSDP2 over `ep_shard`, in place; the units.
 
     Goes before the blocks around them are sharded. Parameters are `[experts, ...]`; a rank ends up with
     1 / (ep x ep_shard) of each. Routing weights keep the precision the router gave them; rows are cast where they meet
     the experts' weights.
     """
+    units: list[nn.Module] = []
     for module in modules:
         for child in module.children():
             if any(True for _ in child.parameters()):  # shared by all experts, so sharded like dense weights
                 unit = fully_shard(child, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
                 sum_gradients(unit, mesh.fsdp)
+                units.append(child)
         own = dict(module.named_parameters(recurse=False))
         split = {tuple(p.shape): _dim_to_split(name, p.shape, mesh.layout) for name, p in own.items()}
         if mesh.layout.ep > 1:
@@ -96,6 +100,8 @@ def shard_experts(modules: Iterable[nn.Module], mesh: Mesh, reshard: bool, polic
             shard_placement_fn=partial(_placement, split),
         )
         sum_gradients(unit, mesh.expert_fsdp)
+        units.append(module)
+    return units
 
 
 def _placement(split: dict[tuple[int, ...], int], parameter: nn.Parameter) -> Shard:

@@ -46,7 +46,12 @@ SHAPED_BY_VALUES = {
 }
 FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # each a kernel on accelerators, and parts elsewhere
 BACKWARD = "torch's backward"  # which no line of Python calls
-WATCHING = tuple(str(Path(__file__).parents[1] / name) for name in ("planning", "parallel/collectives.py"))
+PASSING_ON = (
+    "planning",
+    "parallel/collectives.py",
+    "ops/torch_private.py",
+)  # stand between an operator and who calls it
+WATCHING = tuple(str(Path(__file__).parents[1] / name) for name in PASSING_ON)
 PACKAGE, TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
