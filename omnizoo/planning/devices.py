@@ -1,4 +1,4 @@
-"""Accelerators, as far as a plan must know them. Figures are those of the makers' data sheets."""
+"""Accelerators, as far as a plan must know them. Memory and FLOP/s are of data sheets; links are rough, for later."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,7 +10,7 @@ from omnizoo.config.errors import UserError
 
 @dataclass(frozen=True)
 class Device:
-    memory_gb: float  # GB = 10^9 bytes, as it is sold
+    memory_gb: float  # as it is sold, and taken as GiB: what 80 GB devices have is nearer to that
     per_node: int = 8
     bf16_tflops: float = 0.0  # dense, accumulated in fp32
     inside_gb_per_s: float = 0.0  # to the other devices of a node, one direction
