@@ -16,7 +16,7 @@ from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 
 SMALL = "model: {path: m}\ndata: {sources: [{path: a.jsonl}]}\n"
-COMMANDS = ("train", "export", "generate", "doctor", "verify", "data", "recipes")
+COMMANDS = ("train", "export", "generate", "doctor", "plan", "verify", "data", "recipes")
 
 
 @pytest.fixture(autouse=True)
