@@ -17,8 +17,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from fixtures import TEXT, make_tokenizer
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from omnizoo.assembly.assemble import Assembly
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Data, Model, Source, Train
 from omnizoo.data.deal import Batch, make_batch
@@ -355,6 +357,8 @@ def test_evaluation_reads_a_small_source_once(
     config = configure(eval_sources=[Source(path=str(folder / "tiny.jsonl"))], train={"eval_packs": 50})
     packs = read_held_out(build_reader(held_out_config(config), tokenizer), 0, 1)
     assert sorted(s for pack in packs for s in pack.sample_ids) == ["0/0/0/0", "0/0/1/0", "0/0/2/0"]
+    never = Assembly(configure(train={"eval_every": 0}), tokenizer, nn.Identity())
+    assert never.held_out() is None
 
 
 def test_evaluation_without_a_usable_row_is_refused(

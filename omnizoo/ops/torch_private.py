@@ -211,7 +211,7 @@ class Aside:
     is_on = False
 
 
-class _Keeping(_CachingTorchDispatchMode):
+class _SteppingAside(TorchDispatchMode):
     aside: Aside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,13 +220,10 @@ class _Keeping(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-class _Kept(_CachedTorchDispatchMode):
-    aside: Aside
+class _Keeping(_SteppingAside, _CachingTorchDispatchMode): ...
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.aside.is_on:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+class _Kept(_SteppingAside, _CachedTorchDispatchMode): ...
 
 
 def selective_contexts(policy: Callable[..., CheckpointPolicy], aside: Aside) -> tuple[Any, Any]:
