@@ -85,6 +85,7 @@ def try_layouts(
 ) -> list["Verdict"]:
     from omnizoo.training.probe import FAILURES
     from omnizoo.verification.compare import failed, verdict_of
+    from omnizoo.verification.conditioning import decide
     from omnizoo.verification.prepare import prepare, with_family
     from omnizoo.verification.world import RankError
 
@@ -101,7 +102,8 @@ def try_layouts(
     verdicts = []
     for layout in track(chosen, description=family or "", console=console, transient=True):
         try:
-            verdicts.append(verdict_of(folder, layout))
+            verdict = verdict_of(folder, layout)
+            verdicts.append(decide(config, layout, folder, verdict) if precision == "fp32" else verdict)
         except RankError as error:
             if family is None:
                 raise
@@ -121,6 +123,8 @@ def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
     for v in verdicts:
         if not v.passed:
             console.print(f"[bold red]{v.layout}[/]: {v.reason}", soft_wrap=True)
+        elif v.note:
+            console.print(f"{v.layout} agrees {v.note}", soft_wrap=True)
 
 
 def as_markdown(found: dict[str, list["Verdict"]], refused: dict[str, str], world: int, precision: str) -> str:
@@ -141,7 +145,10 @@ def as_markdown(found: dict[str, list["Verdict"]], refused: dict[str, str], worl
         "|---|---|---|---|---|---|",
     ]
     for name, verdicts in found.items():
-        outcome = "agrees" if name in agreeing else "; ".join(f"{v.layout}: {v.reason}" for v in verdicts if v.reason)
+        if name in agreeing:
+            outcome = " ".join(["agrees", *(v.note for v in verdicts if v.note)])
+        else:
+            outcome = "; ".join(f"{v.layout}: {v.reason}" for v in verdicts if v.reason)
         figures = [f"{max(getattr(v, key) for v in verdicts):.0e}" for key in ("loss", "gradient", "grad_norm")]
         cells = [f"`{name}`", ", ".join(v.layout for v in verdicts), *figures, outcome]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
