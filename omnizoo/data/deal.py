@@ -14,7 +14,7 @@ import torch
 from omnizoo.data.loader import FlatPack, filler, join_weights
 from omnizoo.data.plan import Cost, Known, Round, Totals, known_of, plan_step
 from omnizoo.modalities.base import Inputs, Item, Port, Size
-from omnizoo.parallel.exchange import Payload, exchange_payloads, gather_json
+from omnizoo.parallel.exchange import Payload, ProcessGroup, exchange_payloads, gather_json
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route
@@ -51,17 +51,23 @@ class Dealt:
 
 
 def deal(
-    packs: Sequence[FlatPack], mesh: Mesh, micro_batch: int, ports: Sequence[Port], cost: Cost, note: Any = None
+    packs: Sequence[FlatPack],
+    mesh: Mesh,
+    micro_batch: int,
+    ports: Sequence[Port],
+    cost: Cost,
+    note: Any = None,
+    group: ProcessGroup | None = None,
 ) -> Dealt:
     """Deal out the packs that all ranks have read; every rank must call. `note` is told to all ranks on the way.
 
-    `ports` are the model's, whether or not this step has items for them.
+    `ports` are the model's, whether or not this step has items for them. `group`: of the thread that calls.
     """
-    told = gather_json({"note": note, "packs": [_tell(known_of(pack), ports) for pack in packs]})
+    told = gather_json({"note": note, "packs": [_tell(known_of(pack), ports) for pack in packs]}, group)
     known = [_hear(pack, ports) for rank in told for pack in rank["packs"]]
     plan = plan_step(known, mesh.layout, micro_batch, ports, cost)
 
-    received = exchange_payloads(outgoing(plan.rounds, {pack.index: pack for pack in packs}, mesh.layout))
+    received = exchange_payloads(outgoing(plan.rounds, {pack.index: pack for pack in packs}, mesh.layout), group)
     arrived: dict[int, FlatPack] = {}
     inputs: dict[tuple[int, int], Inputs] = {}
     for header, tensors in (payload for from_rank in received for payload in from_rank):

@@ -268,9 +268,14 @@ class Loader:
         self.workers = min(self.config.data.workers, len(share.own_lanes))
         self.iterator: Iterator[LaneStep | Failure] | None = None
 
-    def next_step(self) -> Step:
+    def start(self) -> None:
+        """Start the workers now, in this thread: they are forked, which is no good while other threads are at work."""
         if self.iterator is None:
-            self.iterator = iter(self._start())
+            self.iterator = iter(self._reading())
+
+    def next_step(self) -> Step:
+        self.start()
+        assert self.iterator is not None
         # torch takes items from its workers in turn, so these are one of each: the whole step
         parts: list[LaneStep] = []
         for _ in range(max(1, self.workers)):
@@ -288,7 +293,7 @@ class Loader:
         bad_rows = [message for part in parts for message in part.bad_rows] if self.share.counts else []
         return Step(packs, bad_rows + undecodable)
 
-    def _start(self) -> Iterable[LaneStep | Failure]:
+    def _reading(self) -> Iterable[LaneStep | Failure]:
         _ = self.fingerprint  # of the data as it is now, before the run
         steps = LaneSteps(self.reader, self.share, self.step, self.states)
         if not self.workers:
