@@ -33,7 +33,7 @@ from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import RowSource
 from omnizoo.data.sources import open_source
-from omnizoo.modalities.base import Item, Modality
+from omnizoo.modalities.base import Inputs, Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_model import Positions
@@ -87,7 +87,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     bad, kept = [], []
     for sample in pack.samples:
         try:
-            kept.append((sample, [item.port.module(reader.modalities).prepare(item.media) for item in sample.items]))
+            kept.append((sample, [reader.prepare(item) for item in sample.items]))
         except BadMedia as reason:
             bad.append(f"{reader.sources[sample.id.source].where(sample.id.row)}: {reason}")
     if not kept:
@@ -139,6 +139,14 @@ class Reader:
     sources: Sequence[RowSource]
     renderer: Renderer
     modalities: Mapping[str, Modality]
+
+    def prepare(self, item: Item) -> Inputs:
+        """Decode an item. In a bf16 run, floats for an encoder travel as it will get them, in half the bytes; what a
+        decoder makes targets of keeps every digit."""
+        inputs = item.port.module(self.modalities).prepare(item.media)
+        if self.config.parallel.precision != "bf16" or item.port.role != "encoder":
+            return inputs
+        return {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in inputs.items()}
 
     def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
         return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)

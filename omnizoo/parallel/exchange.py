@@ -114,18 +114,18 @@ def exchange_payloads(to: Sequence[Sequence[Payload]], group: dist.ProcessGroup 
     return [*arrived[:rank], own, *arrived[rank + 1 :]]
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Each rank's value, on all ranks; as JSON has it (lists for tuples), also in a world of one."""
-    text = _bytes(value)
+def gather_bytes(message: bytes, group: ProcessGroup | None = None) -> list[npt.NDArray[np.uint8]]:
+    """Each rank's message, on all ranks; each begins where any dtype may."""
+    text = torch.from_numpy(np.frombuffer(bytearray(message), np.uint8))
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64)
     _finish(dist.all_gather_single(sizes, torch.tensor([len(text)]), group=group, async_op=True), group)
-    own = torch.zeros(int(sizes.max()), dtype=torch.uint8)  # gloo gathers equal sizes only
+    longest = int(sizes.max())
+    own = torch.zeros(longest + -longest % ALIGNED, dtype=torch.uint8)  # gloo gathers equal sizes only
     own[: len(text)] = text
     out = own.new_empty(ranks * len(own))
     _finish(dist.all_gather_single(out, own, group=group, async_op=True), group)
-    rows = out.view(ranks, -1)
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    return [row[:size] for row, size in zip(out.view(ranks, -1).numpy(), sizes.tolist(), strict=True)]
 
 
 def _finish(work: dist.Work, group: dist.ProcessGroup | None) -> None:
