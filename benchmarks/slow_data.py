@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -99,7 +100,7 @@ def main() -> None:
                     with Ahead(loader, objective, WARMUP + STEPS) as ahead:
                         steps(ahead.next, times[workers, way, seconds])
                 else:
-                    steps(lambda: next_step(loader, objective), times[workers, way, seconds])
+                    steps(partial(next_step, loader, objective), times[workers, way, seconds])
                     loader.close()
             print(f"turn {turn + 1} of {TURNS}", flush=True)
     medians = {variant: statistics.median(values) for variant, values in times.items()}
