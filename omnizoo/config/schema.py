@@ -131,8 +131,8 @@ class Adapter(Section):
     modules_to_save: list[Text] = Field([], description="modules that are trained whole, named in the same way")
     init: Literal["kaiming", "gaussian", "random"] = Field(
         "kaiming",
-        description="how the first factor is drawn; the second is zero, so that the model begins as its base (`random`: "
-        "drawn as well)",
+        description="how the first factor is drawn; the second is zero, so that the model begins as its base "
+        "(`random`: drawn as well)",
     )
     path: Text | None = Field(
         None, description="folder of a PEFT adapter to begin with: all keys but `dropout` are those of its files"

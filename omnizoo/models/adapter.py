@@ -54,9 +54,9 @@ class Attached:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Attached":
         """From what `fields` gave."""
-        names = [tuple(fields[name]) for name in ("modules", "experts", "saved")]
-        sets = [frozenset(fields[name]) for name in ("trained", "started")]
-        return cls(Adapter.model_construct(**fields["settings"]), *names, *sets)
+        modules, experts, saved = (tuple(fields[name]) for name in ("modules", "experts", "saved"))
+        trained, started = (frozenset(fields[name]) for name in ("trained", "started"))
+        return cls(Adapter.model_construct(**fields["settings"]), modules, experts, saved, trained, started)
 
 
 def scaling_of(settings: Adapter) -> float:
@@ -261,7 +261,7 @@ def _linear(module: Any, base: Callable[[torch.Tensor], torch.Tensor], scaling: 
     is_dropped = hasattr(module, "lora_dropout") and module.training
     if is_dropped:
         entering = module.lora_dropout[DEFAULT](entering)
-    added = second(first(entering)) * scaling
+    added: torch.Tensor = second(first(entering)) * scaling
     if hasattr(module, "lora_magnitude_vector"):
         weight = module.weight.to(entering.dtype)
         # Taken as a constant in backward (section 4.3 of the DoRA paper, and PEFT).

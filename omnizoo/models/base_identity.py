@@ -26,7 +26,7 @@ def base_identity(config: Config) -> str:
     if model.given is not None:
         for name, tensor in tensors_of(given_model(model)):
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
     digest.update(json.dumps(_shape_of(model), sort_keys=True, default=str).encode())
     for folder in _weight_folders(model):
