@@ -1,23 +1,38 @@
 """Adapters: what PEFT computes, on every layout; files that PEFT reads; exact resume."""
 
+import json
+import shutil
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from fixtures import make_tokenizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from processes import run_on_ranks, train_in_this_world
 from safetensors.torch import load_file
-from tiny import model_config
+from tiny import model_config, read_steps, write_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from omnizoo.checkpoint.tensors import on_meta
+from omnizoo.cli.main import main
+from omnizoo.config.load import load_config
 from omnizoo.config.schema import Adapter, Model
 from omnizoo.models.adapter import attached, set_magnitudes
 from omnizoo.models.adapter_files import INITS, adapter_settings, read_factors, write_folder
 from omnizoo.models.build import build_model
 from omnizoo.models.experts import use_dispatched
+from omnizoo.models.initial import initial_weights
+from omnizoo.parallel.process import Process
 from omnizoo.training.forward import packed_inputs
+from omnizoo.verification.compare import verdict_of
+from omnizoo.verification.prepare import parse, prepare
+
+ROOT = Path(__file__).parent.parent
 
 MOE: dict[str, Any] = model_config("qwen3") | {
     "model_type": "qwen3_moe",
@@ -112,3 +127,134 @@ def test_loss_gradients_and_files_are_those_of_peft(case: str, tmp_path: Path) -
     for name, grad in gradients.items():
         assert grad.norm() > 0, name
         assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+STEPS = 6
+VALUES = ("loss", "grad_norm", "tokens_seen")
+
+
+def publish(folder: Path) -> Path:
+    """A published model, as transformers writes it, with its tokenizer."""
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**MOE)).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def train_and_resume(process: Process, config: Path, run: Path, again: Path) -> None:
+    """A run, and a copy of what it left at step 3 that goes on."""
+    assert train_in_this_world([config, "--log.dir", run]) == 0
+    if process.rank == 0:
+        shutil.copytree(run, again)
+        shutil.rmtree(again / "checkpoints" / f"step_{STEPS:08d}")
+    torch.distributed.barrier()
+    assert train_in_this_world([config, "--log.dir", again]) == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention and experts of a published model with adapters, trained on two ranks that share the experts."""
+    root = tmp_path_factory.mktemp("adapter")
+    adapter = {"rank": 4, "alpha": 8.0, "targets": ["all-linear", *EXPERTS]}
+    model = {"config": None, "tokenizer": None, "path": str(publish(root / "base")), "adapter": adapter}
+    config = write_config(
+        root,
+        model=model,
+        train={"steps": STEPS, "global_batch": 4, "warmup_steps": 2, "lr": 1e-2},
+        parallel={"ulysses": 2, "ep": 2},
+        checkpoint={"every": 3},
+    )
+    result = run_on_ranks(train_and_resume, 2, config, root / "run", root / "again")
+    assert result.code == 0, result.stdout + result.stderr
+    return root
+
+
+def values(run: Path) -> list[list[float]]:
+    rows = read_steps(run)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return [[row[key] for key in VALUES] for row in rows]
+
+
+@pytest.mark.slow
+def test_resume_is_bit_for_bit_and_a_checkpoint_holds_no_base(trained: Path) -> None:
+    assert values(trained / "again") == values(trained / "run")
+    step = trained / "run" / "checkpoints" / f"step_{STEPS:08d}"
+    saved = on_meta(step / "tensors")
+    assert all("lora_" in name for name in saved)
+    kinds = Counter(name.split(".")[0] for name in saved)
+    assert kinds["model"] == 2 * (4 * 2 + 2 * 2)  # two layers of four linear layers and two matrices of experts
+    assert kinds["optimizer"] == 3 * kinds["model"]
+
+
+@pytest.mark.slow
+def test_on_another_layout_the_run_goes_on_with_the_same_losses(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
+    alone = ["--parallel.ulysses", "1", "--parallel.ep", "1", "--log.dir", str(run)]
+    assert main(["train", str(trained / "tiny.yaml"), *alone]) == 0
+    for ours, expected in zip(values(run), values(trained / "run"), strict=True):
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    ids = torch.arange(40, 72)[None]
+    return model.eval()(ids).logits
+
+
+@pytest.mark.slow
+def test_an_export_is_what_peft_loads_and_merged_it_gives_the_same_logits(trained: Path, tmp_path: Path) -> None:
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    assert main(["export", str(trained / "run"), str(adapter)]) == 0
+    assert main(["export", str(trained / "run"), str(merged), "--merge"]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(trained / "base")
+    before = logits_of(plain)
+    by_peft = logits_of(PeftModel.from_pretrained(plain, adapter))
+    assert (by_peft - before).norm() > 1e-2 * before.norm()
+    by_us = logits_of(AutoModelForCausalLM.from_pretrained(merged))
+    assert (by_us - by_peft).norm() <= 1e-5 * by_peft.norm()
+
+    # The folder is also where another run can begin: as from the checkpoint itself.
+    first = {}
+    for name, args in {
+        "folder": ["--model.adapter", json.dumps({"path": str(adapter)})],
+        "checkpoint": ["--checkpoint.resume", f"weights:{trained / 'run'}"],
+    }.items():
+        one = ["--train.steps", "1", "--parallel.ulysses", "1", "--parallel.ep", "1", "--log.dir", str(tmp_path / name)]
+        assert main(["train", str(trained / "tiny.yaml"), *one, *args]) == 0
+        first[name] = [read_steps(tmp_path / name)[0][key] for key in VALUES]
+    assert first["folder"] == first["checkpoint"]
+    assert first["folder"][0] < values(trained / "run")[0][0]
+
+
+@pytest.mark.slow
+def test_a_base_that_was_drawn_is_drawn_again_to_be_merged(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        model={"config": model_config("llama"), "adapter": {"kind": "dora", "rank": 4, "init": "random"}},
+        train={"steps": 1, "global_batch": 1},
+    )
+    assert main(["train", str(config)]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("llama")))
+    construct = partial(build_model, Model(config=model_config("llama")), "fp32")
+    base.load_state_dict(dict(initial_weights(construct, load_config(config, []).train.seed, set(base.state_dict()))))
+    by_peft = logits_of(PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    by_us = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert (by_us - by_peft).norm() <= 1e-5 * by_peft.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["rep2.dp2", "uly2.ring2", "dp2.uly2.ep4"])
+def test_layouts_agree_with_one_process(layout: str, prepared: Path) -> None:
+    verdict = verdict_of(prepared, parse(layout, 4))
+    assert verdict.passed, verdict.reason
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    prepare(load_config(ROOT / "examples/lora_tiny.yaml", []), 4, "dp2.uly2.ep4", "fp32", folder)
+    return folder

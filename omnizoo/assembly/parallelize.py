@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import PreTrainedModel
 
-from omnizoo.assembly.adapters import begin_adapter
+from omnizoo.assembly.adapters import begin_adapter, load_published
 from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
@@ -25,7 +25,7 @@ from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.models.initial import initial_weights
-from omnizoo.models.weights import load_weights, weight_origins
+from omnizoo.models.weights import weight_origins
 from omnizoo.ops.device import total_memory
 from omnizoo.ops.precision import exact
 from omnizoo.ops.torch_private import Aside, selective_contexts
@@ -73,16 +73,9 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     buffers = {name for name, _ in model.named_buffers()}
     wanted = buffers - set(model.state_dict())
     adapter = attached(model)
-    factors = adapter.started if adapter else frozenset()
     if load:
         wanted = buffers | {name for name, _ in model.named_parameters()}
-        for origin in origins:
-            part = model.get_submodule(origin.module) if origin.module else model
-            prefix = origin.module and origin.module + "."
-            new = {name.removeprefix(prefix) for name in factors if name.startswith(prefix)}
-            missing = load_weights(part, origin, config.model, mesh.device, new)
-            own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
-            wanted = (wanted - own) | {prefix + name for name in missing}
+        wanted = load_published(model, origins, config.model, mesh.device, wanted)
     allocate(model, mesh.device)
     # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
     # computed, mostly, and so have all the digits of the run's precision.
@@ -90,7 +83,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     if config.model.given is not None:
         given, computed = dict(tensors_of(given_model(config.model))), set()
         fill(model, sent_by_first({name: tensor for name, tensor in given.items() if name in wanted}, mesh))
-        wanted &= factors
+        wanted &= adapter.started if adapter else set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
         fill(model, initial_weights(partial(build_model, config.model, precision), config.train.seed, names))
     if adapter is not None and load:

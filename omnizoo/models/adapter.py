@@ -332,3 +332,32 @@ def _attach_to_experts(module: Any, own: str, settings: Adapter, dtype: torch.dt
     for name, factor in zip(factor_names(own), (first, second), strict=True):
         module.register_parameter(name, factor)
     module.lora_scaling = scaling_of(settings)
+
+
+# Merging
+
+
+@torch.no_grad()
+def merge(
+    model: nn.Module, weights: dict[str, torch.Tensor], found: Attached, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Put the adapter `state`, whole and by name, into the `weights` of the base `model`, in place."""
+    scaling = found.scaling
+    for name in found.modules:
+        key = f"{name}.weight"
+        if f"{name}.lora_embedding_A.{DEFAULT}" in state:
+            first, second = (state[f"{name}.lora_embedding_{side}.{DEFAULT}"] for side in "AB")
+            weights[key] = weights[key] + scaling * (second @ first).T
+            continue
+        first, second = (state[f"{name}.lora_{side}.{DEFAULT}.weight"] for side in "AB")
+        merged = weights[key] + scaling * (second @ first)
+        if (length := state.get(f"{name}.lora_magnitude_vector.{DEFAULT}.weight")) is not None:
+            merged = merged * (length / row_norms(weights[key], first, second, scaling)).unsqueeze(1)
+        weights[key] = merged
+    for name in found.experts:
+        owner, _, own = name.rpartition(".")
+        first, second = (state[f"{owner}.{factor}"] for factor in factor_names(own))
+        module: Any = model.get_submodule(owner)
+        added = first.transpose(1, 2) @ second  # [experts, entering, leaving]
+        weights[name] = weights[name] + scaling * (added if module.is_transposed else added.transpose(1, 2))
+    weights |= {name: tensor for name, tensor in state.items() if name not in found.started}
