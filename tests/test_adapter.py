@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -258,3 +259,100 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     prepare(load_config(ROOT / "examples/lora_tiny.yaml", []), 4, "dp2.uly2.ep4", "fp32", folder)
     return folder
+
+
+# Mistakes
+
+
+@pytest.fixture
+def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`omnizoo train` with this adapter must end with 2 and one line on stderr, and leave no trace of a run."""
+    config = write_config(tmp_path, train={"steps": 1, "global_batch": 1})
+
+    def fails(adapter: dict[str, Any], *args: str) -> str:
+        assert main(["train", str(config), "--model.adapter", json.dumps(adapter), *args]) == 2
+        err = capsys.readouterr().err
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, err
+        assert "Traceback" not in err
+        assert not (tmp_path / "run").exists()
+        return lines[0]
+
+    return fails
+
+
+def test_settings_that_cannot_be_are_refused_in_one_line(fails: Callable[..., str]) -> None:
+    line = fails({"targets": ["q_pro"]})
+    assert "model.adapter.targets.0: 'q_pro' matches no linear layer" in line
+    assert "q_proj" in line
+    assert "model.adapter.targets.1: 'layers.*.q_proj' matches no" in fails({"targets": ["q_proj", "layers.*.q_proj"]})
+    assert "model.adapter.exclude.0: 'k_proj' matches no target" in fails(
+        {"targets": ["q_proj"], "exclude": ["k_proj"]}
+    )
+    assert "leaves nothing" in fails({"targets": ["q_proj"], "exclude": ["q_proj"]})
+    assert "model.adapter.rank: 17 is above a dimension of model.layers.0.self_attn.k_proj (16 x 32)" in fails(
+        {"rank": 17, "targets": ["k_proj"]}
+    )
+    assert "matches no module with weights; the nearest are" in fails({"rank": 4, "modules_to_save": ["lm_hea"]})
+    assert "lm_head.weight is tied to model.embed_tokens.weight" in fails({"rank": 4, "modules_to_save": ["lm_head"]})
+    assert "is trained whole, and model.layers.0.self_attn.q_proj in it has factors" in fails(
+        {"rank": 4, "modules_to_save": ["model.layers.0.self_attn"]}
+    )
+    assert "dora is for linear layers" in fails({"rank": 4, "kind": "dora", "targets": ["embed_tokens"]})
+    assert "dropout: 0.1 cannot be had for experts" in fails(
+        {"rank": 4, "dropout": 0.1, "targets": EXPERTS}, "--model.config", json.dumps(MOE)
+    )
+    assert "model.adapter.rank" in fails({"rank": 0})
+    assert "path has an adapter with a rank of its own" in fails({"path": "x", "rank": 3})
+    frozen = {"model": {"foundation": {"config": model_config("qwen3"), "freeze": True}, "config": None}}
+    assert "in a part with freeze: true" in fails(
+        {"rank": 4}, *[f"--model.{key}={json.dumps(value)}" for key, value in frozen["model"].items()]
+    )
+
+
+def test_an_adapter_of_another_base_is_refused_by_the_first_difference(
+    fails: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "adapter"
+    assert "is not the folder of a PEFT adapter (no adapter_config.json in it)" in fails({"path": str(folder)})
+    folder.mkdir()
+
+    def write(fields: dict[str, Any], base: str = "", **settings: Any) -> dict[str, str]:
+        model = ours(fields, **settings)
+        found = attached(model)
+        state = {name: model.get_parameter(name).detach() for name in found.trained}
+        write_folder(folder, found, state, None, base)
+        return {"path": str(folder)}
+
+    fields = model_config("qwen3")
+    deeper = write(fields | {"num_hidden_layers": 3})
+    assert "is of another base: this model has no model.layers.2.mlp.down_proj" in fails(deeper)
+    wider = write(fields | {"intermediate_size": 64})
+    line = fails(wider)
+    assert "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is (4, 64) there and (4, 48) here" in line
+    assert "was trained on another base: its hash is 123" in fails(write(fields, base="123"))
+    for key, value, says in (
+        ("peft_type", "IA3", "peft_type is 'IA3'"),
+        ("rank_pattern", {"q_proj": 2}, "rank_pattern is"),
+        ("init_lora_weights", "pissa", "changes the base"),
+        ("r", "4", "r is '4'"),
+    ):
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(settings | {key: value}))
+        assert says in fails({"path": str(folder)})
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+    (folder / "adapter_model.safetensors").write_bytes(b"short")
+    assert "is damaged" in fails({"path": str(folder)})
+
+
+def test_a_checkpoint_of_another_base_and_a_merge_without_an_adapter_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = {"rank": 4, "targets": ["q_proj"]}
+    config = write_config(tmp_path, model={"adapter": adapter}, train={"steps": 1, "global_batch": 1})
+    assert main(["train", str(config)]) == 0
+    assert main(["train", str(config), "--train.steps", "2", "--train.seed", "1"]) == 2
+    assert "step_00000001 was trained on another base: its hash is" in capsys.readouterr().err
+    assert main(["train", str(config), "--model.adapter", "null", "--log.dir", str(tmp_path / "whole")]) == 0
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "out"), "--merge"]) == 2
+    assert "has no adapter; leave --merge out" in capsys.readouterr().err

@@ -178,7 +178,7 @@ def base_of(folder: Path) -> str | None:
     """The hash of the base that an adapter was trained on, if its file tells."""
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
-        return metadata.get(BASE)
+        return metadata.get(BASE) or None
 
 
 def write_folder(out: Path, found: Attached, state: Mapping[str, torch.Tensor], path: str | None, base: str) -> None:
