@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import make_tokenizer
+from omni import SENSOR, write_omni_config
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import run_on_ranks, train_in_this_world
 from safetensors.torch import load_file
@@ -356,3 +357,22 @@ def test_a_checkpoint_of_another_base_and_a_merge_without_an_adapter_are_refused
     assert main(["train", str(config), "--model.adapter", "null", "--log.dir", str(tmp_path / "whole")]) == 0
     assert main(["export", str(tmp_path / "whole"), str(tmp_path / "out"), "--merge"]) == 2
     assert "has no adapter; leave --merge out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_composed_model_with_factors_in_all_its_parts_agrees_with_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the foundation and its experts, in a tower and in a decoder; projectors are trained whole."""
+    monkeypatch.syspath_prepend(str(SENSOR))
+    monkeypatch.setenv("PYTHONPATH", str(SENSOR), prepend=":")
+    targets = ["all-linear", *EXPERTS, "encoders.image.*.self_attn.q_proj", "decoders.series.*"]
+    adapter = {"rank": 2, "targets": targets, "modules_to_save": ["image.projector", "audio.projector"]}
+    config = write_omni_config(tmp_path, model={"adapter": adapter})
+    folder = tmp_path / "verify"
+    for layout in prepare(load_config(config, []), 4, "dp2.uly2.ep4", "fp64", folder):
+        verdict = verdict_of(folder, layout)
+        assert verdict.passed, verdict.reason
+    trained = json.loads((folder / "reference.json").read_text())["order"]["gradients"]
+    assert {name.split(".")[0] for name in trained} == {"foundation", "encoders", "decoders"}
+    assert all("lora_" in name or ".projector." in name for name in trained)
