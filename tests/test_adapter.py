@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from fixtures import make_tokenizer
 from omni import SENSOR, write_omni_config
+from own_module import TinyModel
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import run_on_ranks, train_in_this_world
 from safetensors.torch import load_file
@@ -20,6 +22,8 @@ from tiny import model_config, read_steps, write_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import omnizoo
+from omnizoo.assembly.parallelize import parallelize
 from omnizoo.checkpoint.tensors import on_meta
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
@@ -29,7 +33,8 @@ from omnizoo.models.adapter_files import INITS, adapter_settings, read_factors, 
 from omnizoo.models.build import build_model
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.initial import initial_weights
-from omnizoo.parallel.process import Process
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import Process, process_group
 from omnizoo.training.forward import packed_inputs
 from omnizoo.verification.compare import verdict_of
 from omnizoo.verification.prepare import parse, prepare
@@ -376,3 +381,48 @@ def test_a_composed_model_with_factors_in_all_its_parts_agrees_with_one_process(
     trained = json.loads((folder / "reference.json").read_text())["order"]["gradients"]
     assert {name.split(".")[0] for name in trained} == {"foundation", "encoders", "decoders"}
     assert all("lora_" in name or ".projector." in name for name in trained)
+
+
+@pytest.mark.slow
+def test_in_bf16_the_base_is_kept_in_bf16_and_the_factors_in_fp32(trained: Path, tmp_path: Path) -> None:
+    alone = ["--parallel.ulysses", "1", "--parallel.ep", "1", "--parallel.precision", "bf16"]
+    config = load_config(trained / "tiny.yaml", alone)
+    published = load_file(trained / "base" / "model.safetensors")
+    with process_group() as process:
+        model = build_model(config.model, "bf16")
+        parallelize(model, build_mesh(config, process), config)
+        kept = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    assert {tensor.dtype for name, tensor in kept.items() if "lora_" in name} == {torch.float32}
+    assert {tensor.dtype for name, tensor in kept.items() if "lora_" not in name} == {torch.bfloat16}
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(kept[name], published[name].bfloat16())
+    assert main(["train", str(trained / "tiny.yaml"), *alone, "--log.dir", str(tmp_path / "run")]) == 0
+    for ours, expected in zip(values(tmp_path / "run"), values(trained / "run"), strict=True):
+        assert ours[0] == pytest.approx(expected[0], rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_own", [False, True])
+def test_models_and_modules_of_ones_own_can_have_an_adapter(is_own: bool, tmp_path: Path) -> None:
+    """Given as an object, of which a copy is trained; with dropout, too."""
+    torch.manual_seed(3)
+    if is_own:
+        given: nn.Module = TinyModel(512, 32, 4, 2)
+    else:
+        given = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("llama")))
+    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
+    adapter = {"kind": "rslora", "rank": 4, "dropout": 0.1}
+    train = {"steps": 3, "global_batch": 2, "warmup_steps": 0}
+    fields = yaml.safe_load(write_config(tmp_path, model={"adapter": adapter}, train=train).read_text())
+    fields["model"].pop("config")
+    assert omnizoo.train(fields, model=given) == 0
+    losses = [row["loss"] for row in read_steps(tmp_path / "run")]
+    assert losses[-1] != losses[0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(tensor.norm() > 0 for tensor in factors.values())
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 2
+    if not is_own:
+        plain = logits_of(given)
+        assert not torch.equal(logits_of(PeftModel.from_pretrained(given, tmp_path / "adapter")), plain)

@@ -36,6 +36,20 @@ def adapter_record(model: nn.Module, config: Config) -> dict[str, Any] | None:
     return {"base": base, "path": folder, **found.fields()}
 
 
+def describe_adapter(model: nn.Module) -> str:
+    """One line about the adapter of `model`; empty without one."""
+    found = attached(model)
+    if found is None:
+        return ""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    trained = sum(sizes[name] for name in found.trained)
+    places = len(found.modules) + len(found.experts)
+    return (
+        f"{found.settings.kind} of rank {found.settings.rank} at {places} places, {trained / 1e6:.2f} M parameters "
+        f"trained ({trained / sum(sizes.values()):.1%})"
+    )
+
+
 def begin_adapter(model: nn.Module, adapter: Attached) -> None:
     """What an adapter begins with, besides what is drawn: the lengths of rows, or the folder of another adapter."""
     set_magnitudes(model, adapter)

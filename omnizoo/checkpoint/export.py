@@ -74,6 +74,8 @@ def export(
     state = {name.removeprefix(tensors.MODEL): tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    if record is not None and (lacking := sorted(record.found.trained - set(state))):
+        raise UserError(f"{source}: its adapter has {lacking[0]}, which is not among the weights")
     if base is not None and record is not None:
         model, weights = base(source, spec)
         merge(model, weights, record.found, state)
@@ -109,7 +111,7 @@ def _adapter_of(source: Path) -> Record | None:
     try:
         fields = manifest.read_state(source, manifest.read(source)).get("adapter")
         return None if fields is None else Record(Attached.of(fields), fields["path"], str(fields["base"]))
-    except (manifest.Damage, KeyError, TypeError, AttributeError) as error:
+    except (manifest.Damage, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
             f"{source}: state.json does not tell of an adapter as it should: {named_line(error)}"
         ) from error

@@ -53,10 +53,11 @@ class Attached:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Attached":
-        """From what `fields` gave."""
+        """From what `fields` gave; the folder that it began with is of no use any more."""
+        settings = Adapter.model_validate(fields["settings"] | {"path": None})
         modules, experts, saved = (tuple(fields[name]) for name in ("modules", "experts", "saved"))
         trained, started = (frozenset(fields[name]) for name in ("trained", "started"))
-        return cls(Adapter.model_construct(**fields["settings"]), modules, experts, saved, trained, started)
+        return cls(settings, modules, experts, saved, trained, started)
 
 
 def scaling_of(settings: Adapter) -> float:

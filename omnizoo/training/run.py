@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.assembly.adapters import adapter_record
+from omnizoo.assembly.adapters import adapter_record, describe_adapter
 from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
@@ -294,7 +294,8 @@ def describe(
     drawn = (config.model.foundation or config.model).path or own
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
-        "weights": str(origin.checkpoint or drawn),
+        **({"adapter": adapter} if (adapter := describe_adapter(model)) else {}),
+        "weights": str(origin.checkpoint or drawn) if not adapter else drawn,
         **({"modalities": ", ".join(map(str, ports))} if (ports := media_model(model).ports) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
