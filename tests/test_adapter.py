@@ -240,10 +240,14 @@ def test_a_base_that_was_drawn_is_drawn_again_to_be_merged(tmp_path: Path) -> No
     config = write_config(
         tmp_path,
         model={"config": model_config("llama"), "adapter": {"kind": "dora", "rank": 4, "init": "random"}},
-        train={"steps": 1, "global_batch": 1},
+        train={"steps": 1, "global_batch": 1, "warmup_steps": 0},
+        optimizer={"ema": {"decay": 0.5}},
     )
     assert main(["train", str(config)]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "average"), "--ema"]) == 0
+    last, average = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "average"))
+    assert all(not torch.equal(average[name], tensor) for name, tensor in last.items())
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("llama")))
     construct = partial(build_model, Model(config=model_config("llama")), "fp32")
@@ -258,6 +262,15 @@ def test_a_base_that_was_drawn_is_drawn_again_to_be_merged(tmp_path: Path) -> No
 def test_layouts_agree_with_one_process(layout: str, prepared: Path) -> None:
     verdict = verdict_of(prepared, parse(layout, 4))
     assert verdict.passed, verdict.reason
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    short = ["--train.steps", "2", "--train.eval_every", "0", "--data.pack_tokens", "128"]
+    assert main(["train", "examples/lora_tiny.yaml", *short, "--log.dir", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def describe_adapter(model: nn.Module) -> str:
     places = len(found.modules) + len(found.experts)
     return (
         f"{found.settings.kind} of rank {found.settings.rank} at {places} places, {trained / 1e6:.2f} M parameters "
-        f"trained ({trained / sum(sizes.values()):.1%})"
+        f"trained ({trained / sum(sizes.values()):.2%})"
     )
 
 

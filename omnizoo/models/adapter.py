@@ -69,9 +69,9 @@ def attached(model: nn.Module) -> Attached | None:
     return vars(model).get(ATTACHED)
 
 
-def attach(model: nn.Module, settings: Adapter, stored: torch.dtype | None = None) -> None:
-    """Give `model` the factors that `settings` asks for, freeze all else but `modules_to_save`, and keep what is frozen
-    in the precision `stored` (None: as it is). Call under the device that the model is on.
+def attach(model: nn.Module, settings: Adapter, dtype: torch.dtype, stored: torch.dtype) -> None:
+    """Give `model` the factors that `settings` asks for, in `dtype`; freeze all else but `modules_to_save`, and keep
+    what is frozen in the precision `stored`. Call under the device that the model is on.
 
     A frozen weight needs no master copy: FSDP would round it to the precision of the run before every use.
     """
@@ -86,9 +86,8 @@ def attach(model: nn.Module, settings: Adapter, stored: torch.dtype | None = Non
     whole = {parameter for module in tokenisers for parameter in module.parameters()}  # their codes must not change
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
-        if stored is not None and name not in kept and parameter not in whole and parameter.is_floating_point():
+        if name not in kept and parameter not in whole and parameter.is_floating_point():
             parameter.data = parameter.data.to(stored)
-    dtype = next((model.get_parameter(name).dtype for name in sorted(kept)), None) or _master_dtype(stored, model)
     for name in names:
         owner, _, own = name.rpartition(".")
         if kinds[name] == "experts":
@@ -107,10 +106,6 @@ def attach(model: nn.Module, settings: Adapter, stored: torch.dtype | None = Non
         factors,
     )
     vars(model)[ATTACHED] = found
-
-
-def _master_dtype(stored: torch.dtype | None, model: nn.Module) -> torch.dtype:
-    return torch.float32 if stored is not None else next(model.parameters()).dtype
 
 
 # Which modules are meant

@@ -32,6 +32,7 @@ RECIPE = "_omnizoo_recipe"  # where a model keeps the recipe that the config nam
 RECIPE_EXPECTED = "an instance of omnizoo.Recipe"
 Built = TypeVar("Built", bound=nn.Module)
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
+FROZEN_DTYPE = MASTER_DTYPE | {"bf16": torch.bfloat16}  # of what an adapter leaves as it is
 
 
 class UnbuildableError(UserError):
@@ -50,7 +51,7 @@ def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module
         settings = adapter_settings(model.adapter)
         check_base(built, settings)
         with torch.device(device):
-            attach(built, settings, torch.bfloat16 if precision == "bf16" else None)
+            attach(built, settings, MASTER_DTYPE[precision], FROZEN_DTYPE[precision])
         check_shapes(built, settings)
     return built
 
