@@ -306,12 +306,15 @@ class Parallel(Section):
     recompute: Literal["none", "full", "selective"] = Field(
         "none", description="recompute activations in backward: every block, or all of it but attention and matmuls"
     )
-    reshard_after_forward: bool = Field(
-        True, description="free gathered weights between forward and backward: less memory, one more all-gather"
+    reshard_after_forward: bool | None = Field(
+        None,
+        description="free gathered weights between forward and backward: less memory, one more all-gather; default: "
+        "unless all of them take less than a sixteenth of the memory",
     )
-    reduce_each_micro_batch: bool = Field(
-        False,
-        description="reduce-scatter after every micro-batch: less memory, more communication; default: once a step",
+    reduce_each_micro_batch: bool | None = Field(
+        None,
+        description="reduce-scatter after every micro-batch: less memory, more communication; default: on accelerators "
+        "(on CPUs once a step)",
     )
 
     @model_validator(mode="after")

@@ -56,6 +56,11 @@ def backend_for(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether it is the CPU itself, which nothing has to be moved to and nothing waits for."""
+    return device.type == "cpu"
+
+
 def has_flash(device: torch.device) -> bool:
     """Whether torch has flash attention with `cu_seqlens` there, for half precision."""
     return device.type in ("cuda", PLANNED)
@@ -68,6 +73,22 @@ def has_cpu_flash(device: torch.device) -> bool:
 
 def has_float64(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda", PLANNED)
+
+
+class Reading:
+    """Numbers on their way to the host. Work that the device is given in the meantime does not wait for them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._arrival = tensor.to("cpu", non_blocking=True), None
+        if not is_host(tensor.device):
+            self._arrival = torch.get_device_module(tensor.device).Event()
+            self._arrival.record()
+
+    def values(self) -> list[float]:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 def device_name(device: torch.device) -> str:

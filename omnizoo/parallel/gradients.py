@@ -1,5 +1,6 @@
 """One gradient norm over all parameters, however they are sharded, and clipping by it."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -15,18 +16,18 @@ ROW = 1024
 Groups = dict[tuple[DeviceMesh, tuple[Placement, ...]], list[nn.Parameter]]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of all gradients, as in one process: local squares, one all-reduce per group of equal placement."""
-    total: torch.Tensor | None = None
+def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """This rank's part of the squared L2 norm of all gradients: over all ranks, parts add up to that of one process.
+
+    Ranks that hold the same shard hold the same gradient (HSDP reduces it in backward), so each counts its share of it.
+    """
+    parts = []
     for (mesh, placements), group in _by_placement(parameters).items():
+        shards = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))
         square = sum_of_squares([p.grad.to_local() for p in group if isinstance(p.grad, DTensor)])
-        for axis, placement in enumerate(placements):
-            # Replicated axes hold the same gradient already (HSDP reduces it in backward).
-            if isinstance(placement, Shard) and mesh.size(axis) > 1:
-                dist.all_reduce(square, group=mesh.get_group(axis))
-        total = square if total is None else total + square
-    assert total is not None, "no gradients"
-    return total.sqrt()
+        parts.append(square * (shards / dist.get_world_size()))
+    assert parts, "no gradients"
+    return torch.stack(parts).sum()
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

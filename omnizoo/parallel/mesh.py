@@ -103,6 +103,11 @@ class Mesh:
         dist.all_reduce(tensor)
         return [float(v) for v in tensor]
 
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over all ranks, in place and where it is: the host does not wait."""
+        dist.all_reduce(tensor)
+        return tensor
+
     def sum_along(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed, in place and without gradients, over the ranks along `axis`."""
         group = self.group(axis)

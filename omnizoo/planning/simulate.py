@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.entrance import read_modalities
-from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.parallelize import parallelize, reshards
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
@@ -103,6 +103,9 @@ def simulate(config: Config, place: Place) -> Result:
         stack.enter_context(pretended.running())
         stack.enter_context(ledger.watching())
         move_buffers(model, pretended.device)
+        reshard = reshards(model, config, int(place.device.memory_gb * 2**30))
+        parallel = config.parallel.model_copy(update={"reshard_after_forward": reshard})
+        config = config.model_copy(update={"parallel": parallel})
         parallelize(model, mesh, config, load=False)
         fill_sizes(model, config)
         optimizer = build_optimizer(model, config)

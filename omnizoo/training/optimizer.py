@@ -115,6 +115,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["rate"]
 
 
+def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> bool:
+    """Update the weights, unless `skip`, a bool on the device, is true: then neither they nor the optimizer change. The
+    host does not learn which, and does not wait. False, and nothing is done: this optimizer cannot do so."""
+    parts = optimizer.parts if isinstance(optimizer, Combined) else [optimizer]
+    if not all(type(part) is torch.optim.AdamW and part.defaults["fused"] for part in parts):
+        return False
+    for part in parts:
+        setattr(part, "found_inf", skip.float())  # noqa: B010 - where torch's fused kernels look, though no class says so
+        part.step()
+    return True
+
+
 @torch.no_grad()
 def update_average(optimizer: torch.optim.Optimizer, ema: Ema | None, step: int) -> None:
     """Add the weights after step `step` to their moving average, if the config wants one."""

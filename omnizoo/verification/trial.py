@@ -93,7 +93,7 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
     own: dict[str, torch.Tensor] = {}
     with _recording(objective.model, own), exact(objective.config.parallel.precision):
         objective.terms(batch)
-    objective.end_step(update=False)
+    objective.take_statistics()
     layout = mesh.layout
     index = slice_tokens(batch.cu_seqlens.diff().tolist(), layout.ring, layout.ulysses)[mesh.sp_rank]
     parts = mesh.gather((index, own, batch.tokens) if held[number] else None)
