@@ -301,7 +301,8 @@ class Parallel(Section):
     )
     precision: Literal["fp32", "fp64", "bf16"] = Field(
         "fp32",
-        description="bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for proofs on the CPU",
+        description="bf16 keeps fp32 master weights and reduces gradients in fp32, and is what accelerators do unless "
+        "this says otherwise; fp64 is for proofs on the CPU",
     )
     recompute: Literal["none", "full", "selective"] = Field(
         "none", description="recompute activations in backward: every block, or all of it but attention and matmuls"

@@ -34,6 +34,7 @@ from omnizoo.planning.traffic import Collective, Traffic
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.probe import FAILURES
+from omnizoo.training.run import on_device
 from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, train_step
 
@@ -94,6 +95,7 @@ def simulate(config: Config, place: Place) -> Result:
     with ExitStack() as stack:
         process = stack.enter_context(pretended_group(place.rank, place.world, pretended.device))
         stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
+        config = on_device(config, pretended.device)
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)
         parameters = sum(p.numel() for p in model.parameters())

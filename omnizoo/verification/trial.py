@@ -79,7 +79,7 @@ def whole_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         grad = parameter.grad
         whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
         if keep and whole is not None:
-            gradients[name] = whole.clone()
+            gradients[name] = whole.to("cpu", copy=True)
     return gradients
 
 
@@ -117,7 +117,7 @@ def _recording(model: nn.Module, into: dict[str, torch.Tensor]) -> Iterator[None
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, torch.Tensor) and output.ndim >= 2 and output.is_floating_point():
-                into.setdefault(name, output.detach().reshape(-1, output.shape[-1]).clone())
+                into.setdefault(name, output.detach().reshape(-1, output.shape[-1]).to("cpu", copy=True))
 
         return hook
 
