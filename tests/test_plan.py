@@ -25,7 +25,7 @@ SMALL = ["--model.config.num_hidden_layers", "2", "--train.eval_every", "0"]
 
 def case(path: str, batch: int, **parallel: Any) -> Case:
     # Their defaults depend on the device and on its memory.
-    parallel = {"reduce_each_micro_batch": "false", "reshard_after_forward": "true"} | parallel
+    parallel = {"reduce_each_micro_batch": "false", "reshard_after_forward": "true", "precision": "fp32"} | parallel
     settings = [word for key, value in parallel.items() for word in (f"--parallel.{key}", str(value))]
     small = SMALL if path != OMNI else ["--model.config.text_config.num_hidden_layers", "2"]
     return str(ROOT / path), [*small, "--train.global_batch", str(batch), *settings]

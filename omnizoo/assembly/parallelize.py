@@ -22,7 +22,7 @@ from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
-from omnizoo.models.hf_private import PACKED, attention_name, language_model
+from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import load_weights, weight_origins
 from omnizoo.ops.device import is_host, total_memory
@@ -71,6 +71,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     # Frozen tokenisers compute codes, which must not depend on the run's precision; they are small, too.
     whole = [p for module in model.modules() if isinstance(module, Frozen) for p in module.parameters()]
     embedding, head = ends_of(model)
+    if parallel.precision == "bf16":
+        whole += kept_in_fp32(model).values()
     shard(model, Units(blocks, embedding, head, whole), mesh, reshard, policy)
 
     buffers = {name for name, _ in model.named_buffers()}

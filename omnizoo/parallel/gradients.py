@@ -11,9 +11,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from omnizoo.ops.device import has_float64
+from omnizoo.parallel.shard import local_of
 
 ROW = 1024
-Groups = dict[tuple[DeviceMesh, tuple[Placement, ...]], list[nn.Parameter]]
+Groups = dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[nn.Parameter]]  # None: whole on every rank
+
+
+@torch.no_grad()
+def sum_of_whole(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum, over all ranks, the gradients of parameters that every rank has whole: FSDP leaves them as they are. One
+    all-reduce for all; every rank must call, after the last backward of a step."""
+    whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not whole or dist.get_world_size() == 1:
+        return
+    for parameter in whole:
+        if parameter.grad is None:  # nothing went through it here
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [p.grad for p in whole if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -22,9 +40,10 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     Ranks that hold the same shard hold the same gradient (HSDP reduces it in backward), so each counts its share of it.
     """
     parts = []
-    for (mesh, placements), group in _by_placement(parameters).items():
-        shards = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))
-        square = sum_of_squares([p.grad.to_local() for p in group if isinstance(p.grad, DTensor)])
+    for placed, group in _by_placement(parameters).items():
+        mesh, placements = placed or (None, ())
+        shards = math.prod(mesh.size(i) for i, split in enumerate(placements) if mesh and isinstance(split, Shard))
+        square = sum_of_squares([local_of(p.grad) for p in group if p.grad is not None])
         parts.append(square * (shards / dist.get_world_size()))
     assert parts, "no gradients"
     return torch.stack(parts).sum()
@@ -56,6 +75,6 @@ def _by_placement(parameters: Iterable[nn.Parameter]) -> Groups:
     groups: Groups = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            assert isinstance(parameter.grad, DTensor), "every parameter is sharded, also in a world of one"
-            groups[parameter.grad.device_mesh, parameter.grad.placements].append(parameter)
+            grad = parameter.grad
+            groups[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(parameter)
     return groups

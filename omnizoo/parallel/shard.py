@@ -37,7 +37,7 @@ class Units:
     blocks: Sequence[nn.Module]
     embedding: nn.Module | None = None
     head: nn.Module | None = None
-    whole: Sequence[nn.Parameter] = ()  # parameters that stay as they are on every rank
+    whole: Sequence[nn.Parameter] = ()  # parameters that stay as they are on every rank, in their own precision
 
 
 def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy) -> None:
@@ -46,7 +46,9 @@ def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: Mix
     for block in units.blocks:
         if policy.param_dtype is not None:
             cast_activations(block, policy.param_dtype)
-        sum_gradients(fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard), mesh.fsdp)
+        own = kept.intersection(block.parameters())
+        unit = fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, ignored_params=own)
+        sum_gradients(unit, mesh.fsdp)
     if units.embedding is not None:
         unit = fully_shard(units.embedding, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
         sum_gradients(unit, mesh.fsdp)

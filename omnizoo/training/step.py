@@ -18,7 +18,7 @@ from omnizoo.data.plan import Totals
 from omnizoo.ops.device import Reading, is_host
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.agree import raise_first
-from omnizoo.parallel.gradients import clip_gradients, squared_norm
+from omnizoo.parallel.gradients import clip_gradients, squared_norm, sum_of_whole
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import set_learning_rate, step_unless, update_average
@@ -97,6 +97,7 @@ def train_step(
             sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
             weights[term.name] = term.weight
 
+    sum_of_whole(model.parameters())
     # Of all ranks at once, and on the device: squared norm, sums of losses, whether to stop, what routers chose.
     square, routed = squared_norm(model.parameters()), objective.take_statistics()
     numbers = torch.stack([square, *(value.to(square.dtype) for value in sums.values())])
