@@ -254,7 +254,8 @@ def dtypes_in_a_step(config: Config, process: Process) -> dict[str, torch.dtype]
             module.register_forward_pre_hook(partial(note, prefix and prefix + "."))
 
     def note(prefix: str, module: nn.Module, _: Any) -> None:
-        for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        # Of modules inside of it as well, which may be asked for weights without being called; if one is, it says last.
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
             if t.is_floating_point():
                 seen[prefix + name] = t.dtype
 
