@@ -109,8 +109,9 @@ def test_a_step_sends_what_theory_says_and_nothing_more(tmp_path: Path) -> None:
     for rank in range(4):
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
         calls, sent, tokens, micro = facts["calls"], facts["bytes"], facts["tokens"], facts["micro"]
-        # Per layer and micro-batch, forward and backward: q, k, v, out; rows to experts and back; their counts once.
-        assert calls["all-to-all"] == layers * micro * (4 + 4 + 2 + 2 + 1)
+        # Per layer and micro-batch, forward and backward: q, k, v, out; rows to experts and back; their counts once;
+        # weights of rows to experts, and the gradients of weights back.
+        assert calls["all-to-all"] == layers * micro * (4 + 4 + 2 + 2 + 1 + 2)
         attention = 2 * layers * tokens * (2 * width + 2 * kv_width) * fp32
         # To experts and back, and the same for gradients; what comes back is what others sent here, so sum over ranks.
         facts["rows"] = sent["all-to-all"] - attention - layers * micro * experts * 8
@@ -124,7 +125,8 @@ def test_a_step_sends_what_theory_says_and_nothing_more(tmp_path: Path) -> None:
         assert set(calls) == {"all-to-all", "all-gather", "reduce-scatter", "all-reduce"}
         assert sent["all-reduce"] < 4096  # counts and norms
     every = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert sum(f["rows"] for f in every) == 4 * layers * choices * hidden * fp32 * sum(f["tokens"] for f in every)
+    each = 4 * hidden + 2  # numbers of a row: it, what becomes of it, and their gradients; its weight, and its gradient
+    assert sum(f["rows"] for f in every) == each * layers * choices * fp32 * sum(f["tokens"] for f in every)
 
 
 def keep(process: Process, folder: Path, layout: dict[str, int]) -> None:

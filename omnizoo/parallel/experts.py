@@ -2,7 +2,7 @@
 brings tokens to their experts and back."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnizoo.config.errors import UserError
-from omnizoo.ops.experts import Pairs, combine, gather, restore, sort_by_expert
+from omnizoo.ops.experts import Pairs, by_expert, combine, gather, restore, sort_by_expert, weigh_in_backward
+from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.layout import Layout, divisors
 from omnizoo.parallel.mesh import Mesh
@@ -20,15 +21,27 @@ from omnizoo.parallel.shard import sum_gradients
 
 
 @dataclass(frozen=True)
+class Route:
+    """Which pairs of a layer go where."""
+
+    pairs: Pairs  # of this rank's tokens, by expert
+    arriving: Pairs  # those that come here, from the order (source rank, expert, token) to (expert, source rank, token)
+    sent: list[int]  # pairs for each rank
+    received: list[int]
+
+
+@dataclass(frozen=True)
 class Dispatch:
     """Sends each token to the ranks of `group` that hold its experts, and the results back. No token is dropped.
 
     Rank r holds experts r x E/ranks and on. Of rows `[T x K, H]`, one all-to-all goes there and one back (in backward
-    as well); who gets how many is exchanged before, and read on the host once. Ranks without tokens must call, too.
+    as well). Who gets how many is exchanged before, and read on the host once; recomputation remembers it, and ends
+    before the way back. Ranks without tokens must call, too.
     """
 
     group: dist.ProcessGroup
     experts: int  # of the layer, over all ranks
+    recomputation: Recomputation = field(default_factory=Recomputation)
 
     def __call__(
         self,
@@ -37,20 +50,25 @@ class Dispatch:
         weights: torch.Tensor,
         compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
+        route: Route = self.recomputation.once(partial(self.route, index))
+        pairs, arriving = route.pairs, route.arriving
+        rows = exchange_rows(gather(hidden, pairs), route.sent, route.received, self.group)
+        arrived = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group)
+        rows = restore(compute(gather(rows, arriving), arriving.counts), arriving)
+        rows = exchange_rows(weigh_in_backward(rows, arrived), route.received, route.sent, self.group)
+        return combine(rows, weights, pairs)
+
+    def route(self, index: torch.Tensor) -> Route:
         ranks = self.group.size()
         here = self.experts // ranks
         pairs = sort_by_expert(index, self.experts)
         arriving = torch.empty_like(pairs.counts)
         dist.all_to_all_single(arriving, pairs.counts, group=self.group)
         sent, received = self.split(pairs, arriving)
-
-        rows = exchange_rows(gather(hidden, pairs), sent, received, self.group)
         # They come ordered by (source rank, expert, token); experts want (expert, source rank, token), a fixed order.
-        expert = torch.arange(here, device=rows.device).repeat(ranks)
-        local = sort_by_expert(expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1), here)
-        rows = restore(compute(gather(rows, local), local.counts), local)
-        rows = exchange_rows(rows, received, sent, self.group)
-        return combine(rows, weights, pairs)
+        expert = torch.arange(here, device=index.device).repeat(ranks)
+        local = expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1)
+        return Route(pairs, sort_by_expert(local, here), sent, received)
 
     def split(self, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         """How many pairs go to each rank, and come from it: the one thing that the host must know."""

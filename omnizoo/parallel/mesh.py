@@ -13,6 +13,8 @@ from omnizoo.ops.device import is_host
 from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
 
+BUSY = ("ulysses", "ring", "ep")  # axes that tokens travel along
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -137,7 +139,13 @@ def build_mesh(config: Config, process: Process) -> Mesh:
     def grid(**axes: int) -> DeviceMesh:
         # Groups cost threads and sockets, and cannot be ended while DTensor's caches know them: meshes share grids.
         if tuple(axes.items()) not in process.grids:
-            made = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            sizes, names = tuple(axes.values()), tuple(axes)
+            # torch lets an axis of the whole world use the default group, FSDP's too; what is sent in the middle of a
+            # block would wait there for weights that are on their way for the next.
+            own: dict[int | str, Any] = {
+                name: dist.get_backend() for name in BUSY if 1 < axes.get(name, 1) == process.world_size
+            }
+            made = init_device_mesh(process.device.type, sizes, mesh_dim_names=names, backend_override=own)
             process.grids[tuple(axes.items())] = made
         return process.grids[tuple(axes.items())]
 

@@ -61,6 +61,20 @@ def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: Mix
     sum_gradients(root, mesh.fsdp)
 
 
+def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
+    """Let each block ask for the weights of the next one when it begins, in forward and in backward.
+
+    `blocks` run one after the other; each comes with the units inside of it. Without this FSDP2 asks for weights when
+    the host arrives at them: too late where the host waits for the device inside of a block, as experts make it do.
+    """
+    setters = (FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch)
+    for setter, order in zip(setters, (blocks, blocks[::-1]), strict=True):
+        for i, (block, *inside) in enumerate(order):
+            following = order[i + 1] if i + 1 < len(order) else ()
+            assert isinstance(block, FSDPModule)
+            setter(block, [*(inside if i == 0 else ()), *following])  # type: ignore[list-item]  # all of them are units
+
+
 def cast_activations(block: nn.Module, dtype: torch.dtype) -> None:
     """Let `block` take its hidden states, the first of its arguments, in `dtype`; whatever else it is given stays.
 
