@@ -5,7 +5,7 @@ An entry that no dry run meets any more fails as well: take it out.
 
 ALLOWED = {
     ("omnizoo/parallel/experts.py", "split"): "how many rows go to and come from each rank sizes the all-to-all",
-    ("omnizoo/training/step.py", "train_step"): "loss and gradient norm: is the step finite, and what is logged",
+    ("omnizoo/ops/device.py", "__init__"): "once a step, losses and gradient norm: is it finite, and what is logged",
     # Copies of what the host knew before the step. They go once data are moved a step ahead.
     ("omnizoo/training/forward.py", "localize"): "the inputs of a micro-batch; where ranks share packs, an index back",
     ("omnizoo/parallel/sequence.py", "__init__"): "which tokens are this rank's, and where samples begin",
