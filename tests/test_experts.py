@@ -297,15 +297,16 @@ def traffic(mesh: Mesh, rank: int) -> dict[str, float]:
 
 
 class Block(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: nn.Module, last: bool) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.last = experts, last
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return hidden + self.experts(hidden.tanh(), index, weights)
+        out = hidden + self.experts(hidden.tanh(), index, weights)
+        return out if self.last else out.tanh()
 
 
-def recomputed(mesh: Mesh, rank: int) -> dict[str, dict[str, float]]:
+def recomputed(mesh: Mesh, rank: int, last: bool) -> dict[str, dict[str, float]]:
     """By mode: all-to-alls of forward and backward, waits of the host, and the error against no recomputation."""
     found: dict[str, dict[str, float]] = {}
     hidden, index, weights, grad = part_of(routed(24, torch.float32), SPLITS["one rank without tokens"], rank)
@@ -318,7 +319,7 @@ def recomputed(mesh: Mesh, rank: int) -> dict[str, dict[str, float]]:
                 splits.append(1)
                 return super().split(*args)
 
-        block = Block(sharded("qwen3_moe", torch.float32, mesh))
+        block = Block(sharded("qwen3_moe", torch.float32, mesh), last)
         block.experts.dispatch = Counting(mesh.group("ep"), EXPERTS, recomputation)
         gather_aside(block.experts, recomputation)
         recompute(block, mode, "fp32", recomputation)
@@ -380,7 +381,8 @@ def rank_main(rank: int, folder: Path) -> None:
             "loaded": loaded(mesh, folder / "model"),
         }
         if mesh.layout.ep > 1:
-            results[name] |= {"recomputed": recomputed(mesh, rank), "own group": own_group(mesh)}
+            results[name] |= {"own group": own_group(mesh)}
+            results[name] |= {f"recomputed, last: {last}": recomputed(mesh, rank, last) for last in (True, False)}
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.destroy_process_group()
@@ -435,13 +437,16 @@ def test_a_layer_sends_its_rows_twice_forward_and_twice_backward_and_nothing_els
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
-def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(on_four_ranks, layout: str) -> None:
+@pytest.mark.parametrize(("last", "again"), [(True, 2), (False, 3)])
+def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(
+    on_four_ranks, layout: str, last: bool, again: int
+) -> None:
     """Forward: counts, rows, weights, results. Backward: gradients of the last three; `full` sends two of them again,
-    `selective` none."""
-    found = on_four_ranks[layout]["recomputed"]
+    results too if the block goes on after its experts; `selective` none."""
+    found = on_four_ranks[layout][f"recomputed, last: {last}"]
     assert {mode: (each["forward"], each["backward"]) for mode, each in found.items()} == {
         "none": (4, 3),
-        "full": (4, 5),
+        "full": (4, 3 + again),
         "selective": (4, 3),
     }
     assert [each["splits"] for each in found.values()] == [1, 1, 1]
