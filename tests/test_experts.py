@@ -41,7 +41,7 @@ from omnizoo.parallel.experts import Dispatch, _dim_to_split, check_experts, sha
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import Process
-from omnizoo.parallel.shard import allocate, fill
+from omnizoo.parallel.shard import allocate, fill, prefetch
 
 EXPERTS, CHOICES, WIDTH = 8, 3, 16
 FAMILIES = {  # between them: fused gates, interleaved gates, biases, transposed weights, shared experts
@@ -366,6 +366,37 @@ def loaded(mesh: Mesh, folder: Path) -> float:
     return 1.0
 
 
+def gathered_ahead(mesh: Mesh) -> dict[str, int]:
+    """All-gathers before the first block's attention begins in forward, before the last one's ends in backward, and of
+    the whole pass."""
+    model = tiny("qwen3_moe", layers=3)
+    use_dispatched(model)
+    draw(model)
+    experts = list(expert_modules(model).values())
+    shard_experts(experts, mesh, True, MixedPrecisionPolicy())
+    for module in experts:
+        module.dispatch = Dispatch(mesh.group("ep"), EXPERTS)
+    blocks = list(model.model.layers)
+    for block in blocks:
+        fully_shard(block, mesh=mesh.fsdp)
+    fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False)
+    prefetch(list(zip(blocks, experts, strict=True)))
+    found: dict[str, int] = {}
+    with CollectiveCounter() as counter:
+
+        def note(name: str) -> None:
+            found.setdefault(name, counter.calls["all-gather"])
+
+        blocks[0].self_attn.register_forward_pre_hook(lambda *_: note("first in forward"))
+        blocks[2].self_attn.register_full_backward_hook(lambda *_: note("last in backward"))
+        tokens = torch.arange(8)[None]
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        note("forward")
+        loss.backward()
+        note("both")
+    return found
+
+
 def rank_main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 4)
@@ -381,7 +412,7 @@ def rank_main(rank: int, folder: Path) -> None:
             "loaded": loaded(mesh, folder / "model"),
         }
         if mesh.layout.ep > 1:
-            results[name] |= {"own group": own_group(mesh)}
+            results[name] |= {"own group": own_group(mesh), "gathered": gathered_ahead(mesh)}
             results[name] |= {f"recomputed, last: {last}": recomputed(mesh, rank, last) for last in (True, False)}
     if rank == 0:
         torch.save(results, folder / "results.pt")
@@ -457,3 +488,10 @@ def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(
 @pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
 def test_tokens_do_not_wait_for_weights_in_one_group(on_four_ranks, layout: str) -> None:
     assert on_four_ranks[layout]["own group"]
+
+
+@pytest.mark.slow
+def test_weights_of_the_next_block_and_its_experts_are_asked_for_while_one_computes(on_four_ranks) -> None:
+    """Units: root, three blocks, three times experts. Everything but the root is gathered twice, once per pass."""
+    found = on_four_ranks["ep2 x ep_shard2"]["gathered"]
+    assert found == {"first in forward": 5, "forward": 7, "last in backward": 11, "both": 13}
