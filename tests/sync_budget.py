@@ -6,7 +6,6 @@ An entry that no dry run meets any more fails as well: take it out.
 ALLOWED = {
     ("omnizoo/parallel/experts.py", "split"): "how many rows go to and come from each rank sizes the all-to-all",
     ("omnizoo/training/step.py", "train_step"): "loss and gradient norm: is the step finite, and what is logged",
-    ("omnizoo/training/routers.py", "reduce"): "router statistics, once a step",
     # Copies of what the host knew before the step. They go once data are moved a step ahead.
     ("omnizoo/training/forward.py", "localize"): "the inputs of a micro-batch; where ranks share packs, an index back",
     ("omnizoo/parallel/sequence.py", "__init__"): "which tokens are this rank's, and where samples begin",

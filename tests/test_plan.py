@@ -24,6 +24,8 @@ SMALL = ["--model.config.num_hidden_layers", "2", "--train.eval_every", "0"]
 
 
 def case(path: str, batch: int, **parallel: Any) -> Case:
+    # Their defaults depend on the device and on its memory.
+    parallel = {"reduce_each_micro_batch": "false", "reshard_after_forward": "true", "precision": "fp32"} | parallel
     settings = [word for key, value in parallel.items() for word in (f"--parallel.{key}", str(value))]
     small = SMALL if path != OMNI else ["--model.config.text_config.num_hidden_layers", "2"]
     return str(ROOT / path), [*small, "--train.global_batch", str(batch), *settings]
@@ -39,6 +41,7 @@ ONE = {
 }
 FOUR = {
     "fsdp": case(DENSE, 8),
+    "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
     "hsdp": case(DENSE, 4, dp_replicate=2),
     "hsdp, reducing each": case(DENSE, 8, dp_replicate=2, reduce_each_micro_batch="true"),
     "ulysses": case(DENSE, 2, ulysses=2),

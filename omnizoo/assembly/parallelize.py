@@ -3,6 +3,7 @@
 The order is fixed: experts, recompute, shard, then memory and weights. Nothing of the model's own code is changed.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,18 +23,20 @@ from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
-from omnizoo.models.hf_private import PACKED, attention_name, language_model
+from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import load_weights, weight_origins
-from omnizoo.ops.device import total_memory
+from omnizoo.ops.device import is_host, total_memory
 from omnizoo.ops.precision import exact
 from omnizoo.ops.torch_private import Recomputation, both
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallel.shard import allocate, fill, precision_policy, prefetch, sent_by_first, shard
+from omnizoo.parallel.shard import Units, allocate, fill, precision_policy, prefetch, sent_by_first, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
+
+KEPT_OF_MEMORY = 16  # weights that take less than 1 / this of the memory stay gathered between forward and backward
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:
@@ -63,12 +66,16 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     for name, block in zip(facts.blocks, blocks, strict=True):
         recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, recomputation)
     policy = precision_policy(parallel.precision)
-    inside = shard_experts(experts, mesh, parallel.reshard_after_forward, policy)
+    reshard = reshards(model, config, total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1))
+    inside = shard_experts(experts, mesh, reshard, policy)
     for unit in inside:
         gather_aside(unit, recomputation)
     # Frozen tokenisers compute codes, which must not depend on the run's precision; they are small, too.
     whole = [p for module in model.modules() if isinstance(module, Frozen) for p in module.parameters()]
-    shard(model, blocks, mesh, parallel.reshard_after_forward, policy, whole)
+    embedding, head = ends_of(model)
+    if parallel.precision == "bf16":
+        whole += kept_in_fp32(model).values()
+    shard(model, Units(blocks, embedding, head, whole), mesh, reshard, policy)
     if mesh.layout.ep > 1:
         for chain in chains(facts.blocks):
             units = [[block, *(m for m in block.modules() if m in inside)] for block in map(model.get_submodule, chain)]
@@ -100,6 +107,19 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
 
 
+def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding and the head of a language model, where each is a plain layer with weights of its own: they are its
+    largest, and needed at its two ends only. Tied ones are needed together, and so belong to the root."""
+    if not isinstance(model, PreTrainedModel):
+        return None, None
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+
+    def alone(module: Any, kind: type[nn.Module]) -> nn.Module | None:
+        return module if isinstance(module, kind) and all(owners[id(p)] == 1 for p in module.parameters()) else None
+
+    return alone(model.get_input_embeddings(), nn.Embedding), alone(model.get_output_embeddings(), nn.Linear)
+
+
 def chains(blocks: Sequence[str]) -> list[list[str]]:
     """The names of blocks, by the list of modules that they are in: those run one after the other."""
     return [list(names) for _, names in groupby(blocks, lambda name: name.rpartition(".")[0])]
@@ -122,6 +142,14 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
         raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {has}; set parallel.ep: 1")
     if facts.experts:
         check_experts(layout, facts.num_experts)
+
+
+def reshards(model: nn.Module, config: Config, memory: int) -> bool:
+    """Whether blocks free their gathered weights after forward, on ranks of that much memory."""
+    asked = config.parallel.reshard_after_forward
+    itemsize = torch.bfloat16.itemsize if config.parallel.precision == "bf16" else None
+    whole = sum(p.numel() * (itemsize or p.itemsize) for p in model.parameters())
+    return whole * KEPT_OF_MEMORY > memory if asked is None else asked
 
 
 def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:

@@ -301,17 +301,21 @@ class Parallel(Section):
     )
     precision: Literal["fp32", "fp64", "bf16"] = Field(
         "fp32",
-        description="bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for proofs on the CPU",
+        description="bf16 keeps fp32 master weights and reduces gradients in fp32, and is what accelerators do unless "
+        "this says otherwise; fp64 is for proofs on the CPU",
     )
     recompute: Literal["none", "full", "selective"] = Field(
         "none", description="recompute activations in backward: every block, or all of it but attention and matmuls"
     )
-    reshard_after_forward: bool = Field(
-        True, description="free gathered weights between forward and backward: less memory, one more all-gather"
+    reshard_after_forward: bool | None = Field(
+        None,
+        description="free gathered weights between forward and backward: less memory, one more all-gather; default: "
+        "unless all of them take less than a sixteenth of the memory",
     )
-    reduce_each_micro_batch: bool = Field(
-        False,
-        description="reduce-scatter after every micro-batch: less memory, more communication; default: once a step",
+    reduce_each_micro_batch: bool | None = Field(
+        None,
+        description="reduce-scatter after every micro-batch: less memory, more communication; default: on accelerators "
+        "(on CPUs once a step)",
     )
 
     @model_validator(mode="after")

@@ -30,6 +30,12 @@ def block_class_names(model: nn.Module) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
+def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that the model's authors compute with in fp32 where the rest is in bf16, by name."""
+    wanted = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return {name: p for name, p in model.named_parameters() if any(part in name for part in wanted)}
+
+
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 

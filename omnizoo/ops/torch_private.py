@@ -56,6 +56,13 @@ SCHEMAS = {
 }
 
 
+def abort_groups() -> None:
+    """End all process groups now, whatever is still under way in them."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
 def register_fake_collectives() -> None:
     """Let `init_process_group` know the backend `fake`."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - importing it registers it

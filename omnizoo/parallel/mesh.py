@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omnizoo.config.schema import Config
+from omnizoo.ops.device import is_host
 from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
 
@@ -105,6 +106,11 @@ class Mesh:
         dist.all_reduce(tensor)
         return [float(v) for v in tensor]
 
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over all ranks, in place and where it is: the host does not wait."""
+        dist.all_reduce(tensor)
+        return tensor
+
     def sum_along(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed, in place and without gradients, over the ranks along `axis`."""
         group = self.group(axis)
@@ -152,7 +158,8 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         grid(replicate=replicate, ep_shard=layout.ep_shard, ep=layout.ep),
         process.device,
     )
-    if layout.ring > 1 and process.device.type != "cpu":
-        # NCCL connects at the first message, which all ranks of a group must take part in; ours skip empty ones.
-        dist.barrier(group=mesh.group("ring"))
+    if layout.ring > 1 and not is_host(process.device):
+        # NCCL connects at the first message, which all ranks of a group must take part in; ours skip empty ones. Not a
+        # barrier: where a group has a backend for the host, too, that would be the one to wait.
+        dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh

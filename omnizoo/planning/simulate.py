@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.entrance import read_modalities
-from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.parallelize import parallelize, reshards
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
@@ -34,6 +34,7 @@ from omnizoo.planning.traffic import Collective, Traffic
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.probe import FAILURES
+from omnizoo.training.run import on_device
 from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, train_step
 
@@ -94,6 +95,7 @@ def simulate(config: Config, place: Place) -> Result:
     with ExitStack() as stack:
         process = stack.enter_context(pretended_group(place.rank, place.world, pretended.device))
         stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
+        config = on_device(config, pretended.device)
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)
         parameters = sum(p.numel() for p in model.parameters())
@@ -103,6 +105,9 @@ def simulate(config: Config, place: Place) -> Result:
         stack.enter_context(pretended.running())
         stack.enter_context(ledger.watching())
         move_buffers(model, pretended.device)
+        reshard = reshards(model, config, int(place.device.memory_gb * 2**30))
+        parallel = config.parallel.model_copy(update={"reshard_after_forward": reshard})
+        config = config.model_copy(update={"parallel": parallel})
         parallelize(model, mesh, config, load=False)
         fill_sizes(model, config)
         optimizer = build_optimizer(model, config)

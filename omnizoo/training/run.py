@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -25,7 +26,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
 from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
-from omnizoo.ops.device import device_name, memory_gb, peak_flops
+from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
@@ -78,6 +79,7 @@ def _train(
 ) -> int:
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as folders:
+        config = on_device(config, process.device)
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
@@ -224,6 +226,15 @@ def _train(
             recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
         loader.close()
     return 0
+
+
+def on_device(config: Config, device: torch.device) -> Config:
+    """`config` with what is left to the device settled: accelerators compute in bf16 unless told otherwise."""
+    if "precision" not in config.parallel.model_fields_set and not is_host(device):
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"precision": "bf16"})})
+    if config.parallel.precision == "bf16":
+        use_tensor_cores(device)
+    return config
 
 
 def heed(mesh: Mesh, watching: Callbacks, saved: str = "") -> Asked:
