@@ -41,7 +41,7 @@ from omnizoo.parallel.experts import Dispatch, _dim_to_split, check_experts, sha
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import Process
-from omnizoo.parallel.shard import allocate, fill
+from omnizoo.parallel.shard import allocate, fill, prefetch
 
 EXPERTS, CHOICES, WIDTH = 8, 3, 16
 FAMILIES = {  # between them: fused gates, interleaved gates, biases, transposed weights, shared experts
@@ -297,15 +297,16 @@ def traffic(mesh: Mesh, rank: int) -> dict[str, float]:
 
 
 class Block(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: nn.Module, last: bool) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.last = experts, last
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return hidden + self.experts(hidden.tanh(), index, weights)
+        out = hidden + self.experts(hidden.tanh(), index, weights)
+        return out if self.last else out.tanh()
 
 
-def recomputed(mesh: Mesh, rank: int) -> dict[str, dict[str, float]]:
+def recomputed(mesh: Mesh, rank: int, last: bool) -> dict[str, dict[str, float]]:
     """By mode: all-to-alls of forward and backward, waits of the host, and the error against no recomputation."""
     found: dict[str, dict[str, float]] = {}
     hidden, index, weights, grad = part_of(routed(24, torch.float32), SPLITS["one rank without tokens"], rank)
@@ -318,7 +319,7 @@ def recomputed(mesh: Mesh, rank: int) -> dict[str, dict[str, float]]:
                 splits.append(1)
                 return super().split(*args)
 
-        block = Block(sharded("qwen3_moe", torch.float32, mesh))
+        block = Block(sharded("qwen3_moe", torch.float32, mesh), last)
         block.experts.dispatch = Counting(mesh.group("ep"), EXPERTS, recomputation)
         gather_aside(block.experts, recomputation)
         recompute(block, mode, "fp32", recomputation)
@@ -365,6 +366,37 @@ def loaded(mesh: Mesh, folder: Path) -> float:
     return 1.0
 
 
+def gathered_ahead(mesh: Mesh) -> dict[str, int]:
+    """All-gathers before the first block's attention begins in forward, before the last one's ends in backward, and of
+    the whole pass."""
+    model = tiny("qwen3_moe", layers=3)
+    use_dispatched(model)
+    draw(model)
+    experts = list(expert_modules(model).values())
+    shard_experts(experts, mesh, True, MixedPrecisionPolicy())
+    for module in experts:
+        module.dispatch = Dispatch(mesh.group("ep"), EXPERTS)
+    blocks = list(model.model.layers)
+    for block in blocks:
+        fully_shard(block, mesh=mesh.fsdp)
+    fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False)
+    prefetch(list(zip(blocks, experts, strict=True)))
+    found: dict[str, int] = {}
+    with CollectiveCounter() as counter:
+
+        def note(name: str) -> None:
+            found.setdefault(name, counter.calls["all-gather"])
+
+        blocks[0].self_attn.register_forward_pre_hook(lambda *_: note("first in forward"))
+        blocks[2].self_attn.register_full_backward_hook(lambda *_: note("last in backward"))
+        tokens = torch.arange(8)[None]
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        note("forward")
+        loss.backward()
+        note("both")
+    return found
+
+
 def rank_main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 4)
@@ -380,7 +412,8 @@ def rank_main(rank: int, folder: Path) -> None:
             "loaded": loaded(mesh, folder / "model"),
         }
         if mesh.layout.ep > 1:
-            results[name] |= {"recomputed": recomputed(mesh, rank), "own group": own_group(mesh)}
+            results[name] |= {"own group": own_group(mesh), "gathered": gathered_ahead(mesh)}
+            results[name] |= {f"recomputed, last: {last}": recomputed(mesh, rank, last) for last in (True, False)}
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.destroy_process_group()
@@ -435,13 +468,16 @@ def test_a_layer_sends_its_rows_twice_forward_and_twice_backward_and_nothing_els
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
-def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(on_four_ranks, layout: str) -> None:
+@pytest.mark.parametrize(("last", "again"), [(True, 2), (False, 3)])
+def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(
+    on_four_ranks, layout: str, last: bool, again: int
+) -> None:
     """Forward: counts, rows, weights, results. Backward: gradients of the last three; `full` sends two of them again,
-    `selective` none."""
-    found = on_four_ranks[layout]["recomputed"]
+    results too if the block goes on after its experts; `selective` none."""
+    found = on_four_ranks[layout][f"recomputed, last: {last}"]
     assert {mode: (each["forward"], each["backward"]) for mode, each in found.items()} == {
         "none": (4, 3),
-        "full": (4, 5),
+        "full": (4, 3 + again),
         "selective": (4, 3),
     }
     assert [each["splits"] for each in found.values()] == [1, 1, 1]
@@ -452,3 +488,10 @@ def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(o
 @pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
 def test_tokens_do_not_wait_for_weights_in_one_group(on_four_ranks, layout: str) -> None:
     assert on_four_ranks[layout]["own group"]
+
+
+@pytest.mark.slow
+def test_weights_of_the_next_block_and_its_experts_are_asked_for_while_one_computes(on_four_ranks) -> None:
+    """Units: root, three blocks, three times experts. Everything but the root is gathered twice, once per pass."""
+    found = on_four_ranks["ep2 x ep_shard2"]["gathered"]
+    assert found == {"first in forward": 5, "forward": 7, "last in backward": 11, "both": 13}

@@ -5,7 +5,7 @@ torch's own grouped matmul does not: float64, and widths that are not multiples 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,21 +47,19 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
 
 def gather(hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """`hidden [T, H]` -> `[N, H]`: each token once per choice, in the order of experts."""
-    rows: torch.Tensor = _Gather.apply(hidden, pairs.order, pairs.place, pairs.choices)  # type: ignore[no-untyped-call]
+    rows: torch.Tensor = _Gather.apply(hidden, pairs)  # type: ignore[no-untyped-call]
     return rows
 
 
 def restore(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """`rows [N, H]` from the order of experts to the order of tokens."""
-    restored: torch.Tensor = _Restore.apply(rows, pairs.order, pairs.place)  # type: ignore[no-untyped-call]
+    restored: torch.Tensor = _Restore.apply(rows, pairs)  # type: ignore[no-untyped-call]
     return restored
 
 
 def by_expert(weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """`weights [T, K]` -> `[N, 1]`, in the order of experts."""
-    flat = weights.reshape(-1, 1)
-    ordered: torch.Tensor = _Gather.apply(flat, pairs.order, pairs.place, 1)  # type: ignore[no-untyped-call]
-    return ordered
+    return gather(weights.reshape(-1, 1), replace(pairs, choices=1))
 
 
 def weigh_in_backward(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -107,13 +105,12 @@ def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.T
     return torch.cat([group @ weight for group, weight in zip(groups, weights.unbind(), strict=True)])
 
 
-def _add_choices(
-    rows: torch.Tensor, place: torch.Tensor, choices: int, weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Of each token the rows of its choices, weighted if need be, added one after the other in at least fp32."""
-    by_choice = place.view(-1, choices).unbind(1)
-    if choices == 1 and weights is None:
-        return rows.index_select(0, place)
+def add_choices(rows: torch.Tensor, pairs: Pairs, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """`rows [N, H]` -> `[T, H]`: of each token the rows of its choices, weighted by `[T, K]` if given, added one after
+    the other in at least fp32. Without autograd."""
+    by_choice = pairs.place.view(-1, pairs.choices).unbind(1)
+    if pairs.choices == 1 and weights is None:
+        return rows.index_select(0, pairs.place)
     total = rows.new_zeros(len(by_choice[0]), rows.shape[1], dtype=_exact(rows))
     for choice, at in enumerate(by_choice):
         chosen = rows.index_select(0, at)
@@ -124,39 +121,42 @@ def _add_choices(
     return total.to(rows.dtype)
 
 
+def repeat_by_choice(tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """`[T, H]` -> `[N, H]`, in the order of experts. Without autograd."""
+    return tokens.index_select(0, pairs.order // pairs.choices)
+
+
 def _exact(rows: torch.Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
 
 # Permutations know their inverse, so their backward is a gather too: no atomic additions (which would make the sum over
-# choices depend on timing), and faster than the scatter autograd would do.
+# choices depend on timing), and faster than the scatter autograd would do. Pairs are not saved by `save_for_backward`:
+# whatever is, recomputation has to come as far as there.
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, order: torch.Tensor, place: torch.Tensor, choices: int) -> torch.Tensor:
-        ctx.save_for_backward(place)
-        ctx.choices = choices
-        return hidden.index_select(0, order // choices)
+    def forward(ctx: Any, hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        ctx.pairs = pairs
+        return repeat_by_choice(hidden, pairs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (place,) = ctx.saved_tensors
-        return _add_choices(grad, place, ctx.choices), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return add_choices(grad, ctx.pairs), None
 
 
 class _Restore(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return rows.index_select(0, place)
+    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        ctx.pairs = pairs
+        return rows.index_select(0, pairs.place)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.pairs.order), None
 
 
 class _Weigh(torch.autograd.Function):
@@ -180,11 +180,10 @@ class _Weigh(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        # Not by `save_for_backward`: whatever is saved there makes recomputation come as far as here.
         ctx.pairs = pairs
-        return _add_choices(rows, pairs.place, pairs.choices, weights)
+        return add_choices(rows, pairs, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.pairs.order // ctx.pairs.choices), None, None
+        return repeat_by_choice(grad, ctx.pairs), None, None

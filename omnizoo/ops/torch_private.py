@@ -222,10 +222,14 @@ class Recomputation:
         self.is_aside = False  # while true, operators are not among those that are kept or made again
         self._kept: deque[Any] | None = None  # of the block that is being computed
         self._is_again = False
+        self._is_selective = False
 
-    def once(self, make: Callable[[], T]) -> T:
-        """What `make` gives; when a block is computed again, what it gave the first time."""
-        if self._kept is None:
+    def once(self, make: Callable[[], T], large: bool = False) -> T:
+        """What `make` gives; when a block is computed again, what it gave the first time.
+
+        What is `large` is kept by selective recomputation only.
+        """
+        if self._kept is None or (large and not self._is_selective):
             return make()
         if self._is_again:
             kept: T = self._kept.popleft()
@@ -247,7 +251,7 @@ class Recomputation:
         """What `checkpoint` takes as `context_fn`. With a policy, torch's own modes, which keep what it says; and
         all-to-alls, which they cannot: those write into a tensor they are given."""
         kept: deque[Any] = deque()
-        first, again = self._within(kept, False), self._within(kept, True)
+        first, again = (self._within(kept, is_again, policy is not None) for is_again in (False, True))
         if policy is None:
             return first, again
         keeping, kept_modes = create_selective_checkpoint_contexts(policy)
@@ -257,13 +261,13 @@ class Recomputation:
         return both(first, keeping), both(again, kept_modes)
 
     @contextmanager
-    def _within(self, kept: deque[Any], is_again: bool) -> Iterator[None]:
-        before = self._kept, self._is_again
-        self._kept, self._is_again = kept, is_again
+    def _within(self, kept: deque[Any], is_again: bool, is_selective: bool) -> Iterator[None]:
+        before = self._kept, self._is_again, self._is_selective
+        self._kept, self._is_again, self._is_selective = kept, is_again, is_selective
         try:
             yield
         finally:
-            self._kept, self._is_again = before
+            self._kept, self._is_again, self._is_selective = before
 
 
 @contextmanager

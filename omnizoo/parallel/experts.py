@@ -4,15 +4,26 @@ brings tokens to their experts and back."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnizoo.config.errors import UserError
-from omnizoo.ops.experts import Pairs, by_expert, combine, gather, restore, sort_by_expert, weigh_in_backward
+from omnizoo.ops.experts import (
+    Pairs,
+    add_choices,
+    by_expert,
+    gather,
+    repeat_by_choice,
+    restore,
+    sort_by_expert,
+    weigh_in_backward,
+)
 from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.layout import Layout, divisors
@@ -55,8 +66,9 @@ class Dispatch:
         rows = exchange_rows(gather(hidden, pairs), route.sent, route.received, self.group)
         arrived = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group)
         rows = restore(compute(gather(rows, arriving), arriving.counts), arriving)
-        rows = exchange_rows(weigh_in_backward(rows, arrived), route.received, route.sent, self.group)
-        return combine(rows, weights, pairs)
+        rows = weigh_in_backward(rows, arrived)
+        out: torch.Tensor = _WayBack.apply(rows, weights.detach(), self, route)  # type: ignore[no-untyped-call]
+        return out
 
     def route(self, index: torch.Tensor) -> Route:
         ranks = self.group.size()
@@ -75,6 +87,28 @@ class Dispatch:
         by_rank = torch.stack([pairs.counts, arriving]).view(2, self.group.size(), -1).sum(2)
         sent, received = by_rank.tolist()
         return sent, received
+
+
+class _WayBack(torch.autograd.Function):
+    """`combine` of rows that are elsewhere. It saves nothing, and what comes of it is K times smaller than the rows:
+    selective recomputation keeps that."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch, route: Route) -> torch.Tensor:
+        ctx.dispatch, ctx.route = dispatch, route
+
+        def come_back() -> torch.Tensor:
+            arrived = exchange_rows(rows, route.received, route.sent, dispatch.group)
+            return add_choices(arrived, route.pairs, weights)
+
+        return dispatch.recomputation.once(come_back, large=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        route: Route = ctx.route
+        rows = repeat_by_choice(grad, route.pairs)
+        return exchange_rows(rows, route.sent, route.received, ctx.dispatch.group), None, None, None
 
 
 def check_experts(layout: Layout, experts: int) -> None:
