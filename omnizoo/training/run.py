@@ -32,6 +32,7 @@ from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
+from omnizoo.training.ahead import Ahead
 from omnizoo.training.best import check_metrics, watchers
 from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_callbacks
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
@@ -44,7 +45,7 @@ from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
 from omnizoo.training.schedule import learning_rate
-from omnizoo.training.step import next_step, train_step
+from omnizoo.training.step import train_step
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +79,13 @@ def _train(
     config: Config, on_failure: Callable[[int, BaseException], None] | None, callbacks: Sequence[Callback]
 ) -> int:
     stop = StopRequest()
-    with process_group(on_failure=on_failure) as process, ExitStack() as folders:
+    with process_group(on_failure=on_failure) as process, ExitStack() as stack:
         config = on_device(config, process.device)
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
-        agree(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
+        agree(mesh, lambda: lock(run, directory, stack) if mesh.is_first else None)
         own = agree(
             mesh, lambda: [*built_in_loggers(config, run), *user_callbacks(config, callbacks)] if mesh.is_first else []
         )
@@ -134,7 +135,8 @@ def _train(
         if config.train.eval_every:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))
-        data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
+        ahead = stack.enter_context(Ahead(loader, objective, config.train.steps - start))
+        data = ahead.next()  # before anything is written: unusable data leaves no trace
         facts = describe(config, mesh, model, name, run, directory, origin)
         facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
         begun = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
@@ -143,7 +145,6 @@ def _train(
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
                 heed(mesh, watching)
-                loader.close()
                 return 0
             for step in range(start + 1, config.train.steps + 1):
                 fetched = time.perf_counter()
@@ -204,7 +205,7 @@ def _train(
                     state = {"run": origin.run, "tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
                     state["callbacks"] = watching.state_dict()
-                    lanes = mesh.gather(loader.state_dict())
+                    lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
                         watching.save(
@@ -218,13 +219,12 @@ def _train(
                 if last:
                     break
                 fetching = time.perf_counter()
-                data = next_step(loader, objective)
+                data = ahead.next()
             is_stopped = result.stop or asked.stop
             watching.end("failed" if watching.failure else "stopped" if is_stopped else "done", watching.failure)
             heed(mesh, watching, f"; checkpoint {folder_of(directory, step)} is complete")
             by = stop.signal or watching.stopped_by or "a signal to another rank"
             recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
-        loader.close()
     return 0
 
 
