@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.assembly.adapters import adapter_record
 from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
@@ -111,12 +112,13 @@ def _train(
         )
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
-        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
+        adapter = mesh.from_first(agree(mesh, lambda: adapter_record(model, config) if mesh.is_first else None))
+        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None or adapter is not None))
         optimizer = agree(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
-        if state := load(origin, model, optimizer):
+        if state := load(origin, model, optimizer, adapter and adapter["base"]):
             start, tokens_seen = state["step"], state.get("tokens_seen", 0)
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             saved = state["loader"]
@@ -205,6 +207,8 @@ def _train(
                     state = {"run": origin.run, "tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
                     state["callbacks"] = watching.state_dict()
+                    if adapter is not None:
+                        state["adapter"] = adapter
                     lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
