@@ -15,17 +15,19 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import PreTrainedModel
 
+from omnizoo.assembly.adapters import begin_adapter, load_published
 from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
+from omnizoo.models.adapter import attached
 from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
 from omnizoo.models.initial import initial_weights
-from omnizoo.models.weights import load_weights, weight_origins
+from omnizoo.models.weights import weight_origins
 from omnizoo.ops.device import is_host, total_memory
 from omnizoo.ops.precision import exact
 from omnizoo.ops.torch_private import Recomputation, both
@@ -84,24 +86,22 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
 
     buffers = {name for name, _ in model.named_buffers()}
     wanted = buffers - set(model.state_dict())
+    adapter = attached(model)
     if load:
         wanted = buffers | {name for name, _ in model.named_parameters()}
-        for origin in origins:
-            part = model.get_submodule(origin.module) if origin.module else model
-            missing = load_weights(part, origin, config.model, mesh.device)
-            prefix = origin.module and origin.module + "."
-            own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
-            wanted = (wanted - own) | {prefix + name for name in missing}
+        wanted = load_published(model, origins, config.model, mesh.device, wanted)
     allocate(model, mesh.device)
     # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
     # computed, mostly, and so have all the digits of the run's precision.
     computed = wanted & buffers if parallel.precision == "fp64" else set()
     if config.model.given is not None:
-        given, computed = given_model(config.model), set()
-        fill(model, sent_by_first({name: tensor for name, tensor in tensors_of(given) if name in wanted}, mesh))
-        wanted = set()
+        given, computed = dict(tensors_of(given_model(config.model))), set()
+        fill(model, sent_by_first({name: tensor for name, tensor in given.items() if name in wanted}, mesh))
+        wanted &= adapter.started if adapter else set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
         fill(model, initial_weights(partial(build_model, config.model, precision), config.train.seed, names))
+    if adapter is not None and load:
+        begin_adapter(model, adapter)
     media.attach(config.model)
     keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved

@@ -73,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema)")
     export.add_argument("--best", action="store_true", help="of a run folder: the best checkpoint (`checkpoint.best`)")
+    export.add_argument("--merge", action="store_true", help="of a run with an adapter: the whole model, merged")
     export.set_defaults(run=_export)
     allow_code(export)
 
@@ -243,9 +244,11 @@ def _recipes(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from omnizoo.assembly.adapters import base_weights
     from omnizoo.checkpoint.export import export
 
-    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code, args.best)
+    base = base_weights if args.merge else None
+    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code, args.best, base)
     return 0
 
 

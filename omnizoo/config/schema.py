@@ -115,6 +115,39 @@ class Modality(Section):
     marks: Marks = Field(default_factory=Marks, description="the special tokens around and in the place of an item")
 
 
+class Adapter(Section):
+    kind: Literal["lora", "dora", "rslora"] = Field(
+        "lora", description="`dora` learns the length of each row as well; `rslora` scales by alpha / sqrt(rank)"
+    )
+    rank: Annotated[int, Field(ge=1, le=2**16)] = Field(16, description="width of the factors")
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = Field(32.0, description="what is added is scaled by alpha / rank")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of what enters the factors, in training")
+    targets: Annotated[list[Text], Field(min_length=1)] = Field(
+        ["all-linear"],
+        description="what gets factors: `all-linear` (the linear layers of the language model's blocks), ends of names "
+        "such as `q_proj` or `experts.down_proj`, or glob patterns over full names (docs/adapters.md)",
+    )
+    exclude: list[Text] = Field([], description="what of `targets` gets none, named in the same way")
+    modules_to_save: list[Text] = Field([], description="modules that are trained whole, named in the same way")
+    init: Literal["kaiming", "gaussian", "random"] = Field(
+        "kaiming",
+        description="how the first factor is drawn; the second is zero, so that the model begins as its base "
+        "(`random`: drawn as well)",
+    )
+    path: Text | None = Field(
+        None, description="folder of a PEFT adapter to begin with: all keys but `dropout` are those of its files"
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Adapter":
+        fields = type(self).model_fields
+        others = [name for name in fields if name not in ("path", "dropout")]
+        given = [name for name in others if getattr(self, name) != fields[name].default]
+        if self.path is not None and given:
+            raise ValueError(f"path has an adapter with a {given[0]} of its own; leave out {', '.join(given)}")
+        return self
+
+
 class Model(Section):
     path: Text | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
     config: Text | dict[str, Any] | None = Field(
@@ -161,6 +194,9 @@ class Model(Section):
         [], description="glob patterns of weights that `model.path` may lack; they are drawn from `train.seed`"
     )
     allow_unexpected: list[Text] = Field([], description="glob patterns of weights in `model.path` to ignore")
+    adapter: Adapter | None = Field(
+        None, description="train small factors next to the weights, which stay as they are (docs/adapters.md)"
+    )
 
     @field_validator("recipe")
     @classmethod

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from omnizoo.modalities.base import Decoder, Encoder, Inputs, Item, Port
+from omnizoo.ops.device import to_device
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,6 @@ def whole_batch(items: Sequence[Item], ports: Sequence[Port], device: torch.devi
 def place(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
     """A prepared item on the device, its floats in the precision of the computation."""
     return {
-        name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        name: to_device(tensor, device, dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in inputs.items()
     }

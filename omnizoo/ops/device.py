@@ -116,6 +116,19 @@ class Reading:
         return numbers
 
 
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, of the host, where `device` can fetch it while the host goes on; itself where there is no need."""
+    return tensor if device.type in ("cpu", PLANNED) or tensor.device.type != "cpu" else tensor.pin_memory()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A copy on `device`, which the host does not wait for; on the host, the tensor itself.
+
+    It goes by the stream that computes: what comes after it there finds it complete, and memory is never used twice.
+    """
+    return pinned(tensor, device).to(device, dtype or tensor.dtype, non_blocking=True)
+
+
 def device_name(device: torch.device) -> str:
     return "CPU" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 

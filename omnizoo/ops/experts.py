@@ -16,6 +16,15 @@ PARTS = 8
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What an adapter adds to the weights `[E, A, B]` of E experts, never multiplied out."""
+
+    first: torch.Tensor  # [E, A, rank]
+    second: torch.Tensor  # [E, rank, B]
+    scaling: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """The weights of E experts, applied as `rows @ up`, `activate`, `@ down`."""
 
@@ -24,6 +33,8 @@ class Experts:
     up_bias: torch.Tensor | None  # [E, U]
     down_bias: torch.Tensor | None  # [E, H]
     activate: Callable[[torch.Tensor], torch.Tensor]  # [N, U] -> [N, I]
+    up_factors: Factors | None = None
+    down_factors: Factors | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +93,21 @@ def combine(rows: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Te
 
 def run_experts(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
     """`rows [N, H]` ordered by expert, `counts [E]` of them for each; an expert without rows has zeros as gradient."""
-    inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias)
-    return _linear(experts.activate(inner), counts, experts.down, experts.down_bias)
+    inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias, experts.up_factors)
+    return _linear(experts.activate(inner), counts, experts.down, experts.down_bias, experts.down_factors)
 
 
-def _linear(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    factors: Factors | None,
+) -> torch.Tensor:
     out = grouped_matmul(rows, counts, weights)
+    if factors is not None:
+        narrow = grouped_matmul(rows.to(factors.first.dtype), counts, factors.first)
+        out = out + (grouped_matmul(narrow, counts, factors.second) * factors.scaling).to(out.dtype)
     return out if bias is None else out + bias.repeat_interleave(counts, 0, output_size=len(rows))
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omnizoo.config.schema import Config
-from omnizoo.ops.device import is_host
+from omnizoo.ops.device import BACKENDS
 from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
 
@@ -158,7 +158,7 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         grid(replicate=replicate, ep_shard=layout.ep_shard, ep=layout.ep),
         process.device,
     )
-    if layout.ring > 1 and not is_host(process.device):
+    if layout.ring > 1 and process.device.type in BACKENDS:
         # NCCL connects at the first message, which all ranks of a group must take part in; ours skip empty ones. Not a
         # barrier: where a group has a backend for the host, too, that would be the one to wait.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))

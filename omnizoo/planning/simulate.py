@@ -31,6 +31,7 @@ from omnizoo.planning.devices import Device
 from omnizoo.planning.kernels import stand_ins
 from omnizoo.planning.ledger import Ledger, Peak, Timeline
 from omnizoo.planning.traffic import Collective, Traffic
+from omnizoo.planning.work import Kernel
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.probe import FAILURES
@@ -62,6 +63,7 @@ class Result:
     timeline: Timeline
     collectives: dict[Collective, tuple[int, int]]  # calls, bytes
     syncs: dict[Sync, int]
+    kernels: dict[Kernel, tuple[int, int]]  # matmuls and attention of this rank: calls, FLOPs
     guessed: list[str]  # places that read a value which only a real device knows
     flops: float  # of all ranks
     parameters: int
@@ -122,16 +124,18 @@ def simulate(config: Config, place: Place) -> Result:
             pretended.syncs.clear()
             ledger.begin_step()
             traffic = Traffic(mesh, place.device.per_node)
-            with traffic, periods.watching(model, traffic.count, traffic.sent, pretended.syncs):
+            counted = (traffic.count, traffic.sent, pretended.syncs, ledger.work.calls, ledger.work.flops)
+            with traffic, periods.watching(model, *counted):
                 train_step(objective, optimizer, replace(data, micro_batches=data.micro_batches[:most]), step)
             ledger.end_step(model)
-        count, sent, syncs = periods.totals()
+        count, sent, syncs, calls, flops = periods.totals()
         return Result(
             layout=str(mesh.layout),
             peak=ledger.peak(),
             timeline=ledger.timeline(),
             collectives={one: (count[one], sent[one]) for one in count},
             syncs=dict(syncs),
+            kernels={kernel: (calls[kernel], flops[kernel]) for kernel in calls},
             guessed=sorted(pretended.guessed),
             flops=data.totals.flops,
             parameters=parameters,

@@ -15,7 +15,8 @@ from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
-from omnizoo.data.plan import TEXT, Known, Totals
+from omnizoo.data.plan import TEXT, Totals
+from omnizoo.data.told import Known
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.parallel.mesh import Mesh

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.assembly.adapters import adapter_record
 from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
@@ -32,6 +33,7 @@ from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
+from omnizoo.training.ahead import Ahead
 from omnizoo.training.best import check_metrics, watchers
 from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_callbacks
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
@@ -44,7 +46,7 @@ from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
 from omnizoo.training.schedule import learning_rate
-from omnizoo.training.step import next_step, train_step
+from omnizoo.training.step import train_step
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +80,13 @@ def _train(
     config: Config, on_failure: Callable[[int, BaseException], None] | None, callbacks: Sequence[Callback]
 ) -> int:
     stop = StopRequest()
-    with process_group(on_failure=on_failure) as process, ExitStack() as folders:
+    with process_group(on_failure=on_failure) as process, ExitStack() as stack:
         config = on_device(config, process.device)
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
-        agree(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
+        agree(mesh, lambda: lock(run, directory, stack) if mesh.is_first else None)
         own = agree(
             mesh, lambda: [*built_in_loggers(config, run), *user_callbacks(config, callbacks)] if mesh.is_first else []
         )
@@ -110,12 +112,13 @@ def _train(
         )
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
-        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
+        adapter = mesh.from_first(agree(mesh, lambda: adapter_record(model, config) if mesh.is_first else None))
+        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None or adapter is not None))
         optimizer = agree(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
-        if state := load(origin, model, optimizer):
+        if state := load(origin, model, optimizer, adapter and adapter["base"]):
             start, tokens_seen = state["step"], state.get("tokens_seen", 0)
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             saved = state["loader"]
@@ -134,7 +137,8 @@ def _train(
         if config.train.eval_every:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))
-        data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
+        ahead = stack.enter_context(Ahead(loader, objective, config.train.steps - start))
+        data = ahead.next()  # before anything is written: unusable data leaves no trace
         facts = describe(config, mesh, model, name, run, directory, origin)
         facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
         begun = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
@@ -143,7 +147,6 @@ def _train(
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
                 heed(mesh, watching)
-                loader.close()
                 return 0
             for step in range(start + 1, config.train.steps + 1):
                 fetched = time.perf_counter()
@@ -204,7 +207,9 @@ def _train(
                     state = {"run": origin.run, "tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
                     state["callbacks"] = watching.state_dict()
-                    lanes = mesh.gather(loader.state_dict())
+                    if adapter is not None:
+                        state["adapter"] = adapter
+                    lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
                         watching.save(
@@ -218,13 +223,12 @@ def _train(
                 if last:
                     break
                 fetching = time.perf_counter()
-                data = next_step(loader, objective)
+                data = ahead.next()
             is_stopped = result.stop or asked.stop
             watching.end("failed" if watching.failure else "stopped" if is_stopped else "done", watching.failure)
             heed(mesh, watching, f"; checkpoint {folder_of(directory, step)} is complete")
             by = stop.signal or watching.stopped_by or "a signal to another rank"
             recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
-        loader.close()
     return 0
 
 

@@ -8,16 +8,18 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from omnizoo.config.errors import UserError
 from omnizoo.data.deal import Batch, deal
-from omnizoo.data.loader import Loader
+from omnizoo.data.loader import FlatPack, Loader
 from omnizoo.data.plan import Totals
 from omnizoo.ops.device import Reading, is_host
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.agree import raise_first
+from omnizoo.parallel.exchange import ProcessGroup
 from omnizoo.parallel.gradients import clip_gradients, squared_norm, sum_of_whole
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
@@ -52,24 +54,40 @@ class StepResult:
     routers: dict[str, float]  # load and entropy of the routers; empty for dense models
 
 
+@dataclass(frozen=True)
+class StepRead:
+    """What this rank has read for a step: packs, or why there are none."""
+
+    packs: Sequence[FlatPack]
+    note: dict[str, Any]  # told to all ranks: error, counters, bad rows
+
+
 def next_step(loader: Loader, objective: Objective) -> StepData:
     """The next step's data. Unusable data on one rank is the same UserError on all, so that none waits for another."""
+    return deal_step(read_step(loader), objective)
+
+
+def read_step(loader: Loader) -> StepRead:
     error, step = None, None
     try:
         step = loader.next_step()
     except UserError as caught:
         error = str(caught)
-    counters = loader.counters()
-    note = {"error": error, "counters": counters, "bad_rows": step.bad_rows if step else []}
-    micro_batch = objective.config.train.micro_batch
-    dealt = deal(step.packs if step else [], objective.mesh, micro_batch, objective.ports, objective.cost, note)
+    note = {"error": error, "counters": loader.counters(), "bad_rows": step.bad_rows if step else []}
+    return StepRead(step.packs if step else [], note)
+
+
+def deal_step(read: StepRead, objective: Objective, group: ProcessGroup | None = None) -> StepData:
+    """What all ranks have read becomes what each trains on; all must call. `group`: of the thread that calls."""
+    micro_batch, note = objective.config.train.micro_batch, read.note
+    dealt = deal(read.packs, objective.mesh, micro_batch, objective.ports, objective.cost, note, group)
     raise_first(told["error"] for told in dealt.notes)
     return StepData(
         micro_batches=dealt.batches,
         totals=dealt.totals,
         counts=objective.counts(dealt.totals),
         imbalance=dealt.imbalance,
-        counters={name: sum(told["counters"][name] for told in dealt.notes) for name in counters},
+        counters={name: sum(told["counters"][name] for told in dealt.notes) for name in note["counters"]},
         bad_rows=[message for told in dealt.notes for message in told["bad_rows"]],
     )
 
