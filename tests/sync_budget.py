@@ -8,10 +8,4 @@ ALLOWED = {
     ("omnizoo/ops/device.py", "__init__"): "once a step, losses and gradient norm: is it finite, and what is logged",
     # Only where no kernel takes the boundaries of samples: fp32, fp64, attention dropout.
     ("omnizoo/ops/attention.py", "lengths"): "attention sample by sample",
-    # transformers' own code, which is not ours to change.
-    ("omnizoo/recipes/qwen_towers.py", "encode"): "towers read the sizes of items on the host",
-    ("omnizoo/training/forward.py", "forward"): "places of media are picked by masks",
-    ("transformers/models/qwen3_vl_moe/modeling_qwen3_vl_moe.py", ""): "the same, in recomputation",
-    ("transformers/models/qwen3_omni_moe/modeling_qwen3_omni_moe.py", ""): "the same, in recomputation",
-    ("torch's backward", ""): "backward of rows that were picked by masks",
 }
