@@ -115,7 +115,8 @@ def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
 
     def alone(module: Any, kind: type[nn.Module]) -> nn.Module | None:
-        return module if isinstance(module, kind) and all(owners[id(p)] == 1 for p in module.parameters()) else None
+        is_plain = isinstance(module, kind) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+        return module if is_plain and all(owners[id(p)] == 1 for p in module.parameters()) else None
 
     return alone(model.get_input_embeddings(), nn.Embedding), alone(model.get_output_embeddings(), nn.Linear)
 
