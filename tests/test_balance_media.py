@@ -5,10 +5,10 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnizoo.parallel.assign import assign_items, assign_packs, imbalance
+from omnizoo.parallel.assign import assign_items, assign_items_near, assign_packs, imbalance
 
 COSTS = st.one_of(st.integers(0, 20).map(float), st.floats(0, 1e15))
 
@@ -53,6 +53,28 @@ def test_packs_are_near_the_best_split_into_equal_counts() -> None:
         ratios.append(max(loads(costs, owners(assign_packs(costs, 2)), 2)) / best)
     assert max(ratios) < 1.15
     assert np.mean(ratios) < 1.02
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 8, 32]), st.integers(0, 400), st.booleans())
+@settings(deadline=None)
+def test_in_a_large_world_items_stay_near_unless_that_would_leave_others_idle(
+    seed: int, together: int, count: int, is_even: bool
+) -> None:
+    random, ranks = np.random.default_rng(seed), 128
+    size = max(16, 4 * together)
+    costs = random.integers(1, 1000, count).astype(float)
+    home = (np.arange(count) if is_even else random.integers(0, 20, count)) * together % ranks
+    if is_even:
+        costs[:] = 7
+    owner = assign_items_near(costs, home, ranks, together)
+    assert owner.tolist() == assign_items_near(costs, home, ranks, together).tolist()
+    assert len(owner) == count
+    assert ((owner >= 0) & (owner < ranks)).all()
+    if size < ranks and is_even and count * together % ranks == 0:
+        assert (owner // size == home // size).all()
+    # Longest first, among blocks and then in each: at most the mean, and an item more for each of the two.
+    loads = np.bincount(owner, costs, ranks)
+    assert loads.max() <= costs.sum() / ranks + 2 * costs.max(initial=0)
 
 
 def test_imbalance_is_the_most_over_the_mean() -> None:

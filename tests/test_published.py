@@ -25,7 +25,6 @@ from omni import make_media
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
-import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.assembly.entrance import read_modalities
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, shrink_config
@@ -35,9 +34,11 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.modalities.base import Item, Modality, Port, Sampling
 from omnizoo.modalities.item import BadMedia, Media
+from omnizoo.models import attention
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model, load_files
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch, place
+from omnizoo.ops.attention import packed_attention
 from omnizoo.ops.precision import exact
 from omnizoo.recipes.base import read_facts, recipe_of
 from omnizoo.recipes.qwen_towers import Tower
@@ -275,6 +276,66 @@ def test_a_pack_of_mixed_media_gives_the_losses_and_gradients_of_its_samples_one
     scale = {name: wanted[name.replace("k_proj.bias", "q_proj.bias")].norm() for name in wanted}
     worst = {name: ((found[name] - value).norm() / scale[name]).item() for name, value in wanted.items()}
     assert max(worst.values()) <= gradient_error, max(worst, key=worst.__getitem__)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_attends_once_per_layer_and_gives_what_it_gives_frame_by_frame(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the model's own way in, with torch's attention, which splits by the lengths of frames and windows."""
+    calls: list[int] = []
+
+    def counted(query: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return packed_attention(query, *args)
+
+    monkeypatch.setattr(attention, "packed_attention", counted)
+    model, modalities = ours(family, "fp32")
+    own = deepcopy(tiny_model(family, "fp32"))
+    built = media_model(model).modalities(Model(config={"model_type": family}))
+    encoders = {name: modality.encoder for name, modality in built.items()}
+    media = {
+        "image": [picture(40, 60), picture(90, 50, 1)],
+        "video": [clip(9, 40, 64), clip(4, 64, 32, 3)],
+        "audio": [sound(1.3), sound(9.5, 1)],  # less than a window, and more
+    }
+    for name, encoder in encoders.items():
+        items = [modalities[name].encoder.prepare(item) for item in media[name]]
+        calls.clear()
+        model.zero_grad()
+        own.zero_grad()
+        found = encoder.encode(items)
+        layers = encoder.tower.layers if name == "audio" else encoder.tower.blocks
+        assert len(calls) == len(layers)
+        if name == "audio":
+            mels = [item["mels"] for item in items]
+            mask = torch.arange(max(map(len, mels))) < torch.tensor([[len(mel)] for mel in mels])
+            features = torch.nn.utils.rnn.pad_sequence(mels, batch_first=True).transpose(1, 2)
+            wanted = own.get_audio_features(features, mask.long(), return_dict=True).last_hidden_state
+        else:
+            pixels, grids = torch.cat([item["pixels"] for item in items]), torch.stack([i["grid"] for i in items])
+            out = own.get_image_features(pixels, grids, return_dict=True)
+            wanted = torch.cat([torch.cat(level) for level in (out.pooler_output, *out.deepstack_features)], 1)
+        assert (found - wanted).norm() < 1e-6 * wanted.norm()
+        grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
+        found.backward(grad)
+        wanted.backward(grad)
+        ours_by_name, theirs = gradients(model), gradients(own)
+        assert ours_by_name.keys() == theirs.keys()
+        for key, gradient in theirs.items():
+            assert (ours_by_name[key] - gradient).norm() <= 1e-6 * gradient.norm().clamp(min=1e-6), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_is_called_once_for_images_and_clips_together(family: str) -> None:
+    model, modalities = ours(family, "fp32")
+    called: list[str] = []
+    for name in set(recipe_of(family).towers.values()):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    samples = [write(contents, modalities, seed) for seed, contents in enumerate(mix(family))]
+    with torch.no_grad():
+        model(**packed_inputs(family, samples, modalities, model))
+    assert sorted(called) == sorted(set(recipe_of(family).towers.values()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from processes import run_on_ranks
 
 from omnizoo.parallel.collectives import CollectiveCounter
-from omnizoo.parallel.exchange import exchange_payloads, gather_json
+from omnizoo.parallel.exchange import exchange_payloads, gather_bytes
 from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import Process, process_group
 from omnizoo.parallel.route import Share, deliver, plan_routes
@@ -222,8 +222,8 @@ def check_payloads(rank: int, world: int) -> None:
             for name, array in arrays.items():
                 torch.testing.assert_close(array, torch.as_tensor(wanted[name]), rtol=0, atol=0)
     assert exchange_payloads([[] for _ in range(world)]) == [[] for _ in range(world)]
-    summaries = gather_json({"rank": rank, "costs": [0.1] * rank * 50})
-    assert summaries == [{"rank": r, "costs": [0.1] * r * 50} for r in range(world)]
+    messages = gather_bytes(bytes([rank]) * rank * 50)
+    assert [message.tobytes() for message in messages] == [bytes([r]) * r * 50 for r in range(world)]
 
 
 def on_ranks(process: Process) -> None:

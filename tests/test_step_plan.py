@@ -1,14 +1,12 @@
 """The plan of a step, without ranks: nothing lost, the same sums on any layout, and what is told is what was known."""
 
-import json
-
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnizoo.data.deal import _hear, _tell
-from omnizoo.data.plan import TEXT, Known, plan_step
+from omnizoo.data.plan import TEXT, plan_step
+from omnizoo.data.told import Known, Told, read_messages, write_message
 from omnizoo.modalities.base import Item, Port, Size
 from omnizoo.parallel.layout import Layout
 
@@ -41,9 +39,10 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 ) -> None:
     random = np.random.default_rng(seed)
     packs = [random_pack(index, random) for index in range(count)]
-    alone = plan_step(packs, Layout(), 1, PORTS, cost)
+    alone = plan_step(Told.of(packs, PORTS, cost), Layout(), 1, PORTS, cost)
     layout = Layout(dp_shard=dp, ring=ring)
-    plan = plan_step([packs[i] for i in random.permutation(count)], layout, micro_batch, PORTS, cost)
+    parts = [Told.of([packs[i]], PORTS, cost) for i in random.permutation(count)]
+    plan = plan_step(Told.join(parts), layout, micro_batch, PORTS, cost)
 
     assert plan.totals == alone.totals
     assert plan.totals.tokens == sum(pack.tokens for pack in packs)
@@ -54,15 +53,16 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
     assert set(plan.imbalance) == {"tokens", "image/encoder", "sound/encoder", "image/decoder"}
     assert all(figure >= 1 - 1e-9 for figure in plan.imbalance.values())
 
-    dealt = [pack for each in plan.rounds for own in each.packs for pack in own]
-    assert sorted(pack.index for pack in dealt if not pack.is_filler) == list(range(count))
+    dealt = [index for each in plan.rounds for own in each.packs for index in own]
+    assert sorted(index for index in dealt if index >= 0) == list(range(count))
     assert {len(own) for each in plan.rounds for own in each.packs} == {micro_batch}
     for each in plan.rounds:
         owned = [at for rank in range(layout.world) for at, _ in each.owned(rank)]
         assert sorted(owned) == list(range(len(each.items)))
         routes = [each.routes(rank) for rank in range(layout.world)]
         for port in PORTS:
-            own = [item for item in each.items if item.port == port]
+            items = [item for own in each.packs for index in own if index >= 0 for item in packs[index].items]
+            own = [item for item in items if item.port == port]
             ways = [of[port] for of in routes if port in of]
             placed = sum(int((way.place >= 0).sum()) for way in ways)
             predicted = sum(int((way.before >= 0).sum()) for way in ways)
@@ -74,13 +74,19 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 @given(st.integers(0, 2**32))
 def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
     pack = random_pack(3, np.random.default_rng(seed))
-    heard = _hear(json.loads(json.dumps(_tell(pack, PORTS))), PORTS)
-    assert heard.places(is_predicted=True) == pack.places(is_predicted=True)
-    assert [(i.port, i.size.places, i.size.cost, i.targets, i.spans, i.is_target) for i in heard.items] == [
-        (i.port, i.size.places, i.size.cost, i.targets, i.spans, i.is_target) for i in pack.items
+    message = write_message(Told.of([pack], PORTS, cost), {"error": None})
+    nothing = write_message(Told.of([], PORTS, cost), "nothing to say")
+    heard, notes = read_messages([np.frombuffer(each, np.uint8) for each in (nothing, message)])
+    assert notes == ["nothing to say", {"error": None}]
+    assert heard.packs.tolist() == [
+        (3, False, len(pack.lengths), len(pack.items), pack.labels, pack.weight, cost(pack))
     ]
-    assert (heard.index, heard.lengths, heard.labels, heard.is_filler) == (3, pack.lengths, pack.labels, False)
-    assert heard.weight == pack.weight
+    assert heard.lengths.tolist() == pack.lengths
+    assert heard.items.tolist() == [
+        (PORTS.index(i.port), i.size.places, i.targets, len(i.spans), i.size.cost) for i in pack.items
+    ]
+    assert [tuple(heard.spans_of(at, 0)) for at in range(len(pack.items))] == [i.spans for i in pack.items]
+    assert heard.tokens.tolist() == [pack.tokens]
 
 
 def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.modalities.base import Modality
+from omnizoo.modalities.base import Modality, Port
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_batch import MediaBatch
 from omnizoo.models.media_model import MediaModel, Positions
@@ -71,11 +72,20 @@ class Published(MediaModel):
         if enter is None:
             return
         encoders = {port: encoder for port in self.ports if (encoder := modalities[port.modality].encoder) is not None}
+        sharing: dict[str, list[Port]] = {}  # by tower
+        for port in encoders:
+            sharing.setdefault(self.towers[port.modality], []).append(port)
+
+        def encode(media: MediaBatch) -> dict[Port, torch.Tensor]:
+            made: dict[Port, torch.Tensor] = {}
+            for ports in sharing.values():
+                made |= media.encode_together(ports, encoders[ports[0]])
+            return {port: made[port] for port in encoders}
 
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             media: MediaBatch | None = kwargs.pop("media", None)
             if media is not None:
-                arrived = media.deliver({port: media.encode(port, encoder) for port, encoder in encoders.items()})
+                arrived = media.deliver(encode(media))
                 placed = {port.modality: features.placed for port, features in arrived.items()}
                 kwargs = enter(self.language, kwargs, placed)
             return args, kwargs

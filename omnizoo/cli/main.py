@@ -131,6 +131,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="fp64 leaves no room for rounding; bf16 is compared with fp32, by the error of one process in bf16",
     )
     verify.add_argument(
+        "--device",
+        metavar="KIND",
+        default="cpu",
+        help="where ranks run: cpu (the default), or the accelerator of this machine (cuda, ...), one for each rank",
+    )
+    verify.add_argument(
         "--families",
         help="in place of the config's own model: a list of transformers' model types, `all` of the zoo, or `many`",
     )
@@ -221,7 +227,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from omnizoo.cli.verify import verify
 
-    return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families, args.markdown)
+    given = (args.world, args.layouts, args.precision, args.device, args.families, args.markdown)
+    return verify(args.config, args.overrides, *given)
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from omnizoo.data.loader import FlatPack, filler, join_weights
-from omnizoo.data.plan import Cost, Known, Round, Totals, known_of, plan_step
-from omnizoo.modalities.base import Inputs, Item, Port, Size
-from omnizoo.parallel.exchange import Payload, exchange_payloads, gather_json
+from omnizoo.data.plan import Round, Totals, plan_step
+from omnizoo.data.told import Cost, Told, known_of, read_messages, starts, write_message
+from omnizoo.modalities.base import Inputs, Port
+from omnizoo.ops.device import pinned
+from omnizoo.parallel.exchange import Payload, ProcessGroup, exchange_payloads, gather_bytes
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route
@@ -51,17 +53,23 @@ class Dealt:
 
 
 def deal(
-    packs: Sequence[FlatPack], mesh: Mesh, micro_batch: int, ports: Sequence[Port], cost: Cost, note: Any = None
+    packs: Sequence[FlatPack],
+    mesh: Mesh,
+    micro_batch: int,
+    ports: Sequence[Port],
+    cost: Cost,
+    note: Any = None,
+    group: ProcessGroup | None = None,
 ) -> Dealt:
     """Deal out the packs that all ranks have read; every rank must call. `note` is told to all ranks on the way.
 
-    `ports` are the model's, whether or not this step has items for them.
+    `ports` are the model's, whether or not this step has items for them. `group`: of the thread that calls.
     """
-    told = gather_json({"note": note, "packs": [_tell(known_of(pack), ports) for pack in packs]})
-    known = [_hear(pack, ports) for rank in told for pack in rank["packs"]]
-    plan = plan_step(known, mesh.layout, micro_batch, ports, cost)
+    own_message = write_message(Told.of([known_of(pack) for pack in packs], ports, cost), note)
+    told, notes = read_messages(gather_bytes(own_message, group))
+    plan = plan_step(told, mesh.layout, micro_batch, ports, cost)
 
-    received = exchange_payloads(outgoing(plan.rounds, {pack.index: pack for pack in packs}, mesh.layout))
+    received = exchange_payloads(outgoing(plan.rounds, {pack.index: pack for pack in packs}, mesh.layout), group)
     arrived: dict[int, FlatPack] = {}
     inputs: dict[tuple[int, int], Inputs] = {}
     for header, tensors in (payload for from_rank in received for payload in from_rank):
@@ -74,46 +82,32 @@ def deal(
             arrived[pack.index] = pack
     batches = []
     for number, each in enumerate(plan.rounds):
-        own = [arrived.get(pack.index) or filler(pack.index) for pack in each.packs[mesh.dp_rank]]
+        own = [arrived.get(index) or filler(index) for index in each.packs[mesh.dp_rank]]
         media: dict[Port, list[Inputs]] = {port: [] for port in ports}
-        for at, item in each.owned(mesh.rank):
-            media[item.port].append(inputs[number, at])
+        for at, port in each.owned(mesh.rank):
+            media[port].append({name: pinned(t, mesh.device) for name, t in inputs[number, at].items()})
         batches.append(make_batch(own, media, each.routes(mesh.rank)))
-    return Dealt(batches, plan.totals, plan.imbalance, [rank["note"] for rank in told])
-
-
-def _tell(pack: Known, ports: Sequence[Port]) -> dict[str, Any]:
-    """As JSON has it, and short: a port is its number among those of the model."""
-    items = [[ports.index(i.port), i.size.places, i.size.cost, i.targets, i.spans] for i in pack.items]
-    return vars(pack) | {"items": items}
-
-
-def _hear(told: dict[str, Any], ports: Sequence[Port]) -> Known:
-    items = [
-        Item(ports[port], Size(places, cost, targets), tuple((first, count) for first, count in spans), targets > 0)
-        for port, places, cost, targets, spans in told["items"]
-    ]
-    return Known(**told | {"items": items})
+    return Dealt(batches, plan.totals, plan.imbalance, notes)
 
 
 def outgoing(rounds: Sequence[Round], own: dict[int, FlatPack], layout: Layout) -> list[list[Payload]]:
     """What this rank has read, for each rank that needs it."""
     to: list[list[Payload]] = [[] for _ in range(layout.world)]
     for number, each in enumerate(rounds):
-        at = 0
+        # The numbers of items in this micro-batch go on from pack to pack.
+        first_item = starts(each.told.packs["items"][each.rows].flatten())
         for d, packs in enumerate(each.packs):
-            for known in packs:
-                pack = own.get(known.index)
+            for slot, index in enumerate(packs):
+                pack = own.get(index)
                 if pack is not None:
                     some = {name: getattr(pack, name) for name in ("ids", "labels", "positions", "weights")}
                     arrays = {name: array for name, array in some.items() if array is not None}
                     header = {"index": pack.index, "lengths": pack.lengths, "sample_ids": pack.sample_ids}
                     for rank in range(d * layout.sp, (d + 1) * layout.sp):
                         to[rank].append((header, arrays))
-                    for i, item in enumerate(pack.items):
+                    for at, item in enumerate(pack.items, int(first_item[d * len(packs) + slot])):
                         assert item.inputs is not None
-                        to[each.owners[at + i]].append(({"item": [number, at + i]}, item.inputs))
-                at += len(known.items)
+                        to[each.owners[at]].append(({"item": [number, at]}, item.inputs))
     return to
 
 

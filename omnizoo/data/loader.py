@@ -33,7 +33,7 @@ from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import RowSource
 from omnizoo.data.sources import open_source
-from omnizoo.modalities.base import Item, Modality
+from omnizoo.modalities.base import Inputs, Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_model import Positions
@@ -87,7 +87,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     bad, kept = [], []
     for sample in pack.samples:
         try:
-            kept.append((sample, [item.port.module(reader.modalities).prepare(item.media) for item in sample.items]))
+            kept.append((sample, [reader.prepare(item) for item in sample.items]))
         except BadMedia as reason:
             bad.append(f"{reader.sources[sample.id.source].where(sample.id.row)}: {reason}")
     if not kept:
@@ -139,6 +139,14 @@ class Reader:
     sources: Sequence[RowSource]
     renderer: Renderer
     modalities: Mapping[str, Modality]
+
+    def prepare(self, item: Item) -> Inputs:
+        """Decode an item. In a bf16 run, floats for an encoder travel as it will get them, in half the bytes; what a
+        decoder makes targets of keeps every digit."""
+        inputs = item.port.module(self.modalities).prepare(item.media)
+        if self.config.parallel.precision != "bf16" or item.port.role != "encoder":
+            return inputs
+        return {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in inputs.items()}
 
     def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
         return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)
@@ -214,7 +222,7 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
 def start_worker(worker: int) -> None:
     """Interrupts are the training loop's to handle; a worker ends when its loader or its parent process does."""
     parent = os.getppid()
-    faulthandler.enable()  # a worker that crashes in native code says where
+    faulthandler.enable(2)  # a worker that crashes in native code says where; `sys.stderr` of notebooks is no file
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -253,6 +261,14 @@ def worker_death(error: BaseException) -> str | None:
     return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {lighter}"
 
 
+def worker_count(asked: int | None) -> int:
+    """Loader processes of a rank, where nobody has said how many: enough to stay ahead of most models."""
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(4, cores // 4))
+
+
 def identity(item: Any) -> Any:
     return item
 
@@ -265,12 +281,17 @@ class Loader:
         self.step = 0  # the next one
         self.undecodable = 0  # rows left out after packing, on this rank
         self.states: dict[int, dict[str, Any]] = {}
-        self.workers = min(self.config.data.workers, len(share.own_lanes))
+        self.workers = min(worker_count(self.config.data.workers), len(share.own_lanes))
         self.iterator: Iterator[LaneStep | Failure] | None = None
 
-    def next_step(self) -> Step:
+    def start(self) -> None:
+        """Start the workers now, in this thread: they are forked, which is no good while other threads are at work."""
         if self.iterator is None:
-            self.iterator = iter(self._start())
+            self.iterator = iter(self._reading())
+
+    def next_step(self) -> Step:
+        self.start()
+        assert self.iterator is not None
         # torch takes items from its workers in turn, so these are one of each: the whole step
         parts: list[LaneStep] = []
         for _ in range(max(1, self.workers)):
@@ -288,7 +309,7 @@ class Loader:
         bad_rows = [message for part in parts for message in part.bad_rows] if self.share.counts else []
         return Step(packs, bad_rows + undecodable)
 
-    def _start(self) -> Iterable[LaneStep | Failure]:
+    def _reading(self) -> Iterable[LaneStep | Failure]:
         _ = self.fingerprint  # of the data as it is now, before the run
         steps = LaneSteps(self.reader, self.share, self.step, self.states)
         if not self.workers:

@@ -3,52 +3,20 @@
 A plan is a pure function of what is known of the packs (lengths and costs, no data): no ranks talk, none are needed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from omnizoo.data.loader import IGNORE, FlatPack, filler
-from omnizoo.modalities.base import Item, Port
-from omnizoo.parallel.assign import assign_items, assign_packs
+from omnizoo.data.loader import filler
+from omnizoo.data.told import Cost, Numbers, Told, known_of, ranges
+from omnizoo.modalities.base import Port
+from omnizoo.parallel.assign import assign_items_near, assign_packs
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.route import Route, Share, plan_routes
 
 TEXT = "text"
-
-
-@dataclass(frozen=True)
-class Known:
-    """What all ranks know of a pack."""
-
-    index: int
-    lengths: list[int]
-    labels: int  # text targets
-    weight: float  # sum of their weights; as many as they are where no row has any
-    is_filler: bool
-    items: list[Item]  # their spans are within the pack
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    def places(self, is_predicted: bool) -> dict[str, int]:
-        """By modality that is produced: places of its items; `is_predicted`: only of those that are to be learnt."""
-        places: dict[str, int] = {}
-        for item in self.items:
-            if item.port.role == "decoder" and (item.is_target or not is_predicted):
-                places[item.port.modality] = places.get(item.port.modality, 0) + item.size.places
-        return places
-
-
-Cost = Callable[[Known], float]  # of a pack -> FLOPs
-
-
-def known_of(pack: FlatPack) -> Known:
-    is_target = pack.labels != IGNORE
-    labels = int(is_target.sum())
-    weight = labels if pack.weights is None else float(pack.weights[is_target].sum(dtype=np.float64))
-    return Known(pack.index, pack.lengths, labels, weight, not pack.sample_ids, list(pack.items))
 
 
 @dataclass(frozen=True)
@@ -71,81 +39,111 @@ class Plan:
     imbalance: dict[str, float]  # busiest rank / mean over ranks: of packs (`tokens`), and of each port
 
 
-def plan_step(packs: Sequence[Known], layout: Layout, micro_batch: int, ports: Sequence[Port], cost: Cost) -> Plan:
-    """The plan for the packs of all ranks, in any order. `ports` are the model's, whether or not these packs have items
-    for them."""
-    if not packs:
+@dataclass(frozen=True)
+class PlacedItem:
+    """An item on its way, as `parallel.route` sees it."""
+
+    port: Port
+    spans: Sequence[tuple[int, int]]
+    is_target: bool
+
+
+def plan_step(told: Told, layout: Layout, micro_batch: int, ports: Sequence[Port], cost: Cost) -> Plan:
+    """The plan for the packs of all ranks, told in any order. `ports` are the model's, whether or not these packs have
+    items for them."""
+    count = len(told.packs)
+    if not count:
         return Plan([], Totals(0, 0, {}, 0, 0.0), {})
-    known = sorted(packs, key=lambda pack: pack.index)
-    real = [pack for pack in known if not pack.is_filler]
-    targets = {TEXT: sum(pack.labels for pack in real)}
-    for item in (item for pack in real for item in pack.items if item.port.role == "decoder"):
-        targets[item.port.modality] = targets.get(item.port.modality, 0) + item.targets
-    totals = Totals(
-        tokens=sum(pack.tokens for pack in real),
-        packs=len(real),
-        targets=targets,
-        weight=sum(pack.weight for pack in real),
-        flops=sum(cost(pack) + sum(item.size.cost for item in pack.items) for pack in real),
-    )
+    totals = count_totals(told, ports)
     # Held-out packs need not divide evenly.
-    known += [known_of(filler(-1 - i)) for i in range(-len(known) % (layout.dp * micro_batch))]
-    costs = [cost(pack) for pack in known]
+    fillers = [known_of(filler(-1 - i)) for i in range(-count % (layout.dp * micro_batch))]
+    by_index = np.argsort(told.packs["index"], kind="stable")
+    rows = np.concatenate([by_index, count + np.arange(len(fillers))])
+    told = Told.join([told, Told.of(fillers, ports, cost)])
+    costs = told.packs["cost"][rows]
     # By cost on every rank, since ranks wait for each other in each micro-batch, not once a step.
-    share = [sorted(own, key=lambda i: (-costs[i], i)) for own in assign_packs(costs, layout.dp)]
+    share = np.array([sorted(own, key=lambda i: (-costs[i], i)) for own in assign_packs(costs, layout.dp)])
     rounds = [
-        Round([[known[i] for i in own[first : first + micro_batch]] for own in share], layout, ports)
-        for first in range(0, len(share[0]), micro_batch)
+        Round(told, rows[share[:, first : first + micro_batch]], layout, ports)
+        for first in range(0, share.shape[1], micro_batch)
     ]
-    slowest = sum(max(costs[i] for i in at_once) for at_once in zip(*share, strict=True))
-    imbalance = {"tokens": slowest * layout.dp / sum(costs)} | media_imbalance(rounds, layout.world, ports)
+    slowest = float(costs[share].max(0).sum())
+    imbalance = {"tokens": slowest * layout.dp / float(costs.sum())} | media_imbalance(rounds, layout.world, ports)
     return Plan(rounds, totals, imbalance)
 
 
+def count_totals(told: Told, ports: Sequence[Port]) -> Totals:
+    is_real = told.packs["is_filler"] == 0
+    real, items = told.packs[is_real], told.items[np.repeat(is_real, told.packs["items"])]
+    targets = {TEXT: int(real["labels"].sum())}
+    for number, port in enumerate(ports):
+        own = items["targets"][items["port"] == number]
+        if port.role == "decoder" and len(own):
+            targets[port.modality] = targets.get(port.modality, 0) + int(own.sum())
+    return Totals(
+        tokens=int(told.tokens[is_real].sum()),
+        packs=len(real),
+        targets=targets,
+        weight=_sum(real["weight"]),
+        flops=_sum(real["cost"]) + _sum(items["cost"]),
+    )
+
+
+def _sum(values: npt.NDArray[np.float64]) -> float:
+    """Sorted first: the same to the last digit, in whatever order ranks told them."""
+    return float(np.sort(values).sum())
+
+
 class Round:
-    """One micro-batch of all ranks: `packs[d]` are those of data-parallel rank d; items of all of them, in this order,
-    and who works on each."""
+    """One micro-batch of all ranks: `packs[d]` are the indices of those of data-parallel rank d; items of all of them,
+    in this order, and who works on each."""
 
-    def __init__(self, packs: list[list[Known]], layout: Layout, ports: Sequence[Port]) -> None:
-        self.packs, self.layout = packs, layout
-        self.items: list[Item] = []  # their spans are within the micro-batch
-        self.dp_of: list[int] = []  # of each item
-        for d, own in enumerate(packs):
-            start = 0
-            for pack in own:
-                self.items += (item.moved(start) for item in pack.items)
-                start += pack.tokens
-            self.dp_of += [d] * (len(self.items) - len(self.dp_of))
-        self.owners = [0] * len(self.items)
-        for port in ports:  # ranks wait for each other inside every encoder, so each is balanced by itself
-            of_port = [at for at, item in enumerate(self.items) if item.port == port]
-            assigned = assign_items([self.items[at].size.cost for at in of_port], layout.world)
-            for at, rank in zip(of_port, assigned, strict=True):
-                self.owners[at] = rank
+    def __init__(self, told: Told, rows: Numbers, layout: Layout, ports: Sequence[Port]) -> None:
+        """`rows [dp, packs]` are those of `told.packs`."""
+        self.told, self.rows, self.layout, self.ports = told, rows, layout, ports
+        self.packs: list[list[int]] = told.packs["index"][rows].tolist()
+        held, tokens = told.packs["items"][rows], told.tokens[rows]
+        self.items = ranges(told.first_item[rows].flatten(), held.flatten())  # [N] rows of `told.items`
+        self.moved = np.repeat((tokens.cumsum(1) - tokens).flatten(), held.flatten())  # [N] tokens before its pack
+        self.dp_of = np.repeat(np.arange(len(rows)), held.sum(1))  # [N]
+        self.port = told.items["port"][self.items]  # [N]
+        self.cost = told.items["cost"][self.items]  # [N]
+        self.owners = np.zeros(len(self.items), np.int64)
+        for number in range(len(ports)):  # ranks wait for each other inside every encoder: each is balanced by itself
+            of_port = np.flatnonzero(self.port == number)
+            home = self.dp_of[of_port] * layout.sp
+            self.owners[of_port] = assign_items_near(self.cost[of_port], home, layout.world, layout.sp)
 
-    def owned(self, rank: int) -> Iterator[tuple[int, Item]]:
-        """The items that a rank works on, and their numbers in this micro-batch."""
-        return ((at, item) for at, item in enumerate(self.items) if self.owners[at] == rank)
+    def owned(self, rank: int) -> list[tuple[int, Port]]:
+        """The items that a rank works on: their numbers in this micro-batch, and what they go through."""
+        return [(int(at), self.ports[self.port[at]]) for at in np.flatnonzero(self.owners == rank)]
 
     def routes(self, rank: int) -> dict[Port, Route]:
         """How what the owners make of items gets to the tokens of all ranks, as `rank` sees it."""
-        shares = []
-        for d, own in enumerate(self.packs):
-            of_dp = [at for at, dp in enumerate(self.dp_of) if dp == d]
-            lengths = [length for pack in own for length in pack.lengths]
-            shares.append(Share(lengths, [self.items[at] for at in of_dp], [self.owners[at] for at in of_dp]))
-        return plan_routes(self.layout, rank, shares)
+        has_places = self.told.items["spans"][self.items] > 0
+        present = [port for number, port in enumerate(self.ports) if (has_places & (self.port == number)).any()]
+        own = rank // self.layout.sp
+        concerned = np.flatnonzero((self.dp_of == own) | (self.owners == rank))
+        shares = [Share([], [], [])] * self.layout.dp
+        for d in np.unique(self.dp_of[concerned]).tolist():
+            at = concerned[self.dp_of[concerned] == d]
+            items = [self._placed(i) for i in at.tolist()]
+            shares[d] = Share(self.told.lengths_of(self.rows[d]), items, self.owners[at].tolist())
+        return plan_routes(self.layout, rank, shares, present)
+
+    def _placed(self, at: int) -> PlacedItem:
+        item = int(self.items[at])
+        spans = self.told.spans_of(item, int(self.moved[at]))
+        return PlacedItem(self.ports[self.port[at]], spans, bool(self.told.items["targets"][item]))
 
 
 def media_imbalance(rounds: Sequence[Round], world: int, ports: Sequence[Port]) -> dict[str, float]:
     """Of each port: the work of the busiest rank, summed over micro-batches, against the mean. 1 if there is none."""
     figures = {}
-    for port in ports:
+    for number, port in enumerate(ports):
         busiest = total = 0.0
         for each in rounds:
-            loads = [0.0] * world
-            for item, owner in zip(each.items, each.owners, strict=True):
-                loads[owner] += item.size.cost * (item.port == port)
-            busiest, total = busiest + max(loads), total + sum(loads)
+            loads = np.bincount(each.owners, each.cost * (each.port == number), world)
+            busiest, total = busiest + float(loads.max()), total + float(loads.sum())
         figures[str(port)] = busiest / (total / world) if total else 1.0
     return figures

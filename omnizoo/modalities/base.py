@@ -125,6 +125,10 @@ class Encoder(nn.Module):
         """Features `[places of all items, width]`, in order. Float inputs come in the precision of the computation."""
         raise NotImplementedError
 
+    def places(self, inputs: Inputs) -> int:
+        """How many a prepared item takes, by the shapes of its tensors. Asked where modalities share one tower."""
+        raise NotImplementedError
+
     def preview(self, media: Media) -> str:
         """A bit of HTML that shows the item to a person (`omnizoo data inspect`)."""
         return escape(media.name)

@@ -14,7 +14,16 @@ from transformers import PreTrainedModel
 
 from omnizoo.models.adapter import factor_names
 from omnizoo.models.hf_private import expert_activation, is_experts, register_experts
-from omnizoo.ops.experts import Experts, Factors, combine, gather, run_experts, sort_by_expert
+from omnizoo.ops.experts import (
+    Experts,
+    Factors,
+    by_expert,
+    combine,
+    gather,
+    run_experts,
+    sort_by_expert,
+    weigh_in_backward,
+)
 
 DISPATCHED = "dispatched"
 
@@ -45,7 +54,8 @@ def dispatched(
         out: torch.Tensor = dispatch(hidden_states, top_k_index, top_k_weights, compute)
     else:
         pairs = sort_by_expert(top_k_index, module.num_experts)
-        out = combine(compute(gather(hidden_states, pairs), pairs.counts), top_k_weights, pairs)
+        rows = compute(gather(hidden_states, pairs), pairs.counts)
+        out = combine(weigh_in_backward(rows, by_expert(top_k_weights, pairs)), top_k_weights, pairs)
     return out.to(hidden_states.dtype)
 
 

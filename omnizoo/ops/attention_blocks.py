@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from omnizoo.ops import torch_private
-from omnizoo.ops.device import has_cpu_flash, has_flash
+from omnizoo.ops.device import has_cpu_flash, has_flash, to_device
 
 ROWS = 128  # of a band that are computed at once where the kernel takes a mask: less is overhead, more is masked work
 
@@ -132,11 +132,11 @@ class Blocks:
     def _rows(self, ranges: list[tuple[int, int]]) -> slice | torch.Tensor:
         if all(before[1] == after[0] for before, after in pairwise(ranges)):
             return slice(ranges[0][0], ranges[-1][1])
-        return torch.cat([torch.arange(a, b) for a, b in ranges]).to(self.device)
+        return to_device(torch.cat([torch.arange(a, b) for a, b in ranges]), self.device)
 
     def _cumulative(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
         lengths = torch.tensor([0] + [b - a for a, b in ranges])
-        return lengths.cumsum(0).to(self.device, torch.int32)
+        return to_device(lengths.cumsum(0, dtype=torch.int32), self.device)
 
 
 def _cut_band(block: Block) -> list[Block]:

@@ -5,6 +5,7 @@ Nothing is pickled: arrays travel as their bytes, all that describes them as JSO
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+ProcessGroup = dist.ProcessGroup
 Counts = Sequence[Sequence[int]]  # of each table, the rows for or from each rank
 Payload = tuple[dict[str, Any], Mapping[str, torch.Tensor | npt.NDArray[Any]]]  # a JSON-able header, and arrays
 Received = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 ALIGNED = 16  # bytes: arrays are used where they arrive, which no dtype allows at odd places
+POLL = 0.0005  # seconds
+
+
+def group_of_thread() -> dist.ProcessGroup:
+    """All ranks once more, over gloo, for one thread of each: what other threads send cannot come in between."""
+    group: ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def exchange_rows(
@@ -97,25 +106,34 @@ def exchange_payloads(to: Sequence[Sequence[Payload]], group: dist.ProcessGroup 
     buffers = [_pack(payloads) if i != rank and payloads else _NOTHING for i, payloads in enumerate(to)]
     sent = torch.tensor([len(buffer) for buffer in buffers])
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    out = torch.empty(int(received.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(out, torch.cat(buffers), received.tolist(), sent.tolist(), group=group)
+    _finish(dist.all_to_all_single(received, sent, group=group, async_op=True), group)
+    out, all_sent = torch.empty(int(received.sum()), dtype=torch.uint8), torch.cat(buffers)
+    sizes = received.tolist(), sent.tolist()
+    _finish(dist.all_to_all_single(out, all_sent, *sizes, group=group, async_op=True), group)
     arrived = [_unpack(buffer) for buffer in out.split(received.tolist())]
     return [*arrived[:rank], own, *arrived[rank + 1 :]]
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Each rank's value, on all ranks; as JSON has it (lists for tuples), also in a world of one."""
-    text = _bytes(value)
+def gather_bytes(message: bytes, group: ProcessGroup | None = None) -> list[npt.NDArray[np.uint8]]:
+    """Each rank's message, on all ranks; each begins where any dtype may."""
+    text = torch.from_numpy(np.frombuffer(bytearray(message), np.uint8))
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64)
-    dist.all_gather_single(sizes, torch.tensor([len(text)]), group=group)
-    own = torch.zeros(int(sizes.max()), dtype=torch.uint8)  # gloo gathers equal sizes only
+    _finish(dist.all_gather_single(sizes, torch.tensor([len(text)]), group=group, async_op=True), group)
+    longest = int(sizes.max())
+    own = torch.zeros(longest + -longest % ALIGNED, dtype=torch.uint8)  # gloo gathers equal sizes only
     own[: len(text)] = text
     out = own.new_empty(ranks * len(own))
-    dist.all_gather_single(out, own, group=group)
-    rows = out.view(ranks, -1)
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    _finish(dist.all_gather_single(out, own, group=group, async_op=True), group)
+    return [row[:size] for row, size in zip(out.view(ranks, -1).numpy(), sizes.tolist(), strict=True)]
+
+
+def _finish(work: dist.Work, group: dist.ProcessGroup | None) -> None:
+    """Wait for a collective. In the group of a thread (None: that of all) the wait is in Python: a thread that waits
+    inside of torch while Python ends (3.11) would abort the process."""
+    while group is not None and not work.is_completed():
+        time.sleep(POLL)
+    work.wait()
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

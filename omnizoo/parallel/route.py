@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from omnizoo.ops.device import to_device
 from omnizoo.parallel.exchange import exchange_tables
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.sequence import slice_tokens
@@ -64,14 +65,20 @@ class Arrived:
     before: torch.Tensor  # [M] the token that each is predicted from
 
 
-def plan_routes(layout: Layout, rank: int, shares: Sequence[Share]) -> dict[Port, Route]:
+def plan_routes(
+    layout: Layout, rank: int, shares: Sequence[Share], present: Sequence[Port] | None = None
+) -> dict[Port, Route]:
     """For every port with an item anywhere, how features travel from and to `rank`; `shares`: of all dp ranks.
+
+    Where `present` names these ports, shares may leave out items that `rank` neither owns nor holds a token of.
 
     A rank's own features of a port are those of the items it owns, in the order of `shares` and of the items in there.
     """
     assert len(shares) == layout.dp, f"{len(shares)} shares for {layout.dp} dp ranks"
     dp_rank, sp_rank = divmod(rank, layout.sp)
-    ports = sorted({item.port for share in shares for item in share.items if item.spans})
+    ports = sorted(
+        {item.port for share in shares for item in share.items if item.spans} if present is None else present
+    )
     leaving = {port: [np.empty((2, 0), np.int64)] for port in ports}  # (rank it goes to, number among its own)
     arriving = {port: [np.empty((3, 0), np.int64)] for port in ports}  # (rank it comes from, its token, the one before)
     made = dict.fromkeys(ports, 0)
@@ -114,7 +121,7 @@ def deliver(
     whoever uses all of it answers the other ranks in backward and gets exact zeros.
     """
     ports = sorted(routes)
-    own = [features[port].index_select(0, routes[port].order.to(features[port].device)) for port in ports]
+    own = [features[port].index_select(0, to_device(routes[port].order, features[port].device)) for port in ports]
     if ports and len(routes[ports[0]].sent) > 1:
         sent, received = [routes[port].sent for port in ports], [routes[port].received for port in ports]
         own = list(exchange_tables(own, sent, received, group))
@@ -132,8 +139,8 @@ def deliver(
 def _at(features: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Those that have a token, and these tokens."""
     kept = (tokens >= 0).nonzero().squeeze(1)
-    tokens = tokens[kept].to(features.device)
-    return features if len(kept) == len(features) else features[kept.to(features.device)], tokens
+    there = to_device(tokens[kept], features.device)
+    return features if len(kept) == len(features) else features[to_device(kept, features.device)], there
 
 
 def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:

@@ -15,6 +15,7 @@ import torch
 from omnizoo.config.errors import UserError
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
 from omnizoo.ops.attention_blocks import Block, Blocks, Run, block_between, fuse
+from omnizoo.ops.device import to_device
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.ring import Ring, repeat_kv, ring_attention
 from omnizoo.parallel.ulysses import Exchange, GatherTokens, ScatterTokens, split_heads
@@ -93,9 +94,9 @@ class SequenceParallel:
         self.ring_rank, self.ulysses_rank = divmod(mesh.sp_rank, layout.ulysses)
         slices = slice_tokens(lengths, layout.ring, layout.ulysses)
         self.tokens = [len(indices) for indices in slices]
-        self.index = torch.from_numpy(slices[mesh.sp_rank]).to(mesh.device)
-        cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=mesh.device)
-        self.boundaries = Boundaries(cumulative, max(lengths, default=0))
+        self.index = torch.from_numpy(slices[mesh.sp_rank])  # on the host
+        cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        self.boundaries = Boundaries(to_device(cumulative, mesh.device), max(lengths, default=0))
         self.runs = ring_runs(lengths, layout.ring)
         self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # by causal and window: layers repeat a few
 

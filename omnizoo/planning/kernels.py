@@ -6,16 +6,17 @@ real router knows; here experts are used evenly, or this rank gets `imbalance` t
 one that has read all packs of the step.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from omnizoo.assembly import parallelize
 from omnizoo.data import deal
+from omnizoo.data.told import Told, read_messages, write_message
 from omnizoo.ops.device import PLANNED
 from omnizoo.ops.experts import Pairs
 from omnizoo.parallel.experts import Dispatch
@@ -35,9 +36,12 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
         sent = shares(count, ranks)
         return sent, shares(int(count * imbalance), ranks)
 
-    def from_this_rank(value: Any, group: object = None) -> list[Any]:
-        told = json.loads(json.dumps(value))
-        return [told if other == rank else told | {"packs": []} for other in range(world)]
+    def from_this_rank(message: bytes, group: object = None) -> list[Any]:
+        own = np.frombuffer(message, np.uint8)
+        told, (note,) = read_messages([own])
+        nothing = Told(told.packs[:0], told.lengths[:0], told.items[:0], told.spans[:0])
+        empty = np.frombuffer(write_message(nothing, note), np.uint8)
+        return [own if other == rank else empty for other in range(world)]
 
     def to_itself(to: Sequence[Sequence[Any]], group: object = None) -> list[list[Any]]:
         tensors = [
@@ -55,7 +59,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
         (torch.utils, "swap_tensors", swap),
         (F, "scaled_dot_product_attention", attention),
         (Dispatch, "split", even_split),
-        (deal, "gather_json", from_this_rank),
+        (deal, "gather_bytes", from_this_rank),
         (deal, "exchange_payloads", to_itself),
         (parallelize, "total_memory", lambda device: UNLIMITED),  # what does not fit is to be reported, not refused
     ):

@@ -6,6 +6,7 @@ model's own attention is handed, through its keyword arguments, the function tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from omnizoo.data.loader import IGNORE
 from omnizoo.modalities.base import Port
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch
 from omnizoo.ops.attention import Pattern
+from omnizoo.ops.device import to_device
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route, deliver
 from omnizoo.parallel.sequence import SequenceParallel
@@ -57,17 +59,18 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
     else:
         sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), parallel.overlap)
-        index = sequence.index.cpu()
+        index = sequence.index
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
         weights = None if weights is None else weights[:, index]
         is_filler = not len(index)
         inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence.attend}
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
             ids, positions = torch.zeros_like(batch.input_ids[:, :1]), batch.position_ids[..., :1]
+    moved = partial(to_device, device=mesh.device)
     # Logits are made only where there is a target.
     kept = (labels[0] != IGNORE).nonzero().squeeze(1)
     inputs |= {"input_ids": ids, "position_ids": positions, "logits_to_keep": kept}
-    inputs = {key: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    inputs = {key: moved(value) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     if ports:
         inputs["media"] = MediaBatch(
             items={port: batch.media.get(port, []) for port in ports},
@@ -75,8 +78,8 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
             device=mesh.device,
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
-    weights = None if weights is None else weights[0, kept].to(mesh.device)
-    return Local(inputs, labels[0, kept].to(mesh.device), weights, packs.to(mesh.device), len(batch.packs), is_filler)
+    weights = None if weights is None else moved(weights[0, kept])
+    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
-from omnizoo.data.plan import TEXT, Known, Totals
+from omnizoo.data.plan import TEXT, Totals
+from omnizoo.data.told import Known
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.parallel.mesh import Mesh
@@ -118,10 +119,12 @@ class Objective:
             return self._forward(local)
         return {name: total + start for name, total in sums.items()}, losses
 
-    def end_step(self, update: bool) -> dict[str, float]:
-        """Router statistics of the micro-batches since the last call; moves correction biases where asked to."""
+    def take_statistics(self) -> RouterStatistics:
+        """Of the routers, in the micro-batches since the last call."""
         statistics, self.statistics = self.statistics, RouterStatistics()
-        metrics = statistics.reduce(self.mesh.sum)
-        if update and self.config.router.bias_rate:
-            update_bias(self.recorder.routers, statistics.loads, self.config.router.bias_rate)
-        return metrics
+        return statistics
+
+    def balance(self, loads: dict[str, torch.Tensor]) -> None:
+        """After an update: moves correction biases where asked to, by how often experts were chosen on all ranks."""
+        if self.config.router.bias_rate:
+            update_bias(self.recorder.routers, loads, self.config.router.bias_rate)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -26,12 +27,13 @@ from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
 from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
-from omnizoo.ops.device import device_name, memory_gb, peak_flops
+from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
+from omnizoo.training.ahead import Ahead
 from omnizoo.training.best import check_metrics, watchers
 from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_callbacks
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
@@ -44,7 +46,7 @@ from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
 from omnizoo.training.schedule import learning_rate
-from omnizoo.training.step import next_step, train_step
+from omnizoo.training.step import train_step
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +80,13 @@ def _train(
     config: Config, on_failure: Callable[[int, BaseException], None] | None, callbacks: Sequence[Callback]
 ) -> int:
     stop = StopRequest()
-    with process_group(on_failure=on_failure) as process, ExitStack() as folders:
+    with process_group(on_failure=on_failure) as process, ExitStack() as stack:
+        config = on_device(config, process.device)
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
-        agree(mesh, lambda: lock(run, directory, folders) if mesh.is_first else None)
+        agree(mesh, lambda: lock(run, directory, stack) if mesh.is_first else None)
         own = agree(
             mesh, lambda: [*built_in_loggers(config, run), *user_callbacks(config, callbacks)] if mesh.is_first else []
         )
@@ -134,7 +137,8 @@ def _train(
         if config.train.eval_every:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))
-        data = next_step(loader, objective)  # before anything is written: unusable data leaves no trace
+        ahead = stack.enter_context(Ahead(loader, objective, config.train.steps - start))
+        data = ahead.next()  # before anything is written: unusable data leaves no trace
         facts = describe(config, mesh, model, name, run, directory, origin)
         facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
         begun = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
@@ -143,7 +147,6 @@ def _train(
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
                 heed(mesh, watching)
-                loader.close()
                 return 0
             for step in range(start + 1, config.train.steps + 1):
                 fetched = time.perf_counter()
@@ -206,7 +209,7 @@ def _train(
                     state["callbacks"] = watching.state_dict()
                     if adapter is not None:
                         state["adapter"] = adapter
-                    lanes = mesh.gather(loader.state_dict())
+                    lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
                         watching.save(
@@ -220,14 +223,22 @@ def _train(
                 if last:
                     break
                 fetching = time.perf_counter()
-                data = next_step(loader, objective)
+                data = ahead.next()
             is_stopped = result.stop or asked.stop
             watching.end("failed" if watching.failure else "stopped" if is_stopped else "done", watching.failure)
             heed(mesh, watching, f"; checkpoint {folder_of(directory, step)} is complete")
             by = stop.signal or watching.stopped_by or "a signal to another rank"
             recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
-        loader.close()
     return 0
+
+
+def on_device(config: Config, device: torch.device) -> Config:
+    """`config` with what is left to the device settled: accelerators compute in bf16 unless told otherwise."""
+    if "precision" not in config.parallel.model_fields_set and not is_host(device):
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"precision": "bf16"})})
+    if config.parallel.precision == "bf16":
+        use_tensor_cores(device)
+    return config
 
 
 def heed(mesh: Mesh, watching: Callbacks, saved: str = "") -> Asked:

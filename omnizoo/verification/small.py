@@ -32,13 +32,16 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
     if not reads_media(config.model):  # items must fit into a pack
         data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
+    parallel: dict[str, Any] = {"precision": precision}
+    if config.parallel.reshard_after_forward is None:  # the small model would never need to
+        parallel["reshard_after_forward"] = True
     train = {"steps": 3, "global_batch": world, "micro_batch": 1, "warmup_steps": 0}
     return config.model_copy(
         update={
             "model": _with_adapter(shrink_model(config.model, probed.shrinking), config.model),
             "data": config.data.model_copy(update=data),
             "train": config.train.model_copy(update=train),
-            "parallel": config.parallel.model_copy(update={"precision": precision}),
+            "parallel": config.parallel.model_copy(update=parallel),
         }
     )
 
