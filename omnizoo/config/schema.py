@@ -16,6 +16,7 @@ from omnizoo.config.options import check_options
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
+FEWEST_LANES, MOST_FITTING_LANES = 8, 64  # each holds `data.look_ahead` samples from the start
 LONGEST_TEXT = 4096  # no path is longer
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
 Rate = Annotated[float, Field(gt=0, le=1000)]  # of learning
@@ -290,8 +291,9 @@ class Data(Section):
     eval_sources: list[Source] = Field([], description="held-out data for `train.eval_every`")
     pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = Field(2048, description="upper bound of tokens in one pack")
     lanes: Annotated[int, Field(ge=1, le=2**16)] = Field(
-        8,
-        description="independent streams of packs; fix the order of data for any world size; best a multiple of it",
+        FEWEST_LANES,
+        description="independent streams of packs; fix the order of data for any world size; best a multiple of it. "
+        "Not set: what fits `train.global_batch` (docs/data.md)",
     )
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] = Field(256, description="samples a lane looks at to fill a pack")
     overlong: Literal["split", "drop"] = Field(
@@ -313,8 +315,10 @@ class Data(Section):
     media_outside: bool = Field(
         False, description="allow rows to name media files outside of their source's folder (`media_dir`)"
     )
-    workers: Annotated[int, Field(ge=0, le=256)] = Field(
-        0, description="loader processes per rank; the data does not depend on it"
+    workers: Annotated[int, Field(ge=0, le=256)] | None = Field(
+        None,
+        description="loader processes per rank; the data does not depend on it. Default: one for every four cores that "
+        "the rank has, 1 to 4; 0: rows are read between steps",
     )
     prefetch: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="steps each loader worker works ahead")
 
@@ -590,6 +594,13 @@ class Log(Section):
     )
 
 
+def fitting_lanes(global_batch: int) -> int:
+    """Lanes for any number of ranks that shares out such a batch: a divisor of it, or a multiple where that is small.
+    Of the config alone, since the order of the data must not depend on the world."""
+    divisor = max(n for n in range(1, MOST_FITTING_LANES + 1) if global_batch % n == 0)
+    return divisor * -(-FEWEST_LANES // divisor)
+
+
 class Config(Section):
     model: Model = Field(description="what is trained: weights from `model.path`, or random ones from `model.config`")
     data: Data = Field(description="what it is trained on, and how rows become packs")
@@ -603,6 +614,18 @@ class Config(Section):
     router: Router = Field(default_factory=Router, description="routers of a mixture of experts, besides their losses")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
     log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lanes_that_fit(cls, value: Any) -> Any:
+        data = value.get("data") if isinstance(value, dict) else None
+        if not isinstance(data, dict) or "lanes" in data:
+            return value
+        train = value.get("train")
+        given = train.get("global_batch") if isinstance(train, dict) else None
+        default = Train.model_fields["global_batch"].default
+        batch = given if type(given) is int and given > 0 else default
+        return value | {"data": data | {"lanes": fitting_lanes(batch)}}
 
     @model_validator(mode="after")
     def _one_name_each(self) -> "Config":

@@ -226,7 +226,7 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
 def start_worker(worker: int) -> None:
     """Interrupts are the training loop's to handle; a worker ends when its loader or its parent process does."""
     parent = os.getppid()
-    faulthandler.enable()  # a worker that crashes in native code says where
+    faulthandler.enable(2)  # a worker that crashes in native code says where; `sys.stderr` of notebooks is no file
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -265,6 +265,14 @@ def worker_death(error: BaseException) -> str | None:
     return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {lighter}"
 
 
+def worker_count(asked: int | None) -> int:
+    """Loader processes of a rank, where nobody has said how many: enough to stay ahead of most models."""
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(4, cores // 4))
+
+
 def identity(item: Any) -> Any:
     return item
 
@@ -277,7 +285,7 @@ class Loader:
         self.step = 0  # the next one
         self.undecodable = 0  # rows left out after packing, on this rank
         self.states: dict[int, dict[str, Any]] = {}
-        self.workers = min(self.config.data.workers, len(share.own_lanes))
+        self.workers = min(worker_count(self.config.data.workers), len(share.own_lanes))
         self.iterator: Iterator[LaneStep | Failure] | None = None
 
     def start(self) -> None:

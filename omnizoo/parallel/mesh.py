@@ -145,6 +145,8 @@ def build_mesh(config: Config, process: Process) -> Mesh:
             own: dict[int | str, Any] = {
                 name: dist.get_backend() for name in BUSY if 1 < axes.get(name, 1) == process.world_size
             }
+            if device_backend := BACKENDS.get(process.device.type):
+                own = dict.fromkeys(names, device_backend)  # and no second one for the host, which only the world has
             made = init_device_mesh(process.device.type, sizes, mesh_dim_names=names, backend_override=own)
             process.grids[tuple(axes.items())] = made
         return process.grids[tuple(axes.items())]

@@ -106,6 +106,10 @@ def local_bytes(model: nn.Module) -> int:
     return sum(local_of(p).nbytes for p in model.parameters())
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that this rank holds, which is the whole if it is not sharded. Not for autograd."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

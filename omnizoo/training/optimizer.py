@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.parts import Treatments
@@ -19,6 +18,7 @@ from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config, Ema
 from omnizoo.models.hf_private import is_experts, routers
+from omnizoo.parallel.shard import is_sharded
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
@@ -105,7 +105,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
         # Fused kernels take parameters that are all sharded, or all whole.
-        members[choice][decay, rate, isinstance(parameter, DTensor)].append(parameter)
+        members[choice][decay, rate, is_sharded(parameter)].append(parameter)
     parts = [_build(choice, groups, config) for choice, groups in members.items()]
     if len(parts) == 1 and run.ema is None:
         return parts[0]
