@@ -40,6 +40,7 @@ from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch, place
 from omnizoo.ops.attention import packed_attention
 from omnizoo.ops.precision import exact
+from omnizoo.recipes import qwen_towers
 from omnizoo.recipes.base import read_facts, recipe_of
 from omnizoo.recipes.qwen_towers import Tower
 
@@ -355,6 +356,36 @@ def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_pr
         assert [len(rows) for rows in alone] == [encoder.measure(item).places for item in media[name]]
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-11, atol=1e-11)
         assert len(encoder.encode([place(encoder.blank(), torch.device("cpu"), torch.float64)])) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_a_long_item_give_what_the_whole_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_towers, "MOST_PATCHES", 16)
+    monkeypatch.setattr(qwen_towers, "MOST_WINDOWS", 1)
+    model = tiny_model(family, "fp64")
+    long = {"video": clip(22, 90, 64), "audio": sound(19.3)}
+    for name, modality in recipe_of(family).modalities(model, None, options_of(family)).items():
+        encoder, media = modality.encoder, long.get(name, picture(200, 200))
+        size, inputs = encoder.measure(media), encoder.prepare(media)
+        parts = encoder.parts(size, inputs)
+        assert (len(parts) > 2) == (name in long)
+        assert sum(part.places for part, _ in parts) == size.places
+        assert sum(part.cost for part, _ in parts) == pytest.approx(size.cost)
+        assert [encoder.places(own) for _, own in parts] == [part.places for part, _ in parts]
+        assert all(own.keys() == inputs.keys() for _, own in parts)
+        on_host = torch.device("cpu")
+        with torch.no_grad(), exact("fp64"):
+            whole = encoder.encode([place(inputs, on_host, torch.float64)])
+            apart = [encoder.encode([place(own, on_host, torch.float64)]) for _, own in parts]
+        torch.testing.assert_close(torch.cat(apart), whole, rtol=1e-11, atol=1e-11)
+        if name not in long:
+            continue
+        # Whatever the runs of its places, each part has its own.
+        spans = ((3, 2), (9, size.places - 5), (9 + size.places, 3))
+        items = Item(Port(name, "encoder"), size, spans, False, media).cut(parts)
+        tokens = [token for first, count in spans for token in range(first, first + count)]
+        assert [token for item in items for first, n in item.spans for token in range(first, first + n)] == tokens
+        assert [sum(n for _, n in item.spans) for item in items] == [part.places for part, _ in parts]
 
 
 def test_a_sound_under_a_second_has_the_rows_that_the_model_gives_it_next_to_a_longer_one() -> None:

@@ -46,6 +46,13 @@ class Published(MediaModel):
         return self.recipe.projectors
 
     @property
+    def calls(self) -> list[list[Port]]:
+        sharing: dict[str, list[Port]] = {}  # by tower
+        for port in self.ports:
+            sharing.setdefault(self.towers[port.modality], []).append(port)
+        return list(sharing.values())
+
+    @property
     def language(self) -> PreTrainedModel:
         assert isinstance(self.model, PreTrainedModel)
         return self.model
@@ -72,13 +79,10 @@ class Published(MediaModel):
         if enter is None:
             return
         encoders = {port: encoder for port in self.ports if (encoder := modalities[port.modality].encoder) is not None}
-        sharing: dict[str, list[Port]] = {}  # by tower
-        for port in encoders:
-            sharing.setdefault(self.towers[port.modality], []).append(port)
 
         def encode(media: MediaBatch) -> dict[Port, torch.Tensor]:
             made: dict[Port, torch.Tensor] = {}
-            for ports in sharing.values():
+            for ports in self.calls:
                 made |= media.encode_together(ports, encoders[ports[0]])
             return {port: made[port] for port in encoders}
 

@@ -345,7 +345,8 @@ class Parallel(Section):
         "this says otherwise; fp64 is for proofs on the CPU",
     )
     recompute: Literal["none", "full", "selective"] = Field(
-        "none", description="recompute activations in backward: every block, or all of it but attention and matmuls"
+        "none",
+        description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls",
     )
     reshard_after_forward: bool | None = Field(
         None,

@@ -43,6 +43,7 @@ from omnizoo.modalities.tower import Work
 from omnizoo.models.hf_private import PACKED, attend_packed, attention_name, language_model
 from omnizoo.models.media_batch import Features
 
+MOST_PATCHES, MOST_WINDOWS = 2048, 4  # of a part of a clip or a sound: ranks share out what is longer
 SHARE = 2**62  # what a weight of 1 is in whole numbers
 LEVELS = "deepstack_levels"  # the keyword that carries them through the model
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
@@ -232,6 +233,22 @@ class VideoTower(ImageTower):
         grid = torch.tensor([len(steps), *out["image_grid_thw"][0, 1:].tolist()])
         return self.with_places(parts.movedim(-1, 3).flatten(2).flatten(0, 1), grid)
 
+    def parts(self, size: Size, inputs: Inputs) -> list[tuple[Size, Inputs]]:
+        """Patches see those of their own step."""
+        steps, patches, _ = inputs["positions"].shape
+        together = max(1, MOST_PATCHES // patches)
+        if steps <= together:
+            return [(size, inputs)]
+        split = {name: inputs[name].split(together * patches) for name in ("pixels", "taps", "shares")}
+        parts = []
+        for number, positions in enumerate(inputs["positions"].split(together)):
+            share = len(positions) / steps
+            own = {name: pieces[number].clone() for name, pieces in split.items()}  # a view would travel whole
+            own |= {"positions": positions.clone(), "grid": inputs["grid"] * 1}
+            own["grid"][0] = len(positions)
+            parts.append((replace(size, places=round(size.places * share), cost=size.cost * share), own))
+        return parts
+
     def preview(self, media: Media) -> str:
         times = self.sample(media)[0]
         few = times[:: -(-len(times) // 8)]
@@ -298,6 +315,13 @@ class AudioTower(Tower):
         sound = read_sound(media, self.rate, self.max_seconds)
         out = self.extractor(sound, sampling_rate=self.rate, padding=True, truncation=False, return_tensors="pt")
         return {"mels": out["input_features"][0].T}  # [frames, bins]
+
+    def parts(self, size: Size, inputs: Inputs) -> list[tuple[Size, Inputs]]:
+        """Places see those of their own window."""
+        pieces = inputs["mels"].split(MOST_WINDOWS * self.tower.n_window_infer)
+        lengths = [(len(piece), self.places({"mels": piece})) for piece in pieces]
+        sizes = [replace(size, places=places, cost=self.flops(frames, places)) for frames, places in lengths]
+        return [(own, {"mels": piece.clone()}) for own, piece in zip(sizes, pieces, strict=True)]
 
     def blank(self) -> Inputs:
         return {"mels": torch.zeros(1, self.extractor.feature_size)}

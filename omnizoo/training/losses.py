@@ -40,7 +40,8 @@ class Objective:
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         self.model, self.mesh, self.config = model, mesh, config
-        self.ports = media_model(model).ports
+        self.calls = media_model(model).calls
+        self.ports = [port for call in self.calls for port in call]
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]

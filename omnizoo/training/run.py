@@ -133,7 +133,7 @@ def _train(
 
         fetching = time.perf_counter()
         objective = agree(mesh, lambda: Objective(model, mesh, config))
-        eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
+        eval_data = deal(held_out, mesh, 1, objective.calls, objective.cost)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))

@@ -80,7 +80,7 @@ def read_step(loader: Loader) -> StepRead:
 def deal_step(read: StepRead, objective: Objective, group: ProcessGroup | None = None) -> StepData:
     """What all ranks have read becomes what each trains on; all must call. `group`: of the thread that calls."""
     micro_batch, note = objective.config.train.micro_batch, read.note
-    dealt = deal(read.packs, objective.mesh, micro_batch, objective.ports, objective.cost, note, group)
+    dealt = deal(read.packs, objective.mesh, micro_batch, objective.calls, objective.cost, note, group)
     raise_first(told["error"] for told in dealt.notes)
     return StepData(
         micro_batches=dealt.batches,
