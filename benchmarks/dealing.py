@@ -39,7 +39,7 @@ def main() -> None:
         times.append(time.perf_counter())
         heard, _ = read_messages(messages)
         times.append(time.perf_counter())
-        plan = plan_step(heard, layout, 1, PORTS, cost)
+        plan = plan_step(heard, layout, 1, [[port] for port in PORTS], cost)
         times.append(time.perf_counter())
         for each in plan.rounds:
             each.owned(0)

@@ -106,6 +106,7 @@ def run_dry(cases: list[Case], world: int, folder: Path) -> None:
                 "calls": calls,
                 "bytes": sent,
                 "data": result.data,
+                "kernels": [[k.name, k.dtype, k.module, calls, size] for k, (calls, size) in result.kernels.items()],
                 "syncs": [[sync.where, sync.function, sync.kind, sync.detail] for sync in result.syncs],
             }
         )

@@ -58,6 +58,7 @@ def test_there_is_something_to_look_at() -> None:
 ROOMS = sorted({room(file) for file in FILES if file.parent != PACKAGE})
 # What of torch.distributed a room may have, besides `parallel`, which has all of it.
 MAY_USE = {
+    "ops": ("torch.distributed.distributed_c10d._abort_process_group",),  # private names of torch are in one file
     "checkpoint": ("torch.distributed.checkpoint",),  # DCP, which has collectives of its own
     "planning": ("torch.distributed.tensor.DTensor", "torch.distributed.ProcessGroup"),  # to look at them
     "verification": ("torch.distributed.tensor.DTensor", "torch.distributed.FileStore"),

@@ -11,6 +11,7 @@ import torch
 from fixtures import make_tokenizer
 from safetensors.torch import load_file
 from tiny import model_config, read_steps, write_config, write_rows
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from omnizoo.assembly.parallelize import parallelize
@@ -120,8 +121,19 @@ def test_an_infinite_gradient_with_a_finite_loss_is_a_bad_step(config: Path, tmp
         objective = Objective(model, mesh, run)
         result = train_step(objective, optimizer, next_step(loader, objective), 1)
         assert (result.finite, result.loss == result.loss) == (False, True)
-        assert not optimizer.state
+        assert not any(value.any() for state in optimizer.state.values() for value in state.values())  # steps as well
         after = {name: p.full_tensor() for name, p in model.named_parameters()}
         assert all(torch.equal(before[n].nan_to_num(), after[n].nan_to_num()) for n in before)
         handle.remove()
         assert train_step(objective, optimizer, next_step(loader, objective), 2).finite
+        known = [t.clone() for t in held_by(model, optimizer)]
+        model.model.norm.register_full_backward_hook(lambda m, grads, _: (grads[0] * torch.inf,))
+        assert not train_step(objective, optimizer, next_step(loader, objective), 3).finite
+        assert all(torch.equal(a, b) for a, b in zip(known, held_by(model, optimizer), strict=True))
+
+
+def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Weights, and all that the optimizer keeps of them."""
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in (*model.parameters(), *kept)]
+    return [value.nan_to_num() for value in whole]

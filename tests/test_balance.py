@@ -100,11 +100,12 @@ def test_statistics_name_the_busiest_expert_and_the_entropy_of_each_layer() -> N
     statistics = RouterStatistics()
     for half in logits.chunk(2, 1):
         statistics.add([RouterRecord("a", half[0], half[0].argmax(1, keepdim=True))])
-    metrics = statistics.reduce(list)
+    total = torch.cat(statistics.sums())
+    metrics = statistics.metrics(total.tolist())
     entropy = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
     wanted = {"max_over_mean": 4 / 1.5, "entropy": entropy}
     assert metrics == pytest.approx({f"router/{layer}{k}": v for k, v in wanted.items() for layer in ("", "a/")})
-    assert statistics.loads["a"].tolist() == [4, 2, 0, 0]
+    assert statistics.loads(total)["a"].tolist() == [4, 2, 0, 0]
 
 
 def test_a_dense_model_has_no_routers_and_no_statistics() -> None:
@@ -115,7 +116,8 @@ def test_a_dense_model_has_no_routers_and_no_statistics() -> None:
         model(torch.arange(5)[None])
     assert records == []
     assert recorder.routers == {}
-    assert RouterStatistics().reduce(list) == {}
+    assert RouterStatistics().sums() == []
+    assert RouterStatistics().metrics([]) == {}
 
 
 def tiny_moe() -> PreTrainedModel:
@@ -176,15 +178,13 @@ def rank_main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
 
-    def sum_over_ranks(values: list[float]) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.tolist()
-
     logits, packs = drawn(torch.float64)
     mine, mine_packs = logits.split(SPLIT, 1)[rank], packs.split(SPLIT)[rank]
     result = losses_and_gradients(mine, mine_packs, dist.group.WORLD)
-    metrics = statistics_of(mine, parts=2).reduce(sum_over_ranks)
+    statistics = statistics_of(mine, parts=2)
+    total = torch.cat(statistics.sums())
+    dist.all_reduce(total)
+    metrics = statistics.metrics(total.tolist())
     torch.save((result, metrics), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -198,6 +198,7 @@ def test_four_ranks_that_share_the_packs_sum_up_to_one_process(tmp_path: Path) -
     torch.testing.assert_close(sum(result[0] for result, _ in ranks), balance, rtol=1e-12, atol=0)
     torch.testing.assert_close(sum(result[1] for result, _ in ranks), z, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.cat([result[2] for result, _ in ranks], 1), gradient, rtol=1e-12, atol=1e-15)
-    wanted = statistics_of(logits).reduce(list)
+    whole = statistics_of(logits)
+    wanted = whole.metrics(torch.cat(whole.sums()).tolist())
     for _, metrics in ranks:
         assert metrics == pytest.approx(wanted, rel=1e-12)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnizoo.parallel.assign import assign_items, assign_items_near, assign_packs, imbalance
+from omnizoo.recipes.qwen_towers import MOST_PATCHES
 
 COSTS = st.one_of(st.integers(0, 20).map(float), st.floats(0, 1e15))
 
@@ -94,7 +95,8 @@ def test_a_thousand_ranks_are_balanced_in_no_time(items: int, most: float) -> No
 
 
 def rows_of_a_mix(random: np.random.Generator) -> tuple[int, list[tuple[str, float]]]:
-    """Tokens and (port, cost) of a row's items: a third text only, images of many sizes, speech, a few videos."""
+    """Tokens and (port, cost) of a row's items: a third text only, images of many sizes, speech, a few videos, which
+    come in parts."""
 
     def tower(patches: float) -> float:  # a vision transformer of 400 M weights
         return 8e8 * patches + 1e5 * patches**2
@@ -108,19 +110,20 @@ def rows_of_a_mix(random: np.random.Generator) -> tuple[int, list[tuple[str, flo
     if kind < 0.95:
         seconds = float(np.clip(random.lognormal(2, 0.8), 1, 30))
         return text + int(seconds * 12.5), [("audio", 3e10 * seconds + 4e8 * seconds**2)]
-    frames = int(random.integers(8, 33))
-    return text + frames * 100, [("video", frames * tower(400))]
+    frames, together = int(random.integers(8, 33)), MOST_PATCHES // 400
+    parts = [min(together, frames - first) for first in range(0, frames, together)]
+    return text + frames * 100, [("video", part * tower(400)) for part in parts]
 
 
 def micro_batch(random: np.random.Generator, packs: int, pack_tokens: int = 8192) -> dict[str, list[float]]:
-    """The costs of all items in so many packs, by port."""
-    costs: dict[str, list[float]] = {"image": [], "audio": [], "video": []}
+    """The costs of all items in so many packs, by tower: images and videos go through one, in one call."""
+    costs: dict[str, list[float]] = {"vision": [], "audio": []}
     for _ in range(packs):
         tokens = 0
         while (row := rows_of_a_mix(random))[0] + tokens <= pack_tokens:
             tokens += row[0]
             for port, cost in row[1]:
-                costs[port].append(cost)
+                costs["audio" if port == "audio" else "vision"].append(cost)
     return costs
 
 
@@ -134,10 +137,11 @@ def waiting(costs: dict[str, list[float]], ranks: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("packs", [1, 4])
 def test_eight_ranks_share_a_mix_with_a_third_of_text_evenly(packs: int) -> None:
-    """With 4 packs per rank, within 6 % of perfect. With 1, a single long item may outlast the mean of its port, where
-    no assignment can help: within 2 % of that bound."""
+    """Within 6 % of perfect, but where a single image outlasts the mean of its tower, as in some steps of 1 pack per
+    rank. It cannot be shared out, since all of it sees all of it: then within 2 % of the best that is possible."""
     random = np.random.default_rng(0)
-    took, least = np.mean([waiting(micro_batch(random, 8 * packs), 8) for _ in range(40)], 0)
+    found = np.array([waiting(micro_batch(random, 8 * packs), 8) for _ in range(40)])
+    took, least = found.mean(0)
     assert took < 1.02 * least
-    if packs == 4:
-        assert took < 1.06
+    assert found[found[:, 1] == 1, 0].max() < 1.06
+    assert took < (1.06 if packs == 4 else 1.09)

@@ -353,7 +353,7 @@ def test_loading_a_config_imports_neither_torch_nor_transformers(load):
 
 def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
     data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\noptimizer: {groups: [{match: c}], ema: {}}\n"
-    whole = "model: {path: a, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
+    whole = "model: {path: a, adapter: {}, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
     composed = "model: {foundation: {path: a}}\n" + data
     whole += 'log: {callbacks: [{kind: "a:B"}]}\n'
     evaluated = whole + "train: {eval_every: 1, early_stop: {}}\n"

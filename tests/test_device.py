@@ -1,8 +1,11 @@
 """Device facts: the right backend and peak for each device."""
 
+import os
+
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops import device as ops
@@ -13,6 +16,7 @@ from omnizoo.ops.device import (
     peak_flops_of,
     pick_device,
 )
+from omnizoo.parallel import process
 
 CPU = torch.device("cpu")
 
@@ -43,6 +47,55 @@ def test_each_local_rank_takes_its_own_accelerator_and_makes_it_current(monkeypa
     monkeypatch.setattr(ops.torch, "accelerator", fake)
     assert pick_device(3) == torch.device("cuda", 3)
     assert fake.index == 3
+
+
+def test_the_device_that_is_asked_for_is_taken_or_refused(monkeypatch):
+    monkeypatch.setattr(ops.torch, "accelerator", FakeAccelerator("cuda", 4))
+    assert pick_device(7, "cpu") == CPU
+    assert pick_device(1, "cuda") == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="--device is 'npu', but this machine has cuda"):
+        pick_device(0, "npu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    with pytest.raises(UserError, match="--device is 'cuda', but this machine has no accelerator"):
+        pick_device(0, "cuda")
+
+
+def test_memory_grows_in_pieces_unless_the_user_has_set_it(monkeypatch):
+    monkeypatch.setattr(ops.torch, "accelerator", FakeAccelerator("cuda", 1))
+    for name in ops.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    pick_device(0)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    pick_device(0)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+
+
+class FailedError(Exception):
+    pass
+
+
+def test_a_rank_that_fails_on_an_accelerator_ends_its_groups_at_once(monkeypatch):
+    """An orderly end would wait for collectives that nobody joins any more."""
+    ended, told = [], []
+    monkeypatch.setattr(process, "pick_device", lambda local_rank, wanted: torch.device("cuda", 0))
+    monkeypatch.setattr(process, "backend_for", lambda device: "gloo")
+    started = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **rest: started(backend, **rest))
+    monkeypatch.setattr(process, "abort_groups", lambda: (ended.append("aborted"), dist.destroy_process_group()))
+    with (
+        pytest.raises(FailedError),
+        process.process_group((0, 1, 0), on_failure=lambda rank, error: told.append(len(ended))),
+    ):
+        raise FailedError
+    assert ended == ["aborted"]
+    assert told == [0]  # before that
+    with process.process_group((0, 1, 0)):
+        pass
+    assert ended == ["aborted"]
+    assert not dist.is_initialized()
 
 
 def test_more_processes_than_accelerators_is_an_error_that_names_both(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from processes import run_on_ranks
-from tiny import write_config
+from tiny import model_config, write_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import omnizoo
@@ -152,10 +152,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+FREED = ["--parallel.reshard_after_forward", "true"]  # the default, but for weights as few as those of a test
 CASES = {
-    "default": [],
+    "default": FREED,
     "kept": ["--parallel.reshard_after_forward", "false"],
-    "each": ["--parallel.reduce_each_micro_batch", "true"],
+    "each": [*FREED, "--parallel.reduce_each_micro_batch", "true"],
+    "tied": [*FREED, "--model.config.tie_word_embeddings", "true"],
 }
 
 
@@ -181,16 +183,19 @@ def count_collectives(process: Process, config_path: str, out: str) -> None:
 @pytest.mark.slow
 def test_a_step_sends_what_the_page_about_it_says(tmp_path: Path) -> None:
     out = tmp_path / "counts.json"
-    config = write_config(tmp_path, train={"global_batch": 8})
+    family = model_config("qwen3") | {"tie_word_embeddings": False}
+    model = {"config": family, "tokenizer": str(tmp_path / "tokenizer")}
+    config = write_config(tmp_path, model=model, train={"global_batch": 8})
     result = run_on_ranks(count_collectives, 2, str(config), str(out))
     assert result.code == 0, result.stdout + result.stderr
     counts = json.loads(out.read_text())
     b, m = 2, 4  # blocks of the tiny model; 8 packs on two ranks, one at a time
     gathers = {name: counts[name]["after"]["c10d::_allgather_base_"] for name in CASES}
-    assert gathers == {"default": (b + 1) + m * b, "kept": b + 1, "each": m * (2 * b + 1)}
+    default = (b + 3) + m * b + (m - 1)
+    assert gathers == {"default": default, "kept": b + 3, "each": m * (2 * b + 3), "tied": (b + 1) + m * b}
     scatters = {name: counts[name]["after"]["c10d::_reduce_scatter_base_"] for name in CASES}
-    assert scatters == {"default": b + 1, "kept": b + 1, "each": m * (b + 1)}
-    assert {counts[name]["after"]["c10d::allreduce_"] for name in CASES} == {2}  # loss sums, norm
+    assert scatters == {"default": b + 3, "kept": b + 3, "each": m * (b + 3), "tied": b + 1}
+    assert {counts[name]["after"]["c10d::allreduce_"] for name in CASES} == {1}  # norm, loss sums
     assert all("c10d::alltoall_base_" not in counts[name]["after"] for name in CASES)
     dealing = {"c10d::_allgather_base_": 2, "c10d::alltoall_base_": 2}
     assert [counts[name]["before"] for name in CASES] == [dealing] * len(CASES)

@@ -20,6 +20,7 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
+from omnizoo.assembly.parallelize import gather_aside, recompute
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Parallel
 from omnizoo.models.experts import DISPATCHED, expert_modules, use_dispatched
@@ -34,12 +35,13 @@ from omnizoo.ops.experts import (
     sort_by_expert,
 )
 from omnizoo.ops.precision import exact
+from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.experts import Dispatch, _dim_to_split, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import Process
-from omnizoo.parallel.shard import allocate, fill
+from omnizoo.parallel.shard import allocate, fill, prefetch
 
 EXPERTS, CHOICES, WIDTH = 8, 3, 16
 FAMILIES = {  # between them: fused gates, interleaved gates, biases, transposed weights, shared experts
@@ -294,6 +296,56 @@ def traffic(mesh: Mesh, rank: int) -> dict[str, float]:
     }
 
 
+class Block(nn.Module):
+    def __init__(self, experts: nn.Module, last: bool) -> None:
+        super().__init__()
+        self.experts, self.last = experts, last
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = hidden + self.experts(hidden.tanh(), index, weights)
+        return out if self.last else out.tanh()
+
+
+def recomputed(mesh: Mesh, rank: int, last: bool) -> dict[str, dict[str, float]]:
+    """By mode: all-to-alls of forward and backward, waits of the host, and the error against no recomputation."""
+    found: dict[str, dict[str, float]] = {}
+    hidden, index, weights, grad = part_of(routed(24, torch.float32), SPLITS["one rank without tokens"], rank)
+    wanted: dict[str, torch.Tensor] = {}
+    for mode in ("none", "full", "selective"):
+        recomputation, splits = Recomputation(), []
+
+        class Counting(Dispatch):
+            def split(self, *args: torch.Tensor, splits: list[int] = splits) -> tuple[list[int], list[int]]:
+                splits.append(1)
+                return super().split(*args)
+
+        block = Block(sharded("qwen3_moe", torch.float32, mesh), last)
+        block.experts.dispatch = Counting(mesh.group("ep"), EXPERTS, recomputation)
+        gather_aside(block.experts, recomputation)
+        recompute(block, mode, "fp32", recomputation)
+        h, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        with CollectiveCounter() as forward:
+            out = block(h, index, w)
+        with CollectiveCounter() as backward:
+            out.backward(grad)
+        results = {"out": out.detach(), "hidden": h.grad, "weights": w.grad}
+        results |= {name: p.grad.to_local() for name, p in block.named_parameters()}
+        wanted = wanted or results
+        found[mode] = {
+            "forward": forward.calls["all-to-all"],
+            "backward": backward.calls["all-to-all"],
+            "splits": len(splits),
+            "error": worst(results, wanted),
+        }
+    return found
+
+
+def own_group(mesh: Mesh) -> bool:
+    """Whether no unit of FSDP sends along the group that tokens travel to their experts by."""
+    others = [mesh.dense.get_group("shard"), mesh.dense.get_group("replicate"), mesh.experts.get_group("ep_shard")]
+    return all(mesh.group("ep") is not other for other in [*others, mesh.world_group])
+
+
 def loaded(mesh: Mesh, folder: Path) -> float:
     """Published per-expert files into a sharded model by transformers' own loader: 1.0 if every tensor is bit-equal."""
     saved = AutoModelForCausalLM.from_pretrained(folder)
@@ -314,12 +366,43 @@ def loaded(mesh: Mesh, folder: Path) -> float:
     return 1.0
 
 
+def gathered_ahead(mesh: Mesh) -> dict[str, int]:
+    """All-gathers before the first block's attention begins in forward, before the last one's ends in backward, and of
+    the whole pass."""
+    model = tiny("qwen3_moe", layers=3)
+    use_dispatched(model)
+    draw(model)
+    experts = list(expert_modules(model).values())
+    shard_experts(experts, mesh, True, MixedPrecisionPolicy())
+    for module in experts:
+        module.dispatch = Dispatch(mesh.group("ep"), EXPERTS)
+    blocks = list(model.model.layers)
+    for block in blocks:
+        fully_shard(block, mesh=mesh.fsdp)
+    fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False)
+    prefetch(list(zip(blocks, experts, strict=True)))
+    found: dict[str, int] = {}
+    with CollectiveCounter() as counter:
+
+        def note(name: str) -> None:
+            found.setdefault(name, counter.calls["all-gather"])
+
+        blocks[0].self_attn.register_forward_pre_hook(lambda *_: note("first in forward"))
+        blocks[2].self_attn.register_full_backward_hook(lambda *_: note("last in backward"))
+        tokens = torch.arange(8)[None]
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        note("forward")
+        loss.backward()
+        note("both")
+    return found
+
+
 def rank_main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
     train = SimpleNamespace(global_batch=4, micro_batch=1)
-    results: dict[str, object] = {}
+    results: dict[str, dict[str, object]] = {}
     for name, parallel in LAYOUTS.items():
         config = SimpleNamespace(parallel=parallel, train=train)
         mesh = build_mesh(config, Process(rank, 4, rank, torch.device("cpu")))
@@ -328,6 +411,9 @@ def rank_main(rank: int, folder: Path) -> None:
             "traffic": traffic(mesh, rank),
             "loaded": loaded(mesh, folder / "model"),
         }
+        if mesh.layout.ep > 1:
+            results[name] |= {"own group": own_group(mesh), "gathered": gathered_ahead(mesh)}
+            results[name] |= {f"recomputed, last: {last}": recomputed(mesh, rank, last) for last in (True, False)}
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.destroy_process_group()
@@ -366,14 +452,46 @@ def test_published_files_load_bit_equal_into_sharded_experts(on_four_ranks, layo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "all_to_alls", "other"),
-    [("ep4", 5, 0), ("ep2 x ep_shard2", 5, 3), ("ep1", 0, 3), ("HSDP 2 x ep2", 5, 1), ("HSDP 2 x ep1", 0, 4)],
+    [("ep4", 7, 0), ("ep2 x ep_shard2", 7, 3), ("ep1", 0, 3), ("HSDP 2 x ep2", 7, 1), ("HSDP 2 x ep1", 0, 4)],
 )
 def test_a_layer_sends_its_rows_twice_forward_and_twice_backward_and_nothing_else(
     on_four_ranks, layout: str, all_to_alls: int, other: int
 ) -> None:
-    """Five: the counts, and four times rows. Others: FSDP2 gathers (twice) and reduces over ep_shard and replicas."""
+    """Seven: the counts, four times rows, and their weights there and back. Others: FSDP2 gathers (twice) and reduces
+    over ep_shard and replicas."""
     traffic = on_four_ranks[layout]["traffic"]
     assert traffic["calls"] == all_to_alls
     assert traffic["other collectives"] == other
     if all_to_alls:
-        assert traffic["bytes over rows"] == 4.0
+        assert traffic["bytes over rows"] == 4.0 + 2 / WIDTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
+@pytest.mark.parametrize(("last", "again"), [(True, 2), (False, 3)])
+def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(
+    on_four_ranks, layout: str, last: bool, again: int
+) -> None:
+    """Forward: counts, rows, weights, results. Backward: gradients of the last three; `full` sends two of them again,
+    results too if the block goes on after its experts; `selective` none."""
+    found = on_four_ranks[layout][f"recomputed, last: {last}"]
+    assert {mode: (each["forward"], each["backward"]) for mode, each in found.items()} == {
+        "none": (4, 3),
+        "full": (4, 3 + again),
+        "selective": (4, 3),
+    }
+    assert [each["splits"] for each in found.values()] == [1, 1, 1]
+    assert [each["error"] for each in found.values()] == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
+def test_tokens_do_not_wait_for_weights_in_one_group(on_four_ranks, layout: str) -> None:
+    assert on_four_ranks[layout]["own group"]
+
+
+@pytest.mark.slow
+def test_weights_of_the_next_block_and_its_experts_are_asked_for_while_one_computes(on_four_ranks) -> None:
+    """Units: root, three blocks, three times experts. Everything but the root is gathered twice, once per pass."""
+    found = on_four_ranks["ep2 x ep_shard2"]["gathered"]
+    assert found == {"first in forward": 5, "forward": 7, "last in backward": 11, "both": 13}

@@ -534,3 +534,24 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     rows = encoder_only.targets([encoder_only.blank()])
     with pytest.raises(UserError, match="no `decode`"):
         encoder_only.render(rows)
+
+
+@pytest.mark.parametrize("name", ["janus_vqgan", "patches", "encodec", "one codebook"])
+def test_a_chunk_of_logits_at_a_time_gives_the_loss_and_gradients_of_all_of_them(
+    name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = decoder.targets([doubled(decoder.prepare(item(name, seed))) for seed in range(2)])
+    found = []
+    for most in (10**9, 40):  # logits at a time
+        monkeypatch.setattr("omnizoo.modalities.codes.CHUNK", most)
+        monkeypatch.setattr("omnizoo.modalities.codec.CHUNK", most)
+        decoder.zero_grad()
+        hidden = torch.linspace(-1, 1, len(rows) * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
+        loss = decoder.loss(hidden, rows)
+        loss.backward()
+        grads = [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+        found.append((loss.detach(), hidden.grad, *grads))
+    whole, chunked = found
+    assert len(whole) > 3
+    for a, b in zip(whole, chunked, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)

@@ -92,7 +92,8 @@ def first_step(process: Process, layout: dict[str, int]) -> tuple[Objective, tor
 
 
 def count(process: Process, folder: Path) -> None:
-    objective, optimizer, data, mesh = first_step(process, {"ulysses": 2, "ep": 4})
+    freed = {"reshard_after_forward": True}  # the default, but for weights as few as these
+    objective, optimizer, data, mesh = first_step(process, {"ulysses": 2, "ep": 4} | freed)
     with CollectiveCounter() as counter:
         train_step(objective, optimizer, data, 1)
     own = [slice_tokens(b.cu_seqlens.diff().tolist(), 1, 2)[mesh.sp_rank] for b in data.micro_batches]
@@ -108,21 +109,24 @@ def test_a_step_sends_what_theory_says_and_nothing_more(tmp_path: Path) -> None:
     for rank in range(4):
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
         calls, sent, tokens, micro = facts["calls"], facts["bytes"], facts["tokens"], facts["micro"]
-        # Per layer and micro-batch, forward and backward: q, k, v, out; rows to experts and back; their counts once.
-        assert calls["all-to-all"] == layers * micro * (4 + 4 + 2 + 2 + 1)
+        # Per layer and micro-batch, forward and backward: q, k, v, out; rows to experts and back; their counts once;
+        # weights of rows to experts, and the gradients of weights back.
+        assert calls["all-to-all"] == layers * micro * (4 + 4 + 2 + 2 + 1 + 2)
         attention = 2 * layers * tokens * (2 * width + 2 * kv_width) * fp32
         # To experts and back, and the same for gradients; what comes back is what others sent here, so sum over ranks.
         facts["rows"] = sent["all-to-all"] - attention - layers * micro * experts * 8
         (tmp_path / f"{rank}.json").write_text(json.dumps(facts))
-        # FSDP: each dense unit is gathered once forward, each block again in every backward, reduced once.
-        units = layers + 1
-        assert calls["all-gather"] == units + micro * layers
+        # FSDP: each dense unit is gathered once forward, each block again in every backward, the embedding in every
+        # forward; and reduced once.
+        units = layers + 3
+        assert calls["all-gather"] == units + micro * layers + micro - 1
         assert calls["reduce-scatter"] == units
         assert sent["reduce-scatter"] == pytest.approx(facts["dense"] * fp32, rel=0.02)  # padding to even shards
         assert set(calls) == {"all-to-all", "all-gather", "reduce-scatter", "all-reduce"}
         assert sent["all-reduce"] < 4096  # counts and norms
     every = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert sum(f["rows"] for f in every) == 4 * layers * choices * hidden * fp32 * sum(f["tokens"] for f in every)
+    each = 4 * hidden + 2  # numbers of a row: it, what becomes of it, and their gradients; its weight, and its gradient
+    assert sum(f["rows"] for f in every) == each * layers * choices * fp32 * sum(f["tokens"] for f in every)
 
 
 def keep(process: Process, folder: Path, layout: dict[str, int]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from dry_runs import Case, run_dry, run_real
 from processes import run_omnizoo, run_on_ranks
@@ -15,6 +16,7 @@ from sync_budget import ALLOWED
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.planning.devices import read_device
+from omnizoo.planning.work import Work, flops_of, part_of
 
 pytestmark = pytest.mark.timeout(1800)  # what is planned is published sizes, and a machine may be busy
 ROOT = Path(__file__).parents[1]
@@ -24,6 +26,8 @@ SMALL = ["--model.config.num_hidden_layers", "2", "--train.eval_every", "0"]
 
 
 def case(path: str, batch: int, **parallel: Any) -> Case:
+    # Their defaults depend on the device and on its memory.
+    parallel = {"reduce_each_micro_batch": "false", "reshard_after_forward": "true", "precision": "fp32"} | parallel
     settings = [word for key, value in parallel.items() for word in (f"--parallel.{key}", str(value))]
     small = SMALL if path != OMNI else ["--model.config.text_config.num_hidden_layers", "2"]
     return str(ROOT / path), [*small, "--train.global_batch", str(batch), *settings]
@@ -39,6 +43,7 @@ ONE = {
 }
 FOUR = {
     "fsdp": case(DENSE, 8),
+    "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
     "hsdp": case(DENSE, 4, dp_replicate=2),
     "hsdp, reducing each": case(DENSE, 8, dp_replicate=2, reduce_each_micro_batch="true"),
     "ulysses": case(DENSE, 2, ulysses=2),
@@ -170,6 +175,21 @@ def test_published_sizes_are_traced(traced: dict[tuple[int, str], dict[str, Any]
     assert all("no data.sources" in each["data"] for each in traced.values())
 
 
+def test_published_sizes_compute_in_bf16_with_kernels_of_accelerators(
+    traced: dict[tuple[int, str], dict[str, Any]],
+) -> None:
+    for (_, family), each in traced.items():
+        flops: dict[str, int] = {}
+        for name, dtype, _module, _calls, size in each["kernels"]:
+            flops[dtype] = flops.get(dtype, 0) + size
+            if "attention" in name or "attn" in name:
+                assert dtype == "bfloat16", (family, name)
+        assert flops["bfloat16"] > 0.98 * sum(flops.values()), (family, flops)  # the rest: routers, and their losses
+        assert any("attention" in name or "attn" in name for name, *_ in each["kernels"]), family
+        experts = family not in WITHOUT_EXPERTS
+        assert any(name == "_grouped_mm" for name, *_ in each["kernels"]) == experts, family
+
+
 def test_every_wait_of_the_host_is_in_the_budget(
     one: Found, four: Found, traced: dict[tuple[int, str], dict[str, Any]]
 ) -> None:
@@ -257,3 +277,17 @@ def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path) -> None:
     assert "<svg" in page
     assert "does not fit" in page
     assert "http" not in page
+
+
+def test_flops_of_matmuls_are_those_of_theory() -> None:
+    a, b = torch.empty(6, 5), torch.empty(5, 4)
+    assert flops_of("mm", a, b) == 2 * 6 * 5 * 4
+    assert flops_of("bmm", torch.empty(3, 6, 5), torch.empty(3, 5, 4)) == 3 * 2 * 6 * 5 * 4
+    assert flops_of("_grouped_mm", a, torch.empty(3, 5, 4)) == 2 * 6 * 5 * 4  # six rows, of one expert each
+    assert flops_of("_grouped_mm", a, torch.empty(5, 4)) == 2 * 6 * 5 * 4
+    work = Work()
+    for name, args in (("mm", (a, b)), ("addmm", (torch.empty(4), a, b)), ("add", (a, a))):
+        work.see(getattr(torch.ops.aten, name).default if name != "add" else torch.ops.aten.add.Tensor, args, "m", "")
+    assert sum(work.flops.values()) == 2 * 2 * 6 * 5 * 4
+    assert part_of("model.layers.*.mlp.experts.act_fn") == "model.layers.*.mlp"
+    assert part_of("lm_head") == "lm_head"

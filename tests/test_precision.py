@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,18 +15,24 @@ from faults import FAULTS, try_with_cast, try_with_fault
 from omni import SENSOR, write_omni_config
 from processes import run_on_ranks, train_in_this_world
 from tiny import read_steps, write_config
-from torch import nn
+from torch import finfo, nn
+from transformers import AutoModelForCausalLM
 
 from omnizoo.config.load import load_config
+from omnizoo.config.schema import Config
 from omnizoo.modalities.base import Port
 from omnizoo.modalities.flow import FlowHead
+from omnizoo.models.build import build_model
 from omnizoo.models.media_batch import MediaBatch
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.process import Process, process_group
 from omnizoo.parallel.shard import cast_activations
+from omnizoo.recipes.zoo import families
+from omnizoo.verification import trial
 from omnizoo.verification.compare import verdict_of
-from omnizoo.verification.prepare import parse, prepare
+from omnizoo.verification.prepare import parse, prepare, with_family
 from omnizoo.verification.rounding import watching
+from omnizoo.verification.small import shrink
 from omnizoo.verification.trial import run_trial
 from omnizoo.verification.world import in_world
 
@@ -206,3 +213,64 @@ def test_a_killed_bf16_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     )
     assert len(whole) == STEPS
     assert killed == whole
+
+
+def test_no_family_computes_with_fewer_digits_than_transformers_does_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers keeps in fp32 when it loads a model in bf16 (inverse frequencies, correction biases, some
+    routers) is fp32 here, too, where the modules of the model find it in a forward pass."""
+    monkeypatch.chdir(ROOT)
+    text = load_config("examples/text_tiny.yaml", ["--parallel.precision", "bf16"])
+    names = [entry.family for entry in families() if not entry.is_omni]
+    kept: dict[str, list[str]] = {}
+    with process_group((0, 1, 0), device="cpu") as process:
+        for family in [*names, "ernie4_5_moe", "longcat_flash", "dots1"]:
+            config = shrink(with_family(text, family), 1, "bf16")
+            build_model(config.model, "fp32").to_empty(device="cpu").save_pretrained(tmp_path / family)
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.bfloat16)
+            wanted = {name: t.dtype for name, t in (*loaded.named_parameters(), *loaded.named_buffers())}
+            seen = dtypes_in_a_step(config, process)
+            assert set(seen) == {name for name in wanted if wanted[name].is_floating_point}, family
+            fewer = {n: (seen[n], wanted[n]) for n in seen if finfo(seen[n]).bits < finfo(wanted[n]).bits}
+            assert fewer == {}, family
+            own = [n for n, _ in loaded.named_parameters() if seen[n] == torch.float32]
+            kept |= {family: own} if own else {}
+    assert set(kept) == {"ernie4_5_moe"}  # the only one of them with parameters that its authors keep so
+    assert {name.partition(".mlp.")[2] for name in kept["ernie4_5_moe"]} == {
+        "gate.weight",
+        "gate.moe_statics.e_score_correction_bias",
+    }
+
+
+def dtypes_in_a_step(config: Config, process: Process) -> dict[str, torch.dtype]:
+    """In which precision the modules of a model find their parameters and buffers."""
+    seen: dict[str, torch.dtype] = {}
+    attached = trial.parallelize
+
+    def watch(model: nn.Module, *args: Any) -> None:
+        attached(model, *args)
+        for prefix, module in model.named_modules():
+            module.register_forward_pre_hook(partial(note, prefix and prefix + "."))
+
+    def note(prefix: str, module: nn.Module, _: Any) -> None:
+        # Of modules inside of it as well, which may be asked for weights without being called; if one is, it says last.
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if t.is_floating_point():
+                seen[prefix + name] = t.dtype
+
+    with patch.object(trial, "parallelize", watch):
+        run_trial(config, Layout(), process)
+    return seen
+
+
+@pytest.mark.slow
+def test_parameters_that_stay_in_fp32_are_whole_on_every_rank_and_learn_as_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = with_family(load_config("examples/text_tiny.yaml", []), "ernie4_5_moe")
+    prepare(config, 4, "rep2.dp2", "bf16", tmp_path)
+    for layout in ("rep2.dp2", "dp2.uly2.ep4"):
+        verdict = verdict_of(tmp_path, parse(layout, 4))
+        assert verdict.reason == "", layout

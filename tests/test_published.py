@@ -25,7 +25,6 @@ from omni import make_media
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
-import omnizoo.models.attention  # noqa: F401 - registers our attention
 from omnizoo.assembly.entrance import read_modalities
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, shrink_config
@@ -35,10 +34,13 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.modalities.base import Item, Modality, Port, Sampling
 from omnizoo.modalities.item import BadMedia, Media
+from omnizoo.models import attention
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.hf_private import PACKED, conversion_mapping, language_model, load_files
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch, place
+from omnizoo.ops.attention import packed_attention
 from omnizoo.ops.precision import exact
+from omnizoo.recipes import qwen_towers
 from omnizoo.recipes.base import read_facts, recipe_of
 from omnizoo.recipes.qwen_towers import Tower
 
@@ -278,6 +280,66 @@ def test_a_pack_of_mixed_media_gives_the_losses_and_gradients_of_its_samples_one
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_attends_once_per_layer_and_gives_what_it_gives_frame_by_frame(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the model's own way in, with torch's attention, which splits by the lengths of frames and windows."""
+    calls: list[int] = []
+
+    def counted(query: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return packed_attention(query, *args)
+
+    monkeypatch.setattr(attention, "packed_attention", counted)
+    model, modalities = ours(family, "fp32")
+    own = deepcopy(tiny_model(family, "fp32"))
+    built = media_model(model).modalities(Model(config={"model_type": family}))
+    encoders = {name: modality.encoder for name, modality in built.items()}
+    media = {
+        "image": [picture(40, 60), picture(90, 50, 1)],
+        "video": [clip(9, 40, 64), clip(4, 64, 32, 3)],
+        "audio": [sound(1.3), sound(9.5, 1)],  # less than a window, and more
+    }
+    for name, encoder in encoders.items():
+        items = [modalities[name].encoder.prepare(item) for item in media[name]]
+        calls.clear()
+        model.zero_grad()
+        own.zero_grad()
+        found = encoder.encode(items)
+        layers = encoder.tower.layers if name == "audio" else encoder.tower.blocks
+        assert len(calls) == len(layers)
+        if name == "audio":
+            mels = [item["mels"] for item in items]
+            mask = torch.arange(max(map(len, mels))) < torch.tensor([[len(mel)] for mel in mels])
+            features = torch.nn.utils.rnn.pad_sequence(mels, batch_first=True).transpose(1, 2)
+            wanted = own.get_audio_features(features, mask.long(), return_dict=True).last_hidden_state
+        else:
+            pixels, grids = torch.cat([item["pixels"] for item in items]), torch.stack([i["grid"] for i in items])
+            out = own.get_image_features(pixels, grids, return_dict=True)
+            wanted = torch.cat([torch.cat(level) for level in (out.pooler_output, *out.deepstack_features)], 1)
+        assert (found - wanted).norm() < 1e-6 * wanted.norm()
+        grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
+        found.backward(grad)
+        wanted.backward(grad)
+        ours_by_name, theirs = gradients(model), gradients(own)
+        assert ours_by_name.keys() == theirs.keys()
+        for key, gradient in theirs.items():
+            assert (ours_by_name[key] - gradient).norm() <= 1e-6 * gradient.norm().clamp(min=1e-6), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_is_called_once_for_images_and_clips_together(family: str) -> None:
+    model, modalities = ours(family, "fp32")
+    called: list[str] = []
+    for name in set(recipe_of(family).towers.values()):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    samples = [write(contents, modalities, seed) for seed, contents in enumerate(mix(family))]
+    with torch.no_grad():
+        model(**packed_inputs(family, samples, modalities, model))
+    assert sorted(called) == sorted(set(recipe_of(family).towers.values()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_promised(family: str) -> None:
     media = {
         "image": [picture(40, 60), picture(300, 20, 1), picture(33, 33, 2)],
@@ -294,6 +356,36 @@ def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_pr
         assert [len(rows) for rows in alone] == [encoder.measure(item).places for item in media[name]]
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-11, atol=1e-11)
         assert len(encoder.encode([place(encoder.blank(), torch.device("cpu"), torch.float64)])) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_a_long_item_give_what_the_whole_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_towers, "MOST_PATCHES", 16)
+    monkeypatch.setattr(qwen_towers, "MOST_WINDOWS", 1)
+    model = tiny_model(family, "fp64")
+    long = {"video": clip(22, 90, 64), "audio": sound(19.3)}
+    for name, modality in recipe_of(family).modalities(model, None, options_of(family)).items():
+        encoder, media = modality.encoder, long.get(name, picture(200, 200))
+        size, inputs = encoder.measure(media), encoder.prepare(media)
+        parts = encoder.parts(size, inputs)
+        assert (len(parts) > 2) == (name in long)
+        assert sum(part.places for part, _ in parts) == size.places
+        assert sum(part.cost for part, _ in parts) == pytest.approx(size.cost)
+        assert [encoder.places(own) for _, own in parts] == [part.places for part, _ in parts]
+        assert all(own.keys() == inputs.keys() for _, own in parts)
+        on_host = torch.device("cpu")
+        with torch.no_grad(), exact("fp64"):
+            whole = encoder.encode([place(inputs, on_host, torch.float64)])
+            apart = [encoder.encode([place(own, on_host, torch.float64)]) for _, own in parts]
+        torch.testing.assert_close(torch.cat(apart), whole, rtol=1e-11, atol=1e-11)
+        if name not in long:
+            continue
+        # Whatever the runs of its places, each part has its own.
+        spans = ((3, 2), (9, size.places - 5), (9 + size.places, 3))
+        items = Item(Port(name, "encoder"), size, spans, False, media).cut(parts)
+        tokens = [token for first, count in spans for token in range(first, first + count)]
+        assert [token for item in items for first, n in item.spans for token in range(first, first + n)] == tokens
+        assert [sum(n for _, n in item.spans) for item in items] == [part.places for part, _ in parts]
 
 
 def test_a_sound_under_a_second_has_the_rows_that_the_model_gives_it_next_to_a_longer_one() -> None:

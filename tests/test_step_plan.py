@@ -11,6 +11,7 @@ from omnizoo.modalities.base import Item, Port, Size
 from omnizoo.parallel.layout import Layout
 
 PORTS = [Port("image", "encoder"), Port("sound", "encoder"), Port("image", "decoder")]
+CALLS = [PORTS[:2], PORTS[2:]]  # the first two share a module
 
 
 def random_pack(index: int, random: np.random.Generator) -> Known:
@@ -39,10 +40,10 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 ) -> None:
     random = np.random.default_rng(seed)
     packs = [random_pack(index, random) for index in range(count)]
-    alone = plan_step(Told.of(packs, PORTS, cost), Layout(), 1, PORTS, cost)
+    alone = plan_step(Told.of(packs, PORTS, cost), Layout(), 1, CALLS, cost)
     layout = Layout(dp_shard=dp, ring=ring)
     parts = [Told.of([packs[i]], PORTS, cost) for i in random.permutation(count)]
-    plan = plan_step(Told.join(parts), layout, micro_batch, PORTS, cost)
+    plan = plan_step(Told.join(parts), layout, micro_batch, CALLS, cost)
 
     assert plan.totals == alone.totals
     assert plan.totals.tokens == sum(pack.tokens for pack in packs)

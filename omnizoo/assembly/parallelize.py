@@ -3,9 +3,11 @@
 The order is fixed: experts, recompute, shard, then memory and weights. Nothing of the model's own code is changed.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,26 +15,30 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import PreTrainedModel
 
+from omnizoo.assembly.adapters import begin_adapter, load_published
 from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
+from omnizoo.models.adapter import attached
 from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
-from omnizoo.models.hf_private import PACKED, attention_name, language_model
+from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
 from omnizoo.models.initial import initial_weights
-from omnizoo.models.weights import load_weights, weight_origins
-from omnizoo.ops.device import total_memory
+from omnizoo.models.weights import weight_origins
+from omnizoo.ops.device import is_host, total_memory
 from omnizoo.ops.precision import exact
-from omnizoo.ops.torch_private import Aside, selective_contexts
+from omnizoo.ops.torch_private import Recomputation, both
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallel.shard import allocate, fill, precision_policy, sent_by_first, shard
+from omnizoo.parallel.shard import Units, allocate, fill, precision_policy, prefetch, sent_by_first, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
+
+KEPT_OF_MEMORY = 16  # weights that take less than 1 / this of the memory stay gathered between forward and backward
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:
@@ -56,41 +62,68 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     if experts:
         assert isinstance(model, PreTrainedModel)
         use_dispatched(language_model(model))
+    recomputation = Recomputation()
     for module in experts if mesh.layout.ep > 1 else ():
-        set_dispatch(module, Dispatch(mesh.group("ep"), facts.num_experts))
-    gathering = Aside()
+        set_dispatch(module, Dispatch(mesh.group("ep"), facts.num_experts, recomputation))
     for name, block in zip(facts.blocks, blocks, strict=True):
-        recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, gathering)
+        recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, recomputation)
     policy = precision_policy(parallel.precision)
-    for unit in shard_experts(experts, mesh, parallel.reshard_after_forward, policy):
-        gather_aside(unit, gathering)
+    reshard = reshards(model, config, total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1))
+    inside = shard_experts(experts, mesh, reshard, policy)
+    for unit in inside:
+        gather_aside(unit, recomputation)
     # Frozen tokenisers compute codes, which must not depend on the run's precision; they are small, too.
     whole = [p for module in model.modules() if isinstance(module, Frozen) for p in module.parameters()]
-    shard(model, blocks, mesh, parallel.reshard_after_forward, policy, whole)
+    embedding, head = ends_of(model)
+    if parallel.precision == "bf16":
+        whole += kept_in_fp32(model).values()
+    shard(model, Units(blocks, embedding, head, whole), mesh, reshard, policy)
+    if mesh.layout.ep > 1:
+        for chain in chains(facts.blocks):
+            units = [[block, *(m for m in block.modules() if m in inside)] for block in map(model.get_submodule, chain)]
+            if any(len(of_block) > 1 for of_block in units):  # in a tower without experts the host waits for nothing
+                prefetch(units)
 
     buffers = {name for name, _ in model.named_buffers()}
     wanted = buffers - set(model.state_dict())
+    adapter = attached(model)
     if load:
         wanted = buffers | {name for name, _ in model.named_parameters()}
-        for origin in origins:
-            part = model.get_submodule(origin.module) if origin.module else model
-            missing = load_weights(part, origin, config.model, mesh.device)
-            prefix = origin.module and origin.module + "."
-            own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
-            wanted = (wanted - own) | {prefix + name for name in missing}
+        wanted = load_published(model, origins, config.model, mesh.device, wanted)
     allocate(model, mesh.device)
     # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
     # computed, mostly, and so have all the digits of the run's precision.
     computed = wanted & buffers if parallel.precision == "fp64" else set()
     if config.model.given is not None:
-        given, computed = given_model(config.model), set()
-        fill(model, sent_by_first({name: tensor for name, tensor in tensors_of(given) if name in wanted}, mesh))
-        wanted = set()
+        given, computed = dict(tensors_of(given_model(config.model))), set()
+        fill(model, sent_by_first({name: tensor for name, tensor in given.items() if name in wanted}, mesh))
+        wanted &= adapter.started if adapter else set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
         fill(model, initial_weights(partial(build_model, config.model, precision), config.train.seed, names))
+    if adapter is not None and load:
+        begin_adapter(model, adapter)
     media.attach(config.model)
     keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
+
+
+def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding and the head of a language model, where each is a plain layer with weights of its own: they are its
+    largest, and needed at its two ends only. Tied ones are needed together, and so belong to the root."""
+    if not isinstance(model, PreTrainedModel):
+        return None, None
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+
+    def alone(module: Any, kind: type[nn.Module]) -> nn.Module | None:
+        is_plain = isinstance(module, kind) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+        return module if is_plain and all(owners[id(p)] == 1 for p in module.parameters()) else None
+
+    return alone(model.get_input_embeddings(), nn.Embedding), alone(model.get_output_embeddings(), nn.Linear)
+
+
+def chains(blocks: Sequence[str]) -> list[list[str]]:
+    """The names of blocks, by the list of modules that they are in: those run one after the other."""
+    return [list(names) for _, names in groupby(blocks, lambda name: name.rpartition(".")[0])]
 
 
 def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
@@ -112,6 +145,14 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
         check_experts(layout, facts.num_experts)
 
 
+def reshards(model: nn.Module, config: Config, memory: int) -> bool:
+    """Whether blocks free their gathered weights after forward, on ranks of that much memory."""
+    asked = config.parallel.reshard_after_forward
+    itemsize = torch.bfloat16.itemsize if config.parallel.precision == "bf16" else None
+    whole = sum(p.numel() * (itemsize or p.itemsize) for p in model.parameters())
+    return whole * KEPT_OF_MEMORY > memory if asked is None else asked
+
+
 def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
     """Refuse a model whose weights alone, with gradients and the optimizer's state, are more than the machine has: it
     would be killed somewhere in the middle of being allocated."""
@@ -125,44 +166,34 @@ def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
         )
 
 
-def recompute(block: nn.Module, mode: str, precision: str, gathering: Aside) -> None:
-    """Recompute the block's activations in backward: all of them, or (selective) all but matmuls and attention.
-
-    `gathering` is on while weights are gathered inside of a block, which is none of its computation.
-    """
+def recompute(block: nn.Module, mode: str, precision: str, recomputation: Recomputation) -> None:
+    """Recompute the block's activations in backward: all of them, or (selective) all but matmuls, attention and what
+    all-to-alls brought."""
     if mode == "none":
         return
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = nullcontext(), nullcontext()
-        if mode == "selective":
-            first, again = selective_contexts(_keep_expensive, gathering)
-        return first, _both(again, exact(precision))  # autograd leaves the mode that the forward pass ran under
+        first, again = recomputation.contexts(_keep_expensive if mode == "selective" else None)
+        return first, both(again, exact(precision))  # autograd leaves the mode that the forward pass ran under
 
     # On the instance, inside the module's hooks: FSDP gathers the weights before the recomputation needs them.
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def gather_aside(unit: nn.Module, gathering: Aside) -> None:
+def gather_aside(unit: nn.Module, recomputation: Recomputation) -> None:
     """For a unit of FSDP inside of a block: it does not do the same before and after each of its forward passes, the
     one of the recomputation included, and selective recomputation would miss what it did not do."""
 
     def begin(*_: Any) -> None:
-        gathering.is_on = True
+        recomputation.is_aside = True
 
     def end(*_: Any) -> None:
-        gathering.is_on = False
+        recomputation.is_aside = False
 
     unit.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own hook
     unit.register_forward_pre_hook(end)
     unit.register_forward_hook(begin, prepend=True)
     unit.register_forward_hook(end)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _keep_expensive(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:

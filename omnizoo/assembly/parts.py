@@ -1,6 +1,6 @@
 """How the parts of a model are treated: frozen or trained, how fast, in which precision, recomputed or not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model, ParameterGroup, Part, Projector
 from omnizoo.modalities.base import Encoder
+from omnizoo.models.adapter import attached
 from omnizoo.ops.precision import compute_in
 
 # What an optimizer keeps of a trained parameter, in copies of it; 8-bit state is saved as fp32.
@@ -77,8 +78,14 @@ class Treatments:
         return self.by_prefix[name]
 
     def freeze(self, model: nn.Module) -> None:
+        adapter = attached(model)
         for name, parameter in model.named_parameters():
             group = self.groups.of(name)
+            if adapter is not None and name in adapter.trained and self.of(name).freeze:
+                raise UserError(
+                    f"model.adapter: {name} is in a part with freeze: true; an adapter keeps all else frozen, so leave "
+                    "freeze out there, or exclude the part"
+                )
             frozen = self.of(name).freeze or (group is not None and group.freeze)
             parameter.requires_grad_(not frozen and parameter.requires_grad)
 
@@ -98,8 +105,10 @@ class Treatments:
 
 
 def saved_bytes(model: nn.Module, config: Config) -> int:
-    """What a checkpoint of `model` (on meta) takes, about: weights, and of trained ones what the optimizer keeps."""
-    return _bytes(model, config, SAVED_STATE, gradients=0)
+    """What a checkpoint of `model` (on meta) takes, about: weights (with an adapter, trained ones only), and of trained
+    ones what the optimizer keeps."""
+    adapter = attached(model)
+    return _bytes(model, config, SAVED_STATE, gradients=0, only=adapter.trained if adapter else None)
 
 
 def held_bytes(model: nn.Module, config: Config) -> int:
@@ -107,11 +116,15 @@ def held_bytes(model: nn.Module, config: Config) -> int:
     return _bytes(model, config, HELD_STATE, gradients=1)
 
 
-def _bytes(model: nn.Module, config: Config, state: Mapping[str, float], gradients: int) -> int:
+def _bytes(
+    model: nn.Module, config: Config, state: Mapping[str, float], gradients: int, only: Collection[str] | None = None
+) -> int:
     """What an optimizer of one's own keeps is not known, and counts as nothing."""
     treatments, run = Treatments(model, config.model, config.optimizer.groups), config.optimizer
     total = 0.0
     for name, parameter in model.named_parameters():
+        if only is not None and name not in only:
+            continue
         treatment, group = treatments.of(name), treatments.groups.of(name)
         copies = 1.0
         if parameter.requires_grad and not treatment.freeze and not (group is not None and group.freeze):

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.modalities.base import Modality
+from omnizoo.modalities.base import Modality, Port
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_batch import MediaBatch
 from omnizoo.models.media_model import MediaModel, Positions
@@ -45,6 +46,13 @@ class Published(MediaModel):
         return self.recipe.projectors
 
     @property
+    def calls(self) -> list[list[Port]]:
+        sharing: dict[str, list[Port]] = {}  # by tower
+        for port in self.ports:
+            sharing.setdefault(self.towers[port.modality], []).append(port)
+        return list(sharing.values())
+
+    @property
     def language(self) -> PreTrainedModel:
         assert isinstance(self.model, PreTrainedModel)
         return self.model
@@ -72,10 +80,16 @@ class Published(MediaModel):
             return
         encoders = {port: encoder for port in self.ports if (encoder := modalities[port.modality].encoder) is not None}
 
+        def encode(media: MediaBatch) -> dict[Port, torch.Tensor]:
+            made: dict[Port, torch.Tensor] = {}
+            for ports in self.calls:
+                made |= media.encode_together(ports, encoders[ports[0]])
+            return {port: made[port] for port in encoders}
+
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             media: MediaBatch | None = kwargs.pop("media", None)
             if media is not None:
-                arrived = media.deliver({port: media.encode(port, encoder) for port, encoder in encoders.items()})
+                arrived = media.deliver(encode(media))
                 placed = {port.modality: features.placed for port, features in arrived.items()}
                 kwargs = enter(self.language, kwargs, placed)
             return args, kwargs

@@ -2,19 +2,25 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel
 
-from omnizoo.checkpoint import folder, tensors
+from omnizoo.checkpoint import folder, manifest, tensors
 from omnizoo.checkpoint.start import checkpoints_in, is_checkpoint
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import Model
+from omnizoo.models.adapter import Attached, merge
+from omnizoo.models.adapter_files import write_folder
 from omnizoo.models.build import load_tokenizer, read_generation_config, read_model_config
 from omnizoo.models.hf_private import auto_class
+
+# Gives the model and the weights that the adapter of a checkpoint was trained on; assembly/adapters.py has it.
+Base = Callable[[Path, Model], tuple[PreTrainedModel, dict[str, torch.Tensor]]]
 
 
 def export(
@@ -25,6 +31,7 @@ def export(
     allow_code: Sequence[str] = (),
     trust_remote_code: bool = False,
     best: bool = False,
+    base: Base | None = None,
 ) -> Path:
     """Write `checkpoint` (a step folder, or a folder of them: the newest or `best`) to `out`; returns the step folder.
 
@@ -32,6 +39,8 @@ def export(
     tokenizer; `huggingface_hub.load_torch_model(module, out)` loads them. `dtype` None keeps the precision of the
     master weights. `ema` takes the moving average of the weights that were trained.
     Code that the checkpoint names is imported only if it is allowed here: nothing in the checkpoint can allow it.
+    Of a run with an adapter it is a folder of PEFT's; with `base`, which gives the weights it was trained on, it is the
+    whole model with the adapter merged in.
     """
     source = _best_of(checkpoint) if best else _resolve(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -44,7 +53,10 @@ def export(
         allow_code=list(allow_code),
         trust_remote_code=trust_remote_code,
     )
-    model = None if is_own else _build(spec, source)
+    record = _adapter_of(source)
+    if base is not None and record is None:
+        raise UserError(f"--merge: {source} has no adapter; leave --merge out")
+    model = None if is_own or record else _build(spec, source)
     saved = tensors.on_meta(source / "tensors")
     wanted = saved if model is None else tensors.model_tensors(model)
     weights = {
@@ -62,7 +74,16 @@ def export(
     state = {name.removeprefix(tensors.MODEL): tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    if model is None:
+    if record is not None and (lacking := sorted(record.found.trained - set(state))):
+        raise UserError(f"{source}: its adapter has {lacking[0]}, which is not among the weights")
+    if base is not None and record is not None:
+        model, weights = base(source, spec)
+        merge(model, weights, record.found, state)
+        state = {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
+    if record is not None and model is None:
+        partial.mkdir(parents=True)
+        write_folder(partial, record.found, state, record.path, record.base)
+    elif model is None:
         partial.mkdir(parents=True)
         save_torch_state_dict(state, partial)
     else:
@@ -75,6 +96,25 @@ def export(
         out.rmdir()
     os.rename(partial, out)
     return source
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint tells of its adapter, and of the base that it does not hold."""
+
+    found: Attached
+    path: str | None
+    base: str  # hash
+
+
+def _adapter_of(source: Path) -> Record | None:
+    try:
+        fields = manifest.read_state(source, manifest.read(source)).get("adapter")
+        return None if fields is None else Record(Attached.of(fields), fields["path"], str(fields["base"]))
+    except (manifest.Damage, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{source}: state.json does not tell of an adapter as it should: {named_line(error)}"
+        ) from error
 
 
 def _build(spec: Model, source: Path) -> PreTrainedModel:

@@ -114,15 +114,19 @@ def owner(folder: Path) -> str | None:
 def commit(partial: Path, final: Path, step: int, run: str, written: Mapping[str, File]) -> None:
     """Write the manifest, flush everything to the disk, and rename: from here on the checkpoint exists.
 
-    `written` are files whose hash is known since they were written; the others, all small, are read for it.
+    `written` are the files of all ranks, whose hashes are known since they were written, and which each has brought to
+    the disk; the others, all small, are read. A file of another node is asked for by its name: a listing of its folder
+    may be older than the file on a network's file system.
     """
-    files = sorted(file for file in partial.rglob("*") if file.is_file())
-    names = {file.relative_to(partial).as_posix(): file for file in files}
-    assert written.keys() <= names.keys(), "files that ranks have written are not there: is the folder shared?"
-    hashes = {name: written[name] if name in written else manifests.hash_file(file) for name, file in names.items()}
-    (partial / manifests.NAME).write_text(Manifest(run, step, hashes).text())
+    for name in written:
+        if not (partial / name).is_file():
+            raise FileNotFoundError(f"{name}, written by another rank, is not there: do all nodes share this folder?")
+    found = {file.relative_to(partial).as_posix(): file for file in sorted(partial.rglob("*")) if file.is_file()}
+    own = {name: file for name, file in found.items() if name not in written}
+    hashes = {**written, **{name: manifests.hash_file(file) for name, file in own.items()}}
+    (partial / manifests.NAME).write_text(Manifest(run, step, dict(sorted(hashes.items()))).text())
     folders = [path for path in partial.rglob("*") if path.is_dir()]
-    for path in [*files, partial / manifests.NAME, *folders, partial]:
+    for path in [*own.values(), partial / manifests.NAME, *folders, partial]:
         flush(path)
     if final.exists():  # a damaged one, or a rerun after a resume from an earlier step
         _discard(final)

@@ -17,6 +17,7 @@ from omnizoo.checkpoint.start import Origin
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
+from omnizoo.models.base_identity import check_base_identity
 from omnizoo.models.omni import save_model_config
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
@@ -78,9 +79,11 @@ def save(
     return final
 
 
-def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer, base: str | None = None) -> dict[str, Any]:
     """Fill model and optimizer from where the run starts, whatever layout wrote it; returns what `save` was given as
     `state`. Empty for a run that begins: then the optimizer is new, and the model gets weights or nothing.
+
+    `base` is the hash of the base of an adapter: the checkpoint must be of the same.
     """
     if origin.checkpoint is None:
         return {}
@@ -92,6 +95,8 @@ def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         state = manifest.read_state(origin.checkpoint, manifest.read(origin.checkpoint))
     except (CheckpointException, SafetensorError, OSError, manifest.Damage) as error:
         raise UserError(f"checkpoint {origin.checkpoint} cannot be read: {_reason(error)}") from error
+    if base is not None:
+        check_base_identity(state.get("adapter", {}).get("base"), base, f"checkpoint {origin.checkpoint}")
     if origin.weights_only:
         tensors.begin_average(optimizer)
         return {}

@@ -21,16 +21,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from omnizoo.checkpoint.manifest import File
 from omnizoo.config.errors import UserError
+from omnizoo.models.adapter import attached
 from omnizoo.parallel.shard import local_of, with_local
 
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "ema."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (tied ones once) and persistent buffers, under their names in a checkpoint."""
+    """Parameters (tied ones once) and persistent buffers, under their names in a checkpoint.
+
+    Of a model with an adapter, what is trained: its base is there already, and stays as it is. Not so its buffers, some
+    of which change in training.
+    """
     persistent = set(model.state_dict())
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
-    return {MODEL + name: tensor.detach() for name, tensor in [*model.named_parameters(), *buffers]}
+    adapter = attached(model)
+    parameters = [(name, p) for name, p in model.named_parameters() if adapter is None or name in adapter.trained]
+    return {MODEL + name: tensor.detach() for name, tensor in [*parameters, *buffers]}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

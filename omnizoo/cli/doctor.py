@@ -24,6 +24,7 @@ KERNELS = {
 }
 EXTRAS = {"media": "decoding of media files", "wandb": "logging to Weights & Biases (`log.wandb`)"}
 BACKENDS = ("gloo", "nccl", "xccl", "hccl")
+LEAST_SHARED_GB = 1
 SLOW_BF16 = 5  # times slower than fp32: emulated, not computed
 
 
@@ -93,7 +94,7 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
     """Devices, collective backends, and how fast a matmul is."""
     import torch
 
-    from omnizoo.ops.device import device_name, pick_device
+    from omnizoo.ops.device import EXPANDABLE, allocator_settings, device_name, pick_device
 
     def gflops(dtype: torch.dtype) -> float:
         size = 512 if device.type == "cpu" else 4096
@@ -116,8 +117,16 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
         warnings.append(
             f"bf16 is {fp32 / bf16:.0f}x slower than fp32 on this device; train with parallel.precision: fp32"
         )
+    settings = allocator_settings()
+    if devices and settings is not None and EXPANDABLE not in settings:
+        warnings.append(f"the allocator is set to {settings!r}; add {EXPANDABLE}, or packs of many lengths leave gaps")
+    if (shared := _shared_memory_gb()) is not None and shared < LEAST_SHARED_GB:
+        warnings.append(f"/dev/shm has {shared} GiB, through which loader workers (data.workers) hand over their packs")
     return {
         "device": device.type,
+        # What a run does here unless its config says otherwise.
+        "defaults": {"precision": "bf16" if devices else "fp32", "tf32": bool(devices), "allocator": settings},
+        "shared_memory_gb": shared,
         "devices": [
             {"name": device_name(d), "memory_gb": round(torch.accelerator.get_memory_info(d)[1] / 2**30, 1)}
             for d in devices
@@ -125,6 +134,11 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
         "backends": {name: torch.distributed.is_backend_available(name) for name in BACKENDS},
         "gflops": {"fp32": fp32, "bf16": bf16},
     }
+
+
+def _shared_memory_gb() -> float | None:
+    there = Path("/dev/shm")
+    return round(shutil.disk_usage(there).total / 2**30, 1) if there.is_dir() else None
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -149,6 +163,7 @@ def _print(facts: dict[str, Any]) -> None:
             facts["device"],
             "" if facts["devices"] else "no accelerator with a collective backend was found",
         )
+        row("precision", facts["defaults"]["precision"], "unless parallel.precision says otherwise")
         row("backends", ", ".join(name for name, available in facts["backends"].items() if available))
         row("matmul", f"{facts['gflops']['fp32']} GFLOP/s in fp32", f"{facts['gflops']['bf16']} GFLOP/s in bf16")
     table.add_section()

@@ -4,6 +4,9 @@ import json
 import logging
 import os
 import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ from omnizoo.planning.devices import read_device
 if TYPE_CHECKING:
     from omnizoo.planning.advise import Advice
     from omnizoo.planning.simulate import Place, Result
+    from omnizoo.planning.work import Kernel
 
 MOST_RANKS = 2**16
 GIB = 2**30
@@ -105,6 +109,15 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
             for sync, count in sorted(result.syncs.items(), key=lambda pair: (-pair[1], pair[0].where))
         ],
         "flops_per_step": result.flops,
+        "kernels": [
+            {"kernel": kernel.name, "dtype": kernel.dtype, "calls": calls, "flops": flops}
+            for kernel, (calls, flops) in summed(result, lambda kernel: replace(kernel, module="", phase=""))
+        ],
+        "matmul_flops": [
+            {"module": kernel.module, "phase": kernel.phase, "flops": flops}
+            for kernel, (_, flops) in summed(result, lambda kernel: replace(kernel, name="", dtype=""))
+            if flops
+        ],
         "layout": result.layout,
         "world": place.world,
         "rank": place.rank,
@@ -117,6 +130,16 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
         "advice": [{"change": each.changes, "peak_memory_gb": each.peak / GIB} for each in advice],
         "seconds": round(result.seconds, 1),
     }
+
+
+def summed(result: "Result", kind: "Callable[[Kernel], Kernel]") -> list[tuple["Kernel", tuple[int, int]]]:
+    """Calls and FLOPs of kernels of one kind together, the most FLOPs first."""
+    calls: Counter[Kernel] = Counter()
+    flops: Counter[Kernel] = Counter()
+    for kernel, (count, size) in result.kernels.items():
+        calls[kind(kernel)] += count
+        flops[kind(kernel)] += size
+    return sorted(((each, (calls[each], flops[each])) for each in calls), key=lambda pair: (-pair[1][1], -pair[1][0]))
 
 
 def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -> None:
@@ -148,6 +171,18 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
         reach = ("inside a node" if each["inside_node"] else "across nodes") + (", host" if each["host"] else "")
         traffic.add_row(each["op"], each["axis"], f"{each['count']:,}", f"{each['bytes'] / 2**20:,.1f}", reach)
     console.print(traffic)
+    console.print()
+    kernels = Table("kernels of matmuls and attention", "in", "calls", "TFLOPs of this rank", box=None)
+    for each in found["kernels"]:
+        size = f"{each['flops'] / 1e12:,.2f}" if each["flops"] else ""
+        kernels.add_row(each["kernel"], each["dtype"], f"{each['calls']:,}", size)
+    console.print(kernels)
+    console.print()
+    parts = Table("matmuls of", "TFLOPs forward", "backward", box=None)
+    for module in list(dict.fromkeys(each["module"] for each in found["matmul_flops"]))[:SHOWN]:
+        own = {each["phase"]: each["flops"] / 1e12 for each in found["matmul_flops"] if each["module"] == module}
+        parts.add_row(module, *(f"{own.get(phase, 0):,.2f}" for phase in ("forward", "backward")))
+    console.print(parts)
     console.print()
     waits = Table("the host waits for the device in", "for", "times a step", box=None)
     for each in found["host_syncs"]:

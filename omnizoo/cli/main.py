@@ -73,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema)")
     export.add_argument("--best", action="store_true", help="of a run folder: the best checkpoint (`checkpoint.best`)")
+    export.add_argument("--merge", action="store_true", help="of a run with an adapter: the whole model, merged")
     export.set_defaults(run=_export)
     allow_code(export)
 
@@ -128,6 +129,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=("fp32", "fp64", "bf16"),
         default="fp32",
         help="fp64 leaves no room for rounding; bf16 is compared with fp32, by the error of one process in bf16",
+    )
+    verify.add_argument(
+        "--device",
+        metavar="KIND",
+        default="cpu",
+        help="where ranks run: cpu (the default), or the accelerator of this machine (cuda, ...), one for each rank",
     )
     verify.add_argument(
         "--families",
@@ -220,7 +227,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from omnizoo.cli.verify import verify
 
-    return verify(args.config, args.overrides, args.world, args.layouts, args.precision, args.families, args.markdown)
+    given = (args.world, args.layouts, args.precision, args.device, args.families, args.markdown)
+    return verify(args.config, args.overrides, *given)
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -236,9 +244,11 @@ def _recipes(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from omnizoo.assembly.adapters import base_weights
     from omnizoo.checkpoint.export import export
 
-    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code, args.best)
+    base = base_weights if args.merge else None
+    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code, args.best, base)
     return 0
 
 

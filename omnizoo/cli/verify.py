@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,23 @@ if TYPE_CHECKING:
 MOST_RANKS = 128
 
 
+@dataclass(frozen=True)
+class Trying:
+    """What is tried, and on what."""
+
+    world: int
+    layouts: str
+    precision: str
+    device: str
+
+
 def verify(
     path: str,
     overrides: list[str],
     world: int,
     layouts: str,
     precision: str,
+    device: str = "cpu",
     families: str | None = None,
     markdown: Path | None = None,
 ) -> int:
@@ -37,7 +49,7 @@ def verify(
         raise UserError(f"--world is {world}; expected 1 to {MOST_RANKS} ranks, which run on this machine")
     if families is not None and not all(name.strip() for name in families.split(",")):
         raise UserError(f"--families is {families!r}; expected `all`, or names with commas between them")
-    config = load_config(path, overrides)
+    config, trying = load_config(path, overrides), Trying(world, layouts, precision, device)
     names = family_names(families) if families else []
     configs = dict.fromkeys(names, config) or {Path(path).stem: config}
     console = Console()
@@ -49,7 +61,7 @@ def verify(
         for name, own in configs.items():
             folder = Path(temporary) / name
             try:
-                found[name] = try_layouts(own, name if names else None, world, layouts, precision, folder, console)
+                found[name] = try_layouts(own, name if names else None, trying, folder, console)
             except UserError as error:
                 if not names:
                     raise
@@ -80,9 +92,7 @@ def family_names(wanted: str) -> list[str]:
     return names
 
 
-def try_layouts(
-    config: Config, family: str | None, world: int, layouts: str, precision: str, folder: Path, console: Console
-) -> list["Verdict"]:
+def try_layouts(config: Config, family: str | None, trying: Trying, folder: Path, console: Console) -> list["Verdict"]:
     from omnizoo.training.probe import FAILURES
     from omnizoo.verification.compare import failed, verdict_of
     from omnizoo.verification.conditioning import decide
@@ -90,11 +100,11 @@ def try_layouts(
     from omnizoo.verification.world import RankError
 
     if family is None:
-        chosen = prepare(config, world, layouts, precision, folder)
+        chosen = prepare(config, trying.world, trying.layouts, trying.precision, folder, trying.device)
     else:
         config = with_family(config, family)
         try:
-            chosen = prepare(config, world, layouts, precision, folder)
+            chosen = prepare(config, trying.world, trying.layouts, trying.precision, folder, trying.device)
         except FAILURES as error:
             if isinstance(error, UserError):
                 raise
@@ -102,8 +112,10 @@ def try_layouts(
     verdicts = []
     for layout in track(chosen, description=family or "", console=console, transient=True):
         try:
-            verdict = verdict_of(folder, layout)
-            verdicts.append(decide(config, layout, folder, verdict) if precision == "fp32" else verdict)
+            verdict = verdict_of(folder, layout, trying.device)
+            if trying.precision == "fp32":
+                verdict = decide(config, layout, folder, verdict, trying.device)
+            verdicts.append(verdict)
         except RankError as error:
             if family is None:
                 raise

@@ -116,6 +116,39 @@ class Modality(Section):
     marks: Marks = Field(default_factory=Marks, description="the special tokens around and in the place of an item")
 
 
+class Adapter(Section):
+    kind: Literal["lora", "dora", "rslora"] = Field(
+        "lora", description="`dora` learns the length of each row as well; `rslora` scales by alpha / sqrt(rank)"
+    )
+    rank: Annotated[int, Field(ge=1, le=2**16)] = Field(16, description="width of the factors")
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = Field(32.0, description="what is added is scaled by alpha / rank")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of what enters the factors, in training")
+    targets: Annotated[list[Text], Field(min_length=1)] = Field(
+        ["all-linear"],
+        description="what gets factors: `all-linear` (the linear layers of the language model's blocks), ends of names "
+        "such as `q_proj` or `experts.down_proj`, or glob patterns over full names (docs/adapters.md)",
+    )
+    exclude: list[Text] = Field([], description="what of `targets` gets none, named in the same way")
+    modules_to_save: list[Text] = Field([], description="modules that are trained whole, named in the same way")
+    init: Literal["kaiming", "gaussian", "random"] = Field(
+        "kaiming",
+        description="how the first factor is drawn; the second is zero, so that the model begins as its base "
+        "(`random`: drawn as well)",
+    )
+    path: Text | None = Field(
+        None, description="folder of a PEFT adapter to begin with: all keys but `dropout` are those of its files"
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Adapter":
+        fields = type(self).model_fields
+        others = [name for name in fields if name not in ("path", "dropout")]
+        given = [name for name in others if getattr(self, name) != fields[name].default]
+        if self.path is not None and given:
+            raise ValueError(f"path has an adapter with a {given[0]} of its own; leave out {', '.join(given)}")
+        return self
+
+
 class Model(Section):
     path: Text | None = Field(None, description="HF folder with config, safetensors weights and tokenizer")
     config: Text | dict[str, Any] | None = Field(
@@ -162,6 +195,9 @@ class Model(Section):
         [], description="glob patterns of weights that `model.path` may lack; they are drawn from `train.seed`"
     )
     allow_unexpected: list[Text] = Field([], description="glob patterns of weights in `model.path` to ignore")
+    adapter: Adapter | None = Field(
+        None, description="train small factors next to the weights, which stay as they are (docs/adapters.md)"
+    )
 
     @field_validator("recipe")
     @classmethod
@@ -305,17 +341,22 @@ class Parallel(Section):
     )
     precision: Literal["fp32", "fp64", "bf16"] = Field(
         "fp32",
-        description="bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for proofs on the CPU",
+        description="bf16 keeps fp32 master weights and reduces gradients in fp32, and is what accelerators do unless "
+        "this says otherwise; fp64 is for proofs on the CPU",
     )
     recompute: Literal["none", "full", "selective"] = Field(
-        "none", description="recompute activations in backward: every block, or all of it but attention and matmuls"
+        "none",
+        description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls",
     )
-    reshard_after_forward: bool = Field(
-        True, description="free gathered weights between forward and backward: less memory, one more all-gather"
+    reshard_after_forward: bool | None = Field(
+        None,
+        description="free gathered weights between forward and backward: less memory, one more all-gather; default: "
+        "unless all of them take less than a sixteenth of the memory",
     )
-    reduce_each_micro_batch: bool = Field(
-        False,
-        description="reduce-scatter after every micro-batch: less memory, more communication; default: once a step",
+    reduce_each_micro_batch: bool | None = Field(
+        None,
+        description="reduce-scatter after every micro-batch: less memory, more communication; default: on accelerators "
+        "(on CPUs once a step)",
     )
 
     @model_validator(mode="after")

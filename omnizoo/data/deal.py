@@ -56,18 +56,20 @@ def deal(
     packs: Sequence[FlatPack],
     mesh: Mesh,
     micro_batch: int,
-    ports: Sequence[Port],
+    calls: Sequence[Sequence[Port]],
     cost: Cost,
     note: Any = None,
     group: ProcessGroup | None = None,
 ) -> Dealt:
     """Deal out the packs that all ranks have read; every rank must call. `note` is told to all ranks on the way.
 
-    `ports` are the model's, whether or not this step has items for them. `group`: of the thread that calls.
+    `calls` are the model's ports, by call of a module, whether or not this step has items for them. `group`: of the
+    thread that calls.
     """
+    ports = [port for call in calls for port in call]
     own_message = write_message(Told.of([known_of(pack) for pack in packs], ports, cost), note)
     told, notes = read_messages(gather_bytes(own_message, group))
-    plan = plan_step(told, mesh.layout, micro_batch, ports, cost)
+    plan = plan_step(told, mesh.layout, micro_batch, calls, cost)
 
     received = exchange_payloads(outgoing(plan.rounds, {pack.index: pack for pack in packs}, mesh.layout), group)
     arrived: dict[int, FlatPack] = {}

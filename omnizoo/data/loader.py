@@ -16,7 +16,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import RowSource
 from omnizoo.data.sources import open_source
-from omnizoo.modalities.base import Inputs, Item, Modality
+from omnizoo.modalities.base import Decoder, Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_model import Positions
@@ -87,7 +87,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     bad, kept = [], []
     for sample in pack.samples:
         try:
-            kept.append((sample, [reader.prepare(item) for item in sample.items]))
+            kept.append((sample, [part for item in sample.items for part in reader.prepare(item)]))
         except BadMedia as reason:
             bad.append(f"{reader.sources[sample.id.source].where(sample.id.row)}: {reason}")
     if not kept:
@@ -101,9 +101,9 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     labels[np.cumsum(lengths) - 1] = IGNORE  # what follows a sample is another one's
     positions = [sample.positions for sample in samples if sample.positions is not None]
     items = [
-        item.moved(start, raw=None, inputs=inputs)
-        for (sample, prepared), start in zip(kept, itertools.accumulate(lengths, initial=0), strict=False)
-        for item, inputs in zip(sample.items, prepared, strict=True)
+        item.moved(start)
+        for (_, prepared), start in zip(kept, itertools.accumulate(lengths, initial=0), strict=False)
+        for item in prepared
     ]
     weights = join_weights(samples)
     flat = FlatPack(
@@ -140,13 +140,17 @@ class Reader:
     renderer: Renderer
     modalities: Mapping[str, Modality]
 
-    def prepare(self, item: Item) -> Inputs:
-        """Decode an item. In a bf16 run, floats for an encoder travel as it will get them, in half the bytes; what a
-        decoder makes targets of keeps every digit."""
-        inputs = item.port.module(self.modalities).prepare(item.media)
-        if self.config.parallel.precision != "bf16" or item.port.role != "encoder":
-            return inputs
-        return {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in inputs.items()}
+    def prepare(self, item: Item) -> list[Item]:
+        """Decode an item; a long one may become several. In a bf16 run, floats for an encoder travel as it will get
+        them, in half the bytes; what a decoder makes targets of keeps every digit."""
+        module = item.port.module(self.modalities)
+        inputs = module.prepare(item.media)
+        if isinstance(module, Decoder):
+            return [replace(item, raw=None, inputs=inputs)]
+        if self.config.parallel.precision == "bf16":
+            inputs = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in inputs.items()}
+        parts = module.parts(item.size, inputs)
+        return item.cut(parts) if len(parts) > 1 else [replace(item, raw=None, inputs=inputs)]
 
     def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
         return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)

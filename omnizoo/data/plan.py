@@ -48,9 +48,10 @@ class PlacedItem:
     is_target: bool
 
 
-def plan_step(told: Told, layout: Layout, micro_batch: int, ports: Sequence[Port], cost: Cost) -> Plan:
-    """The plan for the packs of all ranks, told in any order. `ports` are the model's, whether or not these packs have
-    items for them."""
+def plan_step(told: Told, layout: Layout, micro_batch: int, calls: Sequence[Sequence[Port]], cost: Cost) -> Plan:
+    """The plan for the packs of all ranks, told in any order. `calls` are the model's ports, by call of a module,
+    whether or not these packs have items for them."""
+    ports = [port for call in calls for port in call]
     count = len(told.packs)
     if not count:
         return Plan([], Totals(0, 0, {}, 0, 0.0), {})
@@ -64,11 +65,11 @@ def plan_step(told: Told, layout: Layout, micro_batch: int, ports: Sequence[Port
     # By cost on every rank, since ranks wait for each other in each micro-batch, not once a step.
     share = np.array([sorted(own, key=lambda i: (-costs[i], i)) for own in assign_packs(costs, layout.dp)])
     rounds = [
-        Round(told, rows[share[:, first : first + micro_batch]], layout, ports)
+        Round(told, rows[share[:, first : first + micro_batch]], layout, calls)
         for first in range(0, share.shape[1], micro_batch)
     ]
     slowest = float(costs[share].max(0).sum())
-    imbalance = {"tokens": slowest * layout.dp / float(costs.sum())} | media_imbalance(rounds, layout.world, ports)
+    imbalance = {"tokens": slowest * layout.dp / float(costs.sum())} | media_imbalance(rounds, layout.world)
     return Plan(rounds, totals, imbalance)
 
 
@@ -98,9 +99,10 @@ class Round:
     """One micro-batch of all ranks: `packs[d]` are the indices of those of data-parallel rank d; items of all of them,
     in this order, and who works on each."""
 
-    def __init__(self, told: Told, rows: Numbers, layout: Layout, ports: Sequence[Port]) -> None:
+    def __init__(self, told: Told, rows: Numbers, layout: Layout, calls: Sequence[Sequence[Port]]) -> None:
         """`rows [dp, packs]` are those of `told.packs`."""
-        self.told, self.rows, self.layout, self.ports = told, rows, layout, ports
+        self.told, self.rows, self.layout, self.calls = told, rows, layout, calls
+        self.ports = [port for call in calls for port in call]
         self.packs: list[list[int]] = told.packs["index"][rows].tolist()
         held, tokens = told.packs["items"][rows], told.tokens[rows]
         self.items = ranges(told.first_item[rows].flatten(), held.flatten())  # [N] rows of `told.items`
@@ -109,10 +111,11 @@ class Round:
         self.port = told.items["port"][self.items]  # [N]
         self.cost = told.items["cost"][self.items]  # [N]
         self.owners = np.zeros(len(self.items), np.int64)
-        for number in range(len(ports)):  # ranks wait for each other inside every encoder: each is balanced by itself
-            of_port = np.flatnonzero(self.port == number)
-            home = self.dp_of[of_port] * layout.sp
-            self.owners[of_port] = assign_items_near(self.cost[of_port], home, layout.world, layout.sp)
+        self.call = np.repeat(np.arange(len(calls)), [len(call) for call in calls])[self.port]  # [N]
+        for number in range(len(calls)):  # ranks wait for each other in every call: each is balanced by itself
+            own = np.flatnonzero(self.call == number)
+            home = self.dp_of[own] * layout.sp
+            self.owners[own] = assign_items_near(self.cost[own], home, layout.world, layout.sp)
 
     def owned(self, rank: int) -> list[tuple[int, Port]]:
         """The items that a rank works on: their numbers in this micro-batch, and what they go through."""
@@ -137,13 +140,14 @@ class Round:
         return PlacedItem(self.ports[self.port[at]], spans, bool(self.told.items["targets"][item]))
 
 
-def media_imbalance(rounds: Sequence[Round], world: int, ports: Sequence[Port]) -> dict[str, float]:
-    """Of each port: the work of the busiest rank, summed over micro-batches, against the mean. 1 if there is none."""
-    figures = {}
-    for number, port in enumerate(ports):
+def media_imbalance(rounds: Sequence[Round], world: int) -> dict[str, float]:
+    """Of each port: the work of the busiest rank in the call it is part of, summed over micro-batches, against the
+    mean. 1 if there is none."""
+    figures: dict[str, float] = {}
+    for number, call in enumerate(rounds[0].calls):
         busiest = total = 0.0
         for each in rounds:
-            loads = np.bincount(each.owners, each.cost * (each.port == number), world)
+            loads = np.bincount(each.owners, each.cost * (each.call == number), world)
             busiest, total = busiest + float(loads.max()), total + float(loads.sum())
-        figures[str(port)] = busiest / (total / world) if total else 1.0
+        figures |= {str(port): busiest / (total / world) if total else 1.0 for port in call}
     return figures

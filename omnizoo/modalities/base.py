@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -68,6 +69,17 @@ class Item:
         """What its loss is a mean over."""
         return (self.size.targets or self.size.places) if self.is_target else 0
 
+    def cut(self, parts: Sequence[tuple[Size, Inputs]]) -> list["Item"]:
+        """This item, prepared, as its parts, each in its own places."""
+        tokens = np.concatenate([np.arange(first, first + count) for first, count in self.spans] or [np.zeros(0, int)])
+        ends = np.cumsum([size.places for size, _ in parts])
+        items = []
+        for (size, inputs), own in zip(parts, np.split(tokens, ends[:-1]), strict=True):
+            runs = np.split(own, np.flatnonzero(np.diff(own) != 1) + 1)
+            spans = tuple((int(run[0]), len(run)) for run in runs if len(run))
+            items.append(replace(self, size=size, spans=spans, raw=None, inputs=inputs))
+        return items
+
     def moved(self, by: int, **changes: Any) -> "Item":
         """The same item, among tokens of which `by` more come before it."""
         return replace(self, spans=tuple((first + by, count) for first, count in self.spans), **changes)
@@ -117,12 +129,21 @@ class Encoder(nn.Module):
         """Decode and preprocess. Must not touch weights."""
         raise NotImplementedError
 
+    def parts(self, size: Size, inputs: Inputs) -> list[tuple[Size, Inputs]]:
+        """A prepared item as several, in order, where parts of it do not see each other: a long one would keep a rank
+        busy while the others wait."""
+        return [(size, inputs)]
+
     def blank(self) -> Inputs:
         """The smallest prepared item there is: encoded, and thrown away, where a rank has no item of its own."""
         raise NotImplementedError
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Features `[places of all items, width]`, in order. Float inputs come in the precision of the computation."""
+        raise NotImplementedError
+
+    def places(self, inputs: Inputs) -> int:
+        """How many a prepared item takes, by the shapes of its tensors. Asked where modalities share one tower."""
         raise NotImplementedError
 
     def preview(self, media: Media) -> str:

@@ -29,6 +29,7 @@ from omnizoo.modalities.files import SOUND_OPTIONS, optional, read_sound, sound_
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.tally import causal_pairs
+from omnizoo.ops.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy_sum
 
 
 class AudioCodec(Decoder):
@@ -101,9 +102,22 @@ class AudioCodec(Decoder):
         return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if type(self.head) is nn.Linear and len(hidden) * self.head.out_features > CHUNK:
+            return self._chunked_loss(hidden, targets)
         coarse, fine = self._logits(hidden)
         loss = code_loss(coarse, targets[:, 0], ignore=self.none)
         return loss + code_loss(fine.flatten(0, 1), targets[:, 1:].flatten(), ignore=self.none)
+
+    def _chunked_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """A codebook at a time, and a chunk of its logits."""
+        sizes = [self.stop + 1, *[self.stop] * (self.codebooks - 1)]
+        parts = zip(self.head.weight.split(sizes), self.head.bias.split(sizes), targets.unbind(1), strict=True)
+        losses = []
+        for weight, bias, codes in parts:
+            counts = codes != self.none
+            head = LinearHead(weight, bias)
+            losses.append(linear_cross_entropy_sum(hidden, head, codes.where(counts, 0), counts.to(hidden.dtype)))
+        return torch.stack(losses).sum()
 
     def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of codebook 0, whose last code is the stop, `[N, V + 1]`, and of the others `[N, K - 1, V]`."""

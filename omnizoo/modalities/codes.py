@@ -26,6 +26,7 @@ from omnizoo.modalities.files import PICTURE_OPTIONS, picture_size
 from omnizoo.modalities.frozen import Diffusers, Frozen, forward_flops, read_settings
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.pixels import Array, PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
+from omnizoo.ops.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy_sum
 
 Grid = tuple[int, int]
 
@@ -99,7 +100,12 @@ class ImageCodes(Decoder):
         return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return code_loss(self.head(hidden), targets[:, 0])
+        *before, last = self.head if isinstance(self.head, nn.Sequential) else [self.head]
+        for layer in before:
+            hidden = layer(hidden)
+        if type(last) is nn.Linear and len(hidden) * last.out_features > CHUNK:
+            return linear_cross_entropy_sum(hidden, LinearHead(last.weight, last.bias), targets[:, 0])
+        return code_loss(last(hidden), targets[:, 0])
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         if len(targets) == self.places:

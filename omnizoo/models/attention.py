@@ -1,4 +1,4 @@
-"""Plugs `ops.attention` into transformers' attention interface under the name `packed`.
+"""Plugs `ops.attention` into transformers' attention interface under the name `packed` (`packed_flash` for towers).
 
 No mask function goes with the name, so models build no mask. What attention needs to know of the pack travels through
 the model's own keyword arguments: its boundaries as `cu_seq_lens_q`, or, where its tokens are spread over ranks, the
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from omnizoo.config.errors import UserError
-from omnizoo.models.hf_private import PACKED
+from omnizoo.models.hf_private import PACKED, PACKED_TOWER
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
 
 
@@ -52,7 +52,8 @@ def packed(
     return packed_attention(query, key, value, boundaries, pattern).contiguous(), None
 
 
-AttentionInterface.register(PACKED, packed)
+for name in (PACKED, PACKED_TOWER):
+    AttentionInterface.register(name, packed)
 
 
 def carry_pack(model: nn.Module) -> None:

@@ -20,6 +20,8 @@ from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import EncoderPart, Given, Modality, Model, Part, Projector
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
+from omnizoo.models.adapter import attach
+from omnizoo.models.adapter_files import adapter_settings, check_base, check_shapes
 from omnizoo.models.artefact import check_settings, read_json
 from omnizoo.models.attention import carry_pack
 from omnizoo.models.config_fields import check_numbers, check_shape, config_of
@@ -30,6 +32,7 @@ RECIPE = "_omnizoo_recipe"  # where a model keeps the recipe that the config nam
 RECIPE_EXPECTED = "an instance of omnizoo.Recipe"
 Built = TypeVar("Built", bound=nn.Module)
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
+FROZEN_DTYPE = MASTER_DTYPE | {"bf16": torch.bfloat16}  # of what an adapter leaves as it is
 
 
 class UnbuildableError(UserError):
@@ -40,8 +43,20 @@ def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module
     """The causal language model of `model`, on meta for a run, in the dtype of the master weights of `precision`.
 
     Its attention keeps the samples of a pack apart. A module of the user's own (`model.module`) is called as Hugging
-    Face models are, and has to hand its keyword arguments on to `omnizoo.attend`.
+    Face models are, and has to hand its keyword arguments on to `omnizoo.attend`. With `model.adapter`, what is frozen
+    is in the precision of the run itself.
     """
+    built = _build_base(model, precision, device)
+    if model.adapter is not None:
+        settings = adapter_settings(model.adapter)
+        check_base(built, settings)
+        with torch.device(device):
+            attach(built, settings, MASTER_DTYPE[precision], FROZEN_DTYPE[precision])
+        check_shapes(built, settings)
+    return built
+
+
+def _build_base(model: Model, precision: str, device: str) -> nn.Module:
     if model.given is not None:
         return _with_recipe(copy_given(given_model(model), model, precision, device), model)
     if model.module is not None:

@@ -12,8 +12,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from omnizoo.models.adapter import factor_names
 from omnizoo.models.hf_private import expert_activation, is_experts, register_experts
-from omnizoo.ops.experts import Experts, combine, gather, run_experts, sort_by_expert
+from omnizoo.ops.experts import (
+    Experts,
+    Factors,
+    by_expert,
+    combine,
+    gather,
+    run_experts,
+    sort_by_expert,
+    weigh_in_backward,
+)
 
 DISPATCHED = "dispatched"
 
@@ -44,7 +54,8 @@ def dispatched(
         out: torch.Tensor = dispatch(hidden_states, top_k_index, top_k_weights, compute)
     else:
         pairs = sort_by_expert(top_k_index, module.num_experts)
-        out = combine(compute(gather(hidden_states, pairs), pairs.counts), top_k_weights, pairs)
+        rows = compute(gather(hidden_states, pairs), pairs.counts)
+        out = combine(weigh_in_backward(rows, by_expert(top_k_weights, pairs)), top_k_weights, pairs)
     return out.to(hidden_states.dtype)
 
 
@@ -58,7 +69,14 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     def bias(name: str) -> torch.Tensor | None:
         return _local(getattr(module, f"{name}_bias")) if module.has_bias else None
 
-    experts = Experts(weights(up), weights("down_proj"), bias(up), bias("down_proj"), expert_activation(module))
+    def factors(name: str) -> Factors | None:
+        first, second = (getattr(module, factor, None) for factor in factor_names(name))
+        if first is None or second is None:
+            return None
+        return Factors(_local(first).transpose(1, 2), _local(second), module.lora_scaling)
+
+    matrices = weights(up), weights("down_proj"), bias(up), bias("down_proj")
+    experts = Experts(*matrices, expert_activation(module), factors(up), factors("down_proj"))
     assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
     out = run_experts(rows, counts, experts)
     return module.post_expert_norm(out) if module.has_post_expert_norm else out

@@ -23,11 +23,20 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
 PACKED = "packed"  # the name of our attention in transformers' interface
+# The same, for towers: they attend in one call by a name with "flash" in it, else once per item, whose lengths they
+# read from the device. Language models do not get it: some of them pad values for what they take for flash attention.
+PACKED_TOWER = "packed_flash"
 
 
 def block_class_names(model: nn.Module) -> set[str]:
     """Classes that the model's authors declare indivisible: its blocks. A user's own module may declare them, too."""
     return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that the model's authors compute with in fp32 where the rest is in bf16, by name."""
+    wanted = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return {name: p for name, p in model.named_parameters() if any(part in name for part in wanted)}
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
@@ -52,6 +61,11 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
 def attention_name(model: nn.Module) -> str:
     """A user's own module is taken to attend as it was told to."""
     return str(language_model(model).config._attn_implementation) if isinstance(model, PreTrainedModel) else PACKED
+
+
+def attend_packed(tower: PreTrainedModel) -> None:
+    """Let `tower` attend in one call per layer; it hands over the boundaries of its items itself."""
+    tower.config._attn_implementation = PACKED_TOWER
 
 
 def carries_state(model: PreTrainedModel) -> bool:

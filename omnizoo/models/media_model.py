@@ -39,6 +39,11 @@ class MediaModel:
         return [Port(name, "encoder") for name in self.towers] + [Port(name, "decoder") for name in self.producers]
 
     @property
+    def calls(self) -> list[list[Port]]:
+        """The ports, by call of a module: ranks wait for each other in each, so that is what they share out evenly."""
+        return [[port] for port in self.ports]
+
+    @property
     def language(self) -> PreTrainedModel:
         """The module that takes embeddings and gives logits."""
         raise NotImplementedError

@@ -1,5 +1,6 @@
 """Published weights into a model on meta: finds the safetensors, loads them, and accounts for every key."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,10 +53,13 @@ def weight_origins(model: nn.Module, media: MediaModel, spec: Model) -> list[Ori
     return origins
 
 
-def load_weights(model: nn.Module, origin: Origin, spec: Model, device: torch.device) -> set[str]:
-    """Fill `model` from `origin`; returns the names it lacks, all of them allowed by `spec.allow_missing`.
+def load_weights(
+    model: nn.Module, origin: Origin, spec: Model, device: torch.device, new: Collection[str] = ()
+) -> set[str]:
+    """Fill `model` from `origin`; returns the names it lacks, all of them allowed by `spec.allow_missing` or `new`.
 
-    A part of a model may be published as part of another one: what else is in its folder is left alone.
+    `new` are weights of the run's own, which no folder has: factors of an adapter. A part of a model may be published
+    as part of another one: what else is in its folder is left alone.
     """
     assert isinstance(model, PreTrainedModel)
     path, key = origin.path, origin.key
@@ -66,7 +70,7 @@ def load_weights(model: nn.Module, origin: Origin, spec: Model, device: torch.de
     retie(model)
     for name, parameter in model.named_parameters():  # loading makes new ones of what is not sharded: frozen tokenisers
         parameter.requires_grad_(is_trained[name])
-    missing = sorted(name for name in loaded.missing if not _allowed(name, spec.allow_missing))
+    missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
     unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
     if loaded.mismatched:
         raise UserError(f"{key}: {path} does not fit its own config.json: {_some(sorted(loaded.mismatched))}")

@@ -4,6 +4,7 @@ Nothing here talks to other ranks; `backend_for` only names what `torch.distribu
 """
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from omnizoo.config.errors import UserError
 
 PLANNED = "planned"  # the device of a dry run, which has shapes but no memory; it stands for an accelerator
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # ROCm calls itself cuda, and its RCCL nccl
 
 # Dense peaks in TFLOP/s from the vendors' data sheets, matched against the whole device name, so that a cut-down one
@@ -33,9 +36,15 @@ PEAK_TFLOPS = {
 }
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """The accelerator of this process (made the current one), or the CPU where there is none to train on."""
+def pick_device(local_rank: int, wanted: str | None = None) -> torch.device:
+    """The accelerator of this process (made the current one), or the CPU where there is none to train on; or the kind
+    that is `wanted`."""
+    if wanted == "cpu":
+        return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if wanted is not None and (accelerator is None or accelerator.type != wanted):
+        there = "no accelerator" if accelerator is None else accelerator.type
+        raise UserError(f"--device is {wanted!r}, but this machine has {there}; expected cpu, or what is there")
     if accelerator is None:
         return torch.device("cpu")
     if accelerator.type not in BACKENDS:
@@ -47,13 +56,34 @@ def pick_device(local_rank: int) -> torch.device:
             f"local rank {local_rank} finds {count} {accelerator.type} device(s) on this node: start at most {count} "
             f"process(es) here (`--nproc {count}`), and let each of them see every device"
         )
+    if allocator_settings() is None:
+        # Packs differ in length, and blocks of fixed sizes would leave gaps. Read when the device is first used.
+        os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def allocator_settings() -> str | None:
+    """What the user has set for the allocator of the device's memory; None: nothing."""
+    return next((os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ), None)
 
 
 def backend_for(device: torch.device) -> str:
     """The backend for `init_process_group`; CPU tensors keep theirs (checkpoints, object collectives)."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether it is the CPU itself, which nothing has to be moved to and nothing waits for."""
+    return device.type == "cpu"
+
+
+def use_tensor_cores(device: torch.device) -> None:
+    """In a run in bf16, for the matmuls that stay in fp32 (routers, norms of gradients): TF32 where the device has it.
+
+    Not on the CPU, and not in a run that asks for fp32."""
+    if not is_host(device):
+        torch.set_float32_matmul_precision("high")
 
 
 def has_flash(device: torch.device) -> bool:
@@ -68,6 +98,22 @@ def has_cpu_flash(device: torch.device) -> bool:
 
 def has_float64(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda", PLANNED)
+
+
+class Reading:
+    """Numbers on their way to the host. Work that the device is given in the meantime does not wait for them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._arrival = tensor.to("cpu", non_blocking=True), None
+        if not is_host(tensor.device):
+            self._arrival = torch.get_device_module(tensor.device).Event()
+            self._arrival.record()
+
+    def values(self) -> list[float]:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -5,11 +5,23 @@ torch's own grouped matmul does not: float64, and widths that are not multiples 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+PARTS = 8
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What an adapter adds to the weights `[E, A, B]` of E experts, never multiplied out."""
+
+    first: torch.Tensor  # [E, A, rank]
+    second: torch.Tensor  # [E, rank, B]
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,8 @@ class Experts:
     up_bias: torch.Tensor | None  # [E, U]
     down_bias: torch.Tensor | None  # [E, H]
     activate: Callable[[torch.Tensor], torch.Tensor]  # [N, U] -> [N, I]
+    up_factors: Factors | None = None
+    down_factors: Factors | None = None
 
 
 @dataclass(frozen=True)
@@ -44,30 +58,56 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
 
 def gather(hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """`hidden [T, H]` -> `[N, H]`: each token once per choice, in the order of experts."""
-    rows: torch.Tensor = _Gather.apply(hidden, pairs.order, pairs.place, pairs.choices)  # type: ignore[no-untyped-call]
+    rows: torch.Tensor = _Gather.apply(hidden, pairs)  # type: ignore[no-untyped-call]
     return rows
 
 
 def restore(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """`rows [N, H]` from the order of experts to the order of tokens."""
-    restored: torch.Tensor = _Restore.apply(rows, pairs.order, pairs.place)  # type: ignore[no-untyped-call]
+    restored: torch.Tensor = _Restore.apply(rows, pairs)  # type: ignore[no-untyped-call]
     return restored
 
 
+def by_expert(weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """`weights [T, K]` -> `[N, 1]`, in the order of experts."""
+    return gather(weights.reshape(-1, 1), replace(pairs, choices=1))
+
+
+def weigh_in_backward(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`rows [N, H]`, which `combine` will weigh with `weights [N, 1]`: here are the gradients of both.
+
+    They are made where rows are computed, so that rows need not be kept, or sent again, where they are combined.
+    """
+    same: torch.Tensor = _Weigh.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return same
+
+
 def combine(rows: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`rows [N, H]` in the order of experts -> `[T, H]`: each token's choices, weighted and added in a fixed order."""
-    by_token = restore(rows, pairs).view(*weights.shape, rows.shape[1])
-    return (by_token * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    """`rows [N, H]` in the order of experts -> `[T, H]`: each token's choices, weighted and added in a fixed order.
+
+    Its gradient is not weighted yet, and there is none of the weights: both are left to `weigh_in_backward`.
+    """
+    combined: torch.Tensor = _Combine.apply(rows, weights.detach(), pairs)  # type: ignore[no-untyped-call]
+    return combined
 
 
 def run_experts(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
     """`rows [N, H]` ordered by expert, `counts [E]` of them for each; an expert without rows has zeros as gradient."""
-    inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias)
-    return _linear(experts.activate(inner), counts, experts.down, experts.down_bias)
+    inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias, experts.up_factors)
+    return _linear(experts.activate(inner), counts, experts.down, experts.down_bias, experts.down_factors)
 
 
-def _linear(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    factors: Factors | None,
+) -> torch.Tensor:
     out = grouped_matmul(rows, counts, weights)
+    if factors is not None:
+        narrow = grouped_matmul(rows.to(factors.first.dtype), counts, factors.first)
+        out = out + (grouped_matmul(narrow, counts, factors.second) * factors.scaling).to(out.dtype)
     return out if bias is None else out + bias.repeat_interleave(counts, 0, output_size=len(rows))
 
 
@@ -85,32 +125,85 @@ def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.T
     return torch.cat([group @ weight for group, weight in zip(groups, weights.unbind(), strict=True)])
 
 
+def add_choices(rows: torch.Tensor, pairs: Pairs, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """`rows [N, H]` -> `[T, H]`: of each token the rows of its choices, weighted by `[T, K]` if given, added one after
+    the other in at least fp32. Without autograd."""
+    by_choice = pairs.place.view(-1, pairs.choices).unbind(1)
+    if pairs.choices == 1 and weights is None:
+        return rows.index_select(0, pairs.place)
+    total = rows.new_zeros(len(by_choice[0]), rows.shape[1], dtype=_exact(rows))
+    for choice, at in enumerate(by_choice):
+        chosen = rows.index_select(0, at)
+        if weights is None:
+            total.add_(chosen)
+        else:
+            total.addcmul_(chosen, weights[:, choice, None].to(total.dtype))
+    return total.to(rows.dtype)
+
+
+def repeat_by_choice(tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """`[T, H]` -> `[N, H]`, in the order of experts. Without autograd."""
+    return tokens.index_select(0, pairs.order // pairs.choices)
+
+
+def _exact(rows: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
 # Permutations know their inverse, so their backward is a gather too: no atomic additions (which would make the sum over
-# choices depend on timing), and faster than the scatter autograd would do.
+# choices depend on timing), and faster than the scatter autograd would do. Pairs are not saved by `save_for_backward`:
+# whatever is, recomputation has to come as far as there.
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, order: torch.Tensor, place: torch.Tensor, choices: int) -> torch.Tensor:
-        ctx.save_for_backward(place)
-        ctx.choices = choices
-        return hidden.index_select(0, order // choices)
+    def forward(ctx: Any, hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        ctx.pairs = pairs
+        return repeat_by_choice(hidden, pairs)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (place,) = ctx.saved_tensors
-        by_pair = grad.index_select(0, place)
-        by_token = by_pair if ctx.choices == 1 else by_pair.unflatten(0, (-1, ctx.choices)).sum(1)
-        return by_token, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return add_choices(grad, ctx.pairs), None
 
 
 class _Restore(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return rows.index_select(0, place)
+    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        ctx.pairs = pairs
+        return rows.index_select(0, pairs.place)
 
     @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.pairs.order), None
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, weights = ctx.saved_tensors
+        grad_weights = None
+        if ctx.needs_input_grad[1]:  # a part of the rows at a time: products in fp32 are twice as large as they are
+            parts = zip(rows.chunk(PARTS), grad.chunk(PARTS), strict=True)
+            products = [(part.to(_exact(rows)) * g).sum(1, keepdim=True) for part, g in parts]
+            grad_weights = torch.cat(products).to(weights.dtype)
+        return torch.mul(grad, weights, out=torch.empty_like(rows)), grad_weights
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        ctx.pairs = pairs
+        return add_choices(rows, pairs, weights)
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order), None, None
+        return repeat_by_choice(grad, ctx.pairs), None, None

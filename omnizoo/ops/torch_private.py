@@ -4,13 +4,15 @@ over nested arguments, and what a dry run needs: fake tensors, a device made of 
 Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -26,6 +28,8 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
     create_selective_checkpoint_contexts,
 )
+
+T = TypeVar("T")
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": (
@@ -51,6 +55,13 @@ SCHEMAS = {
         "-> (Tensor, Tensor, Tensor)"
     ),
 }
+
+
+def abort_groups() -> None:
+    """End all process groups now, whatever is still under way in them."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
 
 
 def register_fake_collectives() -> None:
@@ -205,30 +216,92 @@ def flash_cuda_backward(
     return dq, dk, dv
 
 
-class Aside:
-    """A switch: while it is on, operators are not among those that selective recomputation keeps or makes again."""
+class Recomputation:
+    """What the blocks of a model that are computed again in backward share with what is inside of them."""
 
-    is_on = False
+    def __init__(self) -> None:
+        self.is_aside = False  # while true, operators are not among those that are kept or made again
+        self._kept: deque[Any] | None = None  # of the block that is being computed
+        self._is_again = False
+        self._is_selective = False
+
+    def once(self, make: Callable[[], T], large: bool = False) -> T:
+        """What `make` gives; when a block is computed again, what it gave the first time.
+
+        What is `large` is kept by selective recomputation only.
+        """
+        if self._kept is None or (large and not self._is_selective):
+            return make()
+        if self._is_again:
+            kept: T = self._kept.popleft()
+            return kept
+        with self.aside():
+            made = make()
+        self._kept.append(made)
+        return made
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        before, self.is_aside = self.is_aside, True
+        try:
+            yield
+        finally:
+            self.is_aside = before
+
+    def contexts(self, policy: Callable[..., CheckpointPolicy] | None) -> tuple[Any, Any]:
+        """What `checkpoint` takes as `context_fn`. With a policy, torch's own modes, which keep what it says; and
+        all-to-alls, which they cannot: those write into a tensor they are given."""
+        kept: deque[Any] = deque()
+        first, again = (self._within(kept, is_again, policy is not None) for is_again in (False, True))
+        if policy is None:
+            return first, again
+        keeping, kept_modes = create_selective_checkpoint_contexts(policy)
+        keeping.__class__, kept_modes.__class__ = _Keeping, _Kept
+        keeping.recomputation = kept_modes.recomputation = self
+        keeping.received = kept_modes.received = deque()
+        return both(first, keeping), both(again, kept_modes)
+
+    @contextmanager
+    def _within(self, kept: deque[Any], is_again: bool, is_selective: bool) -> Iterator[None]:
+        before = self._kept, self._is_again, self._is_selective
+        self._kept, self._is_again, self._is_selective = kept, is_again, is_selective
+        try:
+            yield
+        finally:
+            self._kept, self._is_again, self._is_selective = before
+
+
+@contextmanager
+def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class _SteppingAside(TorchDispatchMode):
-    aside: Aside
+    recomputation: Recomputation
+    received: deque[torch.Tensor]  # by each all-to-all
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.aside.is_on:
+        if self.recomputation.is_aside:
             return func(*args, **(kwargs or {}))
+        if func is torch.ops.c10d.alltoall_base_.default:
+            return self.exchange(func, *args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
-
-class _Keeping(_SteppingAside, _CachingTorchDispatchMode): ...
-
-
-class _Kept(_SteppingAside, _CachedTorchDispatchMode): ...
+    def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
-def selective_contexts(policy: Callable[..., CheckpointPolicy], aside: Aside) -> tuple[Any, Any]:
-    """What `checkpoint` takes as `context_fn`: torch's own, but for the switch."""
-    keeping, kept = create_selective_checkpoint_contexts(policy)
-    keeping.__class__, kept.__class__ = _Keeping, _Kept
-    keeping.aside = kept.aside = aside
-    return keeping, kept
+class _Keeping(_SteppingAside, _CachingTorchDispatchMode):
+    def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = func(output, *args, **kwargs)
+        self.received.append(output.detach())  # without its handle, which holds on to what was sent
+        return work
+
+
+class _Kept(_SteppingAside, _CachedTorchDispatchMode):
+    def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output.copy_(self.received.popleft())
+        done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        done.set_result([])
+        return _create_work_from_future(done).boxed()  # that nobody has to wait for

@@ -2,17 +2,29 @@
 brings tokens to their experts and back."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnizoo.config.errors import UserError
-from omnizoo.ops.experts import Pairs, combine, gather, restore, sort_by_expert
+from omnizoo.ops.experts import (
+    Pairs,
+    add_choices,
+    by_expert,
+    gather,
+    repeat_by_choice,
+    restore,
+    sort_by_expert,
+    weigh_in_backward,
+)
+from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.layout import Layout, divisors
 from omnizoo.parallel.mesh import Mesh
@@ -20,15 +32,27 @@ from omnizoo.parallel.shard import sum_gradients
 
 
 @dataclass(frozen=True)
+class Route:
+    """Which pairs of a layer go where."""
+
+    pairs: Pairs  # of this rank's tokens, by expert
+    arriving: Pairs  # those that come here, from the order (source rank, expert, token) to (expert, source rank, token)
+    sent: list[int]  # pairs for each rank
+    received: list[int]
+
+
+@dataclass(frozen=True)
 class Dispatch:
     """Sends each token to the ranks of `group` that hold its experts, and the results back. No token is dropped.
 
     Rank r holds experts r x E/ranks and on. Of rows `[T x K, H]`, one all-to-all goes there and one back (in backward
-    as well); who gets how many is exchanged before, and read on the host once. Ranks without tokens must call, too.
+    as well). Who gets how many is exchanged before, and read on the host once; recomputation remembers it, and ends
+    before the way back. Ranks without tokens must call, too.
     """
 
     group: dist.ProcessGroup
     experts: int  # of the layer, over all ranks
+    recomputation: Recomputation = field(default_factory=Recomputation)
 
     def __call__(
         self,
@@ -37,26 +61,54 @@ class Dispatch:
         weights: torch.Tensor,
         compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
+        route: Route = self.recomputation.once(partial(self.route, index))
+        pairs, arriving = route.pairs, route.arriving
+        rows = exchange_rows(gather(hidden, pairs), route.sent, route.received, self.group)
+        arrived = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group)
+        rows = restore(compute(gather(rows, arriving), arriving.counts), arriving)
+        rows = weigh_in_backward(rows, arrived)
+        out: torch.Tensor = _WayBack.apply(rows, weights.detach(), self, route)  # type: ignore[no-untyped-call]
+        return out
+
+    def route(self, index: torch.Tensor) -> Route:
         ranks = self.group.size()
         here = self.experts // ranks
         pairs = sort_by_expert(index, self.experts)
         arriving = torch.empty_like(pairs.counts)
         dist.all_to_all_single(arriving, pairs.counts, group=self.group)
         sent, received = self.split(pairs, arriving)
-
-        rows = exchange_rows(gather(hidden, pairs), sent, received, self.group)
         # They come ordered by (source rank, expert, token); experts want (expert, source rank, token), a fixed order.
-        expert = torch.arange(here, device=rows.device).repeat(ranks)
-        local = sort_by_expert(expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1), here)
-        rows = restore(compute(gather(rows, local), local.counts), local)
-        rows = exchange_rows(rows, received, sent, self.group)
-        return combine(rows, weights, pairs)
+        expert = torch.arange(here, device=index.device).repeat(ranks)
+        local = expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1)
+        return Route(pairs, sort_by_expert(local, here), sent, received)
 
     def split(self, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         """How many pairs go to each rank, and come from it: the one thing that the host must know."""
         by_rank = torch.stack([pairs.counts, arriving]).view(2, self.group.size(), -1).sum(2)
         sent, received = by_rank.tolist()
         return sent, received
+
+
+class _WayBack(torch.autograd.Function):
+    """`combine` of rows that are elsewhere. It saves nothing, and what comes of it is K times smaller than the rows:
+    selective recomputation keeps that."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch, route: Route) -> torch.Tensor:
+        ctx.dispatch, ctx.route = dispatch, route
+
+        def come_back() -> torch.Tensor:
+            arrived = exchange_rows(rows, route.received, route.sent, dispatch.group)
+            return add_choices(arrived, route.pairs, weights)
+
+        return dispatch.recomputation.once(come_back, large=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        route: Route = ctx.route
+        rows = repeat_by_choice(grad, route.pairs)
+        return exchange_rows(rows, route.sent, route.received, ctx.dispatch.group), None, None, None
 
 
 def check_experts(layout: Layout, experts: int) -> None:

@@ -1,5 +1,6 @@
 """One gradient norm over all parameters, however they are sharded, and clipping by it."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -10,23 +11,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from omnizoo.ops.device import has_float64
+from omnizoo.parallel.shard import local_of
 
 ROW = 1024
-Groups = dict[tuple[DeviceMesh, tuple[Placement, ...]], list[nn.Parameter]]
+Groups = dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[nn.Parameter]]  # None: whole on every rank
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of all gradients, as in one process: local squares, one all-reduce per group of equal placement."""
-    total: torch.Tensor | None = None
-    for (mesh, placements), group in _by_placement(parameters).items():
-        square = sum_of_squares([p.grad.to_local() for p in group if isinstance(p.grad, DTensor)])
-        for axis, placement in enumerate(placements):
-            # Replicated axes hold the same gradient already (HSDP reduces it in backward).
-            if isinstance(placement, Shard) and mesh.size(axis) > 1:
-                dist.all_reduce(square, group=mesh.get_group(axis))
-        total = square if total is None else total + square
-    assert total is not None, "no gradients"
-    return total.sqrt()
+@torch.no_grad()
+def sum_of_whole(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum, over all ranks, the gradients of parameters that every rank has whole: FSDP leaves them as they are. One
+    all-reduce for all; every rank must call, after the last backward of a step."""
+    whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not whole or dist.get_world_size() == 1:
+        return
+    for parameter in whole:
+        if parameter.grad is None:  # nothing went through it here
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [p.grad for p in whole if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """This rank's part of the squared L2 norm of all gradients: over all ranks, parts add up to that of one process.
+
+    Ranks that hold the same shard hold the same gradient (HSDP reduces it in backward), so each counts its share of it.
+    """
+    parts = []
+    for placed, group in _by_placement(parameters).items():
+        mesh, placements = placed or (None, ())
+        shards = math.prod(mesh.size(i) for i, split in enumerate(placements) if mesh and isinstance(split, Shard))
+        square = sum_of_squares([local_of(p.grad) for p in group if p.grad is not None])
+        parts.append(square * (shards / dist.get_world_size()))
+    assert parts, "no gradients"
+    return torch.stack(parts).sum()
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -55,6 +75,6 @@ def _by_placement(parameters: Iterable[nn.Parameter]) -> Groups:
     groups: Groups = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            assert isinstance(parameter.grad, DTensor), "every parameter is sharded, also in a world of one"
-            groups[parameter.grad.device_mesh, parameter.grad.placements].append(parameter)
+            grad = parameter.grad
+            groups[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(parameter)
     return groups

@@ -9,8 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omnizoo.config.schema import Config
+from omnizoo.ops.device import BACKENDS
 from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
+
+BUSY = ("ulysses", "ring", "ep")  # axes that tokens travel along
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,11 @@ class Mesh:
         dist.all_reduce(tensor)
         return [float(v) for v in tensor]
 
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over all ranks, in place and where it is: the host does not wait."""
+        dist.all_reduce(tensor)
+        return tensor
+
     def sum_along(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed, in place and without gradients, over the ranks along `axis`."""
         group = self.group(axis)
@@ -131,7 +139,15 @@ def build_mesh(config: Config, process: Process) -> Mesh:
     def grid(**axes: int) -> DeviceMesh:
         # Groups cost threads and sockets, and cannot be ended while DTensor's caches know them: meshes share grids.
         if tuple(axes.items()) not in process.grids:
-            made = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            sizes, names = tuple(axes.values()), tuple(axes)
+            # torch lets an axis of the whole world use the default group, FSDP's too; what is sent in the middle of a
+            # block would wait there for weights that are on their way for the next.
+            own: dict[int | str, Any] = {
+                name: dist.get_backend() for name in BUSY if 1 < axes.get(name, 1) == process.world_size
+            }
+            if device_backend := BACKENDS.get(process.device.type):
+                own = dict.fromkeys(names, device_backend)  # and no second one for the host, which only the world has
+            made = init_device_mesh(process.device.type, sizes, mesh_dim_names=names, backend_override=own)
             process.grids[tuple(axes.items())] = made
         return process.grids[tuple(axes.items())]
 
@@ -144,7 +160,8 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         grid(replicate=replicate, ep_shard=layout.ep_shard, ep=layout.ep),
         process.device,
     )
-    if layout.ring > 1 and process.device.type != "cpu":
-        # NCCL connects at the first message, which all ranks of a group must take part in; ours skip empty ones.
-        dist.barrier(group=mesh.group("ring"))
+    if layout.ring > 1 and process.device.type in BACKENDS:
+        # NCCL connects at the first message, which all ranks of a group must take part in; ours skip empty ones. Not a
+        # barrier: where a group has a backend for the host, too, that would be the one to wait.
+        dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh

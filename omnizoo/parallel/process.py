@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from omnizoo.config.errors import UserError
-from omnizoo.ops.device import backend_for, pick_device
-from omnizoo.ops.torch_private import register_fake_collectives
+from omnizoo.ops.device import backend_for, is_host, pick_device
+from omnizoo.ops.torch_private import abort_groups, register_fake_collectives
 from omnizoo.parallel.layout import place_in_world
 
 
@@ -32,26 +32,35 @@ def process_group(
     place: tuple[int, int, int] | None = None,
     store: dist.Store | None = None,
     on_failure: Callable[[int, BaseException], None] | None = None,
+    device: str | None = None,
 ) -> Iterator[Process]:
-    """Join the world for the length of the block: as (rank, world size, local rank), or as the environment says.
+    """Join the world for the length of the block: as (rank, world size, local rank), or as the environment says; on a
+    `device` of that kind, or on what there is.
 
     `on_failure(rank, error)` is told what ended the block before any other rank can notice that this one is gone.
     """
     rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
-    device = pick_device(local_rank)
-    # The device is bound lazily: a device_id here would let a CPU-only mesh of a test fail on accelerator machines.
+    own = pick_device(local_rank, device)
     store = store or _store(rank, world_size)
-    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
+    # Bound to its device, a group connects at once, and those made of it share its connections.
+    bound = None if is_host(own) else own
+    dist.init_process_group(backend_for(own), store=store, rank=rank, world_size=world_size, device_id=bound)
+    failed = False
     try:
-        yield Process(rank, world_size, local_rank, device)
+        yield Process(rank, world_size, local_rank, own)
     except BaseException as error:
+        failed = True
         if world_size > 1:
             error.add_note(f"on rank {rank} of {world_size}")  # the last line of a traceback
         if on_failure is not None:
             on_failure(rank, error)
         raise
     finally:
-        dist.destroy_process_group()
+        if failed and not is_host(own):
+            # An orderly end would wait, up to ten minutes, for collectives that other ranks will never join.
+            abort_groups()
+        else:
+            dist.destroy_process_group()
 
 
 @contextmanager

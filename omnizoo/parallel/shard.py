@@ -6,6 +6,7 @@ sum is the gradient of the one-process run, whatever the layout.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,24 +30,49 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
-def shard(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: Mesh,
-    reshard: bool,
-    policy: MixedPrecisionPolicy,
-    whole: Iterable[nn.Parameter] = (),
-) -> None:
-    """Make every block, and what is left at the root, a unit of FSDP2 over `mesh`, in place; but `whole` parameters
-    stay as they are on every rank."""
-    kept = set(whole)
-    for block in blocks:
+@dataclass(frozen=True)
+class Units:
+    """The modules of a model that FSDP2 gathers one at a time. What is in none of them is gathered with the root."""
+
+    blocks: Sequence[nn.Module]
+    embedding: nn.Module | None = None
+    head: nn.Module | None = None
+    whole: Sequence[nn.Parameter] = ()  # parameters that stay as they are on every rank, in their own precision
+
+
+def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy) -> None:
+    """Make each of `units`, and what is left at the root, a unit of FSDP2 over `mesh`, in place."""
+    kept = set(units.whole)
+    for block in units.blocks:
         if policy.param_dtype is not None:
             cast_activations(block, policy.param_dtype)
-        sum_gradients(fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard), mesh.fsdp)
-    # The root is needed again at once when backward starts: resharding it would only add an all-gather.
+        own = kept.intersection(block.parameters())
+        unit = fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, ignored_params=own)
+        sum_gradients(unit, mesh.fsdp)
+    if units.embedding is not None:
+        unit = fully_shard(units.embedding, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+        sum_gradients(unit, mesh.fsdp)
+        unit.set_unshard_in_backward(False)  # its gradient is made of ids and of what comes back, without the weights
+    # Head and root are needed again at once when backward starts: resharding them would only add all-gathers.
+    if units.head is not None:
+        unit = fully_shard(units.head, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+        sum_gradients(unit, mesh.fsdp)
     root = fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=kept)
     sum_gradients(root, mesh.fsdp)
+
+
+def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
+    """Let each block ask for the weights of the next one when it begins, in forward and in backward.
+
+    `blocks` run one after the other; each comes with the units inside of it. Without this FSDP2 asks for weights when
+    the host arrives at them: too late where the host waits for the device inside of a block, as experts make it do.
+    """
+    setters = (FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch)
+    for setter, order in zip(setters, (blocks, blocks[::-1]), strict=True):
+        for i, (block, *inside) in enumerate(order):
+            following = order[i + 1] if i + 1 < len(order) else ()
+            assert isinstance(block, FSDPModule)
+            setter(block, [*(inside if i == 0 else ()), *following])  # type: ignore[list-item]  # all of them are units
 
 
 def cast_activations(block: nn.Module, dtype: torch.dtype) -> None:
@@ -78,6 +104,10 @@ def sum_gradients(unit: FSDPModule, mesh: DeviceMesh) -> None:
 def local_bytes(model: nn.Module) -> int:
     """Bytes of the weights this rank holds."""
     return sum(local_of(p).nbytes for p in model.parameters())
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

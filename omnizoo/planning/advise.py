@@ -55,8 +55,10 @@ def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str,
     layout = plan_layout(parallel, place.world)
     if parallel.recompute != "full":
         yield {"parallel.recompute": "full"}
-    if not parallel.reduce_each_micro_batch and result.micro_batches > 1 and result.peak.parts[GRADIENTS]:
+    if parallel.reduce_each_micro_batch is False and result.micro_batches > 1 and result.peak.parts[GRADIENTS]:
         yield {"parallel.reduce_each_micro_batch": True}
+    if parallel.reshard_after_forward is False:
+        yield {"parallel.reshard_after_forward": True}
     if train.micro_batch > 1:
         yield {"train.micro_batch": 1}
     if layout.dp_replicate > 1:

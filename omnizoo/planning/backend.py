@@ -174,6 +174,8 @@ class PretendedDevice(FakeTensorMode):
         """Around the whole dry run."""
         with (
             replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
+            # FSDP asks for it where weights were gathered for a backward pass that a frozen part does not have.
+            replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
             NumbersAreRead(self.read),
             tensors_made_on_host(),
             self,

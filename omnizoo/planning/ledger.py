@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from omnizoo.ops.torch_private import TorchDispatchMode, quiet_shard_propagation, tree_leaves
 from omnizoo.parallel.shard import local_of
+from omnizoo.planning.work import Work
 
 WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED = "weights", "gradients", "optimizer", "gathered weights"
 ACTIVATIONS, LOGITS, EXCHANGE, OTHER = "activations", "logits", "exchange buffers", "other"
@@ -74,6 +75,7 @@ class Ledger(TorchDispatchMode):
         self._marks: list[tuple[int, str]] = []
         self._base: list[tuple[Block, int]] = []  # alive when the step began
         self._muted = False
+        self.work = Work()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -82,6 +84,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # it unpacks itself, and its local tensors come by
         result = func(*args, **(kwargs or {}))
         if not self._muted:
+            self.work.see(func, args, kind_of(self.module), self.phase)
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
                     self.see(tensor)
@@ -111,6 +114,7 @@ class Ledger(TorchDispatchMode):
         """Forget what happened so far, but for what is in memory."""
         self._base = [(block, block.bytes) for block in self._blocks.values()]
         self._events, self._marks = [], []
+        self.work = Work()
 
     def end_step(self, model: nn.Module) -> None:
         for parameter in model.parameters():

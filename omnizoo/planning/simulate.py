@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.entrance import read_modalities
-from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.parallelize import parallelize, reshards
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
@@ -31,9 +31,11 @@ from omnizoo.planning.devices import Device
 from omnizoo.planning.kernels import stand_ins
 from omnizoo.planning.ledger import Ledger, Peak, Timeline
 from omnizoo.planning.traffic import Collective, Traffic
+from omnizoo.planning.work import Kernel
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.probe import FAILURES
+from omnizoo.training.run import on_device
 from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, train_step
 
@@ -61,6 +63,7 @@ class Result:
     timeline: Timeline
     collectives: dict[Collective, tuple[int, int]]  # calls, bytes
     syncs: dict[Sync, int]
+    kernels: dict[Kernel, tuple[int, int]]  # matmuls and attention of this rank: calls, FLOPs
     guessed: list[str]  # places that read a value which only a real device knows
     flops: float  # of all ranks
     parameters: int
@@ -94,6 +97,7 @@ def simulate(config: Config, place: Place) -> Result:
     with ExitStack() as stack:
         process = stack.enter_context(pretended_group(place.rank, place.world, pretended.device))
         stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
+        config = on_device(config, pretended.device)
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)
         parameters = sum(p.numel() for p in model.parameters())
@@ -103,6 +107,9 @@ def simulate(config: Config, place: Place) -> Result:
         stack.enter_context(pretended.running())
         stack.enter_context(ledger.watching())
         move_buffers(model, pretended.device)
+        reshard = reshards(model, config, int(place.device.memory_gb * 2**30))
+        parallel = config.parallel.model_copy(update={"reshard_after_forward": reshard})
+        config = config.model_copy(update={"parallel": parallel})
         parallelize(model, mesh, config, load=False)
         fill_sizes(model, config)
         optimizer = build_optimizer(model, config)
@@ -117,16 +124,18 @@ def simulate(config: Config, place: Place) -> Result:
             pretended.syncs.clear()
             ledger.begin_step()
             traffic = Traffic(mesh, place.device.per_node)
-            with traffic, periods.watching(model, traffic.count, traffic.sent, pretended.syncs):
+            counted = (traffic.count, traffic.sent, pretended.syncs, ledger.work.calls, ledger.work.flops)
+            with traffic, periods.watching(model, *counted):
                 train_step(objective, optimizer, replace(data, micro_batches=data.micro_batches[:most]), step)
             ledger.end_step(model)
-        count, sent, syncs = periods.totals()
+        count, sent, syncs, calls, flops = periods.totals()
         return Result(
             layout=str(mesh.layout),
             peak=ledger.peak(),
             timeline=ledger.timeline(),
             collectives={one: (count[one], sent[one]) for one in count},
             syncs=dict(syncs),
+            kernels={kernel: (calls[kernel], flops[kernel]) for kernel in calls},
             guessed=sorted(pretended.guessed),
             flops=data.totals.flops,
             parameters=parameters,

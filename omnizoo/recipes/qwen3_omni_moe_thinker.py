@@ -22,6 +22,7 @@ from omnizoo.recipes.qwen_towers import (
     VideoTower,
     build_modalities,
     enter_visual,
+    put,
     shapes_of,
 )
 
@@ -44,12 +45,9 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> npt.ND
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
-    """There is no way in for sound that is encoded already, other than among the embeddings."""
     sound = features["audio"]
-    embeddings = model.get_input_embeddings()(inputs["input_ids"])
-    first = torch.zeros_like(sound.index)
-    embeddings = embeddings.index_put((first, sound.index), sound.values.to(embeddings.dtype))
-    return enter_visual(model, inputs, features) | {"inputs_embeds": embeddings}
+    embeddings = put(model.get_input_embeddings()(inputs["input_ids"]), sound.index, sound.values)
+    return enter_visual(model, inputs | {"inputs_embeds": embeddings}, features)
 
 
 MODALITIES = {

@@ -2,6 +2,8 @@
 
 An encoder here has no weights: it calls the model it was made for. Features of deepstack models carry all their levels
 side by side, so that they travel once; `enter_visual` takes them apart again.
+
+Nothing is read back from the device: what a tower needs to know of sizes is made before, or told by shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +11,16 @@ from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Encoder, Inputs, Item, Modality, Size
@@ -37,8 +40,12 @@ from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.tally import Tally
 from omnizoo.modalities.tower import Work
+from omnizoo.models.hf_private import PACKED, attend_packed, attention_name, language_model
 from omnizoo.models.media_batch import Features
 
+MOST_PATCHES, MOST_WINDOWS = 2048, 4  # of a part of a clip or a sound: ranks share out what is longer
+SHARE = 2**62  # what a weight of 1 is in whole numbers
+LEVELS = "deepstack_levels"  # the keyword that carries them through the model
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 IMAGES = {
     "size": {"shortest_edge": 64 * 32**2, "longest_edge": 16384 * 32**2},  # pixels
@@ -60,6 +67,8 @@ class Tower(Encoder):
         super().__init__()
         self._model = (model,)  # in a tuple, where torch does not look: the model must not become its own part's child
         self.name = name
+        if attention_name(model) == PACKED:
+            attend_packed(self.tower)
 
     @property
     def model(self) -> Any:
@@ -121,20 +130,54 @@ class ImageTower(Tower):
     def prepare(self, media: Media) -> Inputs:
         limits = dict(zip(("shortest_edge", "longest_edge"), self.pixels, strict=True))
         out = self.processor(images=read_picture(media), size=limits, return_tensors="pt")
-        return {"pixels": out["pixel_values"], "grid": out["image_grid_thw"][0]}
+        return self.with_places(out["pixel_values"], out["image_grid_thw"][0])
 
     def blank(self) -> Inputs:
         merge = self.vision.spatial_merge_size
         values = self.vision.in_channels * self.vision.temporal_patch_size * self.vision.patch_size**2
-        return {"pixels": torch.zeros(merge**2, values), "grid": torch.tensor([1, merge, merge])}
+        return self.with_places(torch.zeros(merge**2, values), torch.tensor([1, merge, merge]))
+
+    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+        """All that depends on the grid is made here: on the device, the tower would have to read it."""
+        tower, merge = self.tower, self.vision.spatial_merge_size
+        taps, shares = get_vision_interpolation_indices_and_weights(
+            grid[None],
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        positions = get_vision_position_ids(grid[None], merge).int()
+        return {
+            "pixels": pixels,
+            "grid": grid,
+            "positions": positions.unflatten(0, (int(grid[0]), -1)),  # [steps, patches, 2]: the shape tells both
+            "taps": taps.int(),
+            # Whole numbers, for floats come in the precision of the computation; none of an fp32's digits is lost.
+            "shares": (shares.double() * SHARE).long(),
+        }
 
     def preview(self, media: Media) -> str:
         return thumbnail(read_picture(media), media.name)
 
+    def places(self, inputs: Inputs) -> int:
+        merge: int = self.vision.spatial_merge_size
+        return len(inputs["pixels"]) // merge**2
+
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        pixels, grids = torch.cat([item["pixels"] for item in items]), torch.stack([item["grid"] for item in items])
-        out = self.model.get_image_features(pixels, grids, return_dict=True)
-        return torch.cat([torch.cat(level) for level in (out.pooler_output, *out.deepstack_features)], 1)
+        pixels, taps, shares = (torch.cat([item[name] for item in items]) for name in ("pixels", "taps", "shares"))
+        shapes = [item["positions"].shape for item in items]
+        out = self.tower(
+            pixels.type(self.tower.dtype),
+            grid_thw=None,
+            cu_seqlens=boundaries([(steps * patches, patches) for steps, patches, _ in shapes], pixels.device),
+            max_seqlen=max(patches for _, patches, _ in shapes),
+            position_ids=torch.cat([item["positions"].flatten(0, 1) for item in items]),
+            interp_indices=taps,
+            interp_weights=shares.to(torch.float32) / SHARE,
+            return_dict=True,
+        )
+        return torch.cat([out.pooler_output, *out.deepstack_features], 1)
 
 
 class VideoTower(ImageTower):
@@ -188,7 +231,23 @@ class VideoTower(ImageTower):
         values = (self.vision.in_channels, self.together, self.vision.patch_size**2)
         parts = out["pixel_values"].view(*steps.shape, -1, *values).diagonal(dim1=1, dim2=4)
         grid = torch.tensor([len(steps), *out["image_grid_thw"][0, 1:].tolist()])
-        return {"pixels": parts.movedim(-1, 3).flatten(2).flatten(0, 1), "grid": grid}
+        return self.with_places(parts.movedim(-1, 3).flatten(2).flatten(0, 1), grid)
+
+    def parts(self, size: Size, inputs: Inputs) -> list[tuple[Size, Inputs]]:
+        """Patches see those of their own step."""
+        steps, patches, _ = inputs["positions"].shape
+        together = max(1, MOST_PATCHES // patches)
+        if steps <= together:
+            return [(size, inputs)]
+        split = {name: inputs[name].split(together * patches) for name in ("pixels", "taps", "shares")}
+        parts = []
+        for number, positions in enumerate(inputs["positions"].split(together)):
+            share = len(positions) / steps
+            own = {name: pieces[number].clone() for name, pieces in split.items()}  # a view would travel whole
+            own |= {"positions": positions.clone(), "grid": inputs["grid"] * 1}
+            own["grid"][0] = len(positions)
+            parts.append((replace(size, places=round(size.places * share), cost=size.cost * share), own))
+        return parts
 
     def preview(self, media: Media) -> str:
         times = self.sample(media)[0]
@@ -224,13 +283,20 @@ class AudioTower(Tower):
 
     def flops(self, frames: int, places: int) -> float:
         """Convolutions see whole chunks; layers attend over windows of several."""
-        per_chunk, per_place, per_pair, window = self.work
+        per_chunk, per_place, per_pair = self.work
+        window = self.window
         full, rest = divmod(places, window)
         return -(-frames // self.chunk) * per_chunk + places * per_place + (full * window**2 + rest**2) * per_pair
 
+    @property
+    def window(self) -> int:
+        """Places that see each other."""
+        chunks: int = self.tower.n_window_infer // self.chunk
+        return -(-self.chunk // 8) * chunks
+
     @cached_property
-    def work(self) -> tuple[float, float, float, int]:
-        """FLOPs of a chunk, a place and a pair, and the places of a window."""
+    def work(self) -> tuple[float, float, float]:
+        """FLOPs of a chunk, a place and a pair."""
         tower, bins, length = self.tower, self.tower.num_mel_bins, self.chunk
         chunk = Tally()
         for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
@@ -243,33 +309,56 @@ class AudioTower(Tower):
         pair.attend(len(tower.layers), tower.config.d_model)
         place.run(tower.proj1, 1)
         place.run(tower.proj2, 1)
-        return chunk.flops, place.flops, pair.flops, length * (tower.n_window_infer // self.chunk)
+        return chunk.flops, place.flops, pair.flops
 
     def prepare(self, media: Media) -> Inputs:
         sound = read_sound(media, self.rate, self.max_seconds)
         out = self.extractor(sound, sampling_rate=self.rate, padding=True, truncation=False, return_tensors="pt")
         return {"mels": out["input_features"][0].T}  # [frames, bins]
 
+    def parts(self, size: Size, inputs: Inputs) -> list[tuple[Size, Inputs]]:
+        """Places see those of their own window."""
+        pieces = inputs["mels"].split(MOST_WINDOWS * self.tower.n_window_infer)
+        lengths = [(len(piece), self.places({"mels": piece})) for piece in pieces]
+        sizes = [replace(size, places=places, cost=self.flops(frames, places)) for frames, places in lengths]
+        return [(own, {"mels": piece.clone()}) for own, piece in zip(sizes, pieces, strict=True)]
+
     def blank(self) -> Inputs:
         return {"mels": torch.zeros(1, self.extractor.feature_size)}
+
+    def places(self, inputs: Inputs) -> int:
+        return int(self.places_of(torch.tensor(len(inputs["mels"]))))
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """The tower pads chunks to the longest of a call, and what it makes of a short one depends on that: so all are
         padded to whole ones here, and an item gives the same features in any company."""
-        sounds = [item["mels"] for item in items]
-        chunks = [chunk for sound in sounds for chunk in sound.split(self.chunk)]
-        padded = torch.stack([pad(chunk, (0, 0, 0, self.chunk - len(chunk))) for chunk in chunks])
-        lengths = torch.tensor([len(chunk) for chunk in chunks])
-        is_kept = torch.arange(-(-self.chunk // 8)) < self.places_of(lengths)[:, None]
-        out = self.model.model.audio_tower(
-            feature_lens=torch.tensor([len(sound) for sound in sounds], device=padded.device),
-            padded_feature=padded.transpose(1, 2),
-            chunk_lengths=lengths.to(padded.device),
-            valid_indices=is_kept.flatten().nonzero()[:, 0].to(padded.device),
+        chunk, places = self.chunk, [self.places(item) for item in items]
+        padded = [pad(item["mels"], (0, 0, 0, -len(item["mels"]) % chunk)).unflatten(0, (-1, chunk)) for item in items]
+        device, window = padded[0].device, self.window
+        # Only the last chunk of an item has places that are padding.
+        ends = np.cumsum([len(chunks) for chunks in padded]) * -(-chunk // 8)
+        starts = [0, *ends[:-1].tolist()]
+        kept = [torch.arange(start, start + n, device=device) for start, n in zip(starts, places, strict=True)]
+        out = self.tower(
+            padded_feature=torch.cat(padded).transpose(1, 2),
+            chunk_lengths=torch.empty(0),  # read for what is given here already
+            valid_indices=torch.cat(kept),
+            cu_seqlens=boundaries([(n, window) for n in places], device),
+            max_seqlen=min(window, max(places)),
             return_dict=True,
         )
         features: torch.Tensor = out.last_hidden_state
         return features
+
+
+def boundaries(runs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Cumulative lengths, where items of so many places are attended to so many at a time. Nothing is copied there."""
+    ends = np.cumsum([length for length, _ in runs]).tolist()
+    starts = [
+        torch.arange(end - length, end, each, device=device, dtype=torch.int32)
+        for end, (length, each) in zip(ends, runs, strict=True)
+    ]
+    return torch.cat([*starts, torch.full((1,), ends[-1], device=device, dtype=torch.int32)])
 
 
 def build_modalities(
@@ -280,6 +369,7 @@ def build_modalities(
 ) -> dict[str, Modality]:
     """`kinds`: by modality its tower and its marks (begin, placeholder, end)."""
     built = {}
+    language_model(model).register_forward_pre_hook(take_levels, with_kwargs=True)
     for name, (tower, begin, placeholder, end) in kinds.items():
         given = options.get(name, {})
         try:
@@ -297,14 +387,31 @@ def shapes_of(items: Sequence[Item], modality: str) -> torch.Tensor | None:
 
 
 def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
-    """Hand features to the model as what its towers gave: always both kinds, so that every rank builds one graph."""
-    width = model.config.get_text_config().hidden_size
+    """Put features among the embeddings, by index: the model would pick their places by masks, which the host has to
+    wait for. Always both kinds, so that every rank builds one graph."""
+    embeddings = inputs.get("inputs_embeds")
+    if embeddings is None:
+        embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    visual = [features[name] for name in ("image", "video")]
+    index = torch.cat([arrived.index for arrived in visual])
+    first, *deeper = torch.cat([arrived.values for arrived in visual]).split(embeddings.shape[-1], 1)
+    levels = [put(torch.zeros_like(embeddings), index, level) for level in deeper]
+    return inputs | {"input_ids": None, "inputs_embeds": put(embeddings, index, first), LEVELS: levels}
 
-    def output(arrived: Features) -> SimpleNamespace:
-        first, *deeper = arrived.values[arrived.index.argsort()].split(width, 1)
-        return SimpleNamespace(pooler_output=[first], deepstack_features=[[level] for level in deeper])
 
-    return inputs | {"mm_encoder_outputs": {name: output(features[name]) for name in ("image", "video")}}
+def put(embeddings: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values [N, C]` in the places of `embeddings [1, T, C]` that `index [N]` says."""
+    return embeddings.index_put((torch.zeros_like(index), index), values.to(embeddings.dtype))
+
+
+def take_levels(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before the language model: deepstack's levels as wide as the text, to be added to all of it. Where the model
+    expects the mask of their places, it gets the index of the only row of the batch."""
+    levels = kwargs.pop(LEVELS, None)
+    if levels is not None:
+        row = torch.zeros(1, dtype=torch.int64, device=levels[0].device)
+        kwargs |= {"visual_pos_masks": row, "deepstack_visual_embeds": levels}
+    return args, kwargs
 
 
 def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **own: int) -> Any:

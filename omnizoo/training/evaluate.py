@@ -53,7 +53,7 @@ def evaluate(objective: Objective, held_out: Dealt) -> dict[str, float]:
             sums[term.name] += float(term.sum)
             weights[term.name] = term.weight
     model.train()
-    objective.end_step(update=False)
+    objective.take_statistics()
     totals = mesh.sum(list(sums.values()))
     means = {name: total / counts[name] for name, total in zip(sums, totals, strict=True) if counts[name]}
     loss = sum(weights[name] * mean for name, mean in means.items())

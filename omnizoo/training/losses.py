@@ -40,7 +40,8 @@ class Objective:
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         self.model, self.mesh, self.config = model, mesh, config
-        self.ports = media_model(model).ports
+        self.calls = media_model(model).calls
+        self.ports = [port for call in self.calls for port in call]
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]
@@ -119,10 +120,12 @@ class Objective:
             return self._forward(local)
         return {name: total + start for name, total in sums.items()}, losses
 
-    def end_step(self, update: bool) -> dict[str, float]:
-        """Router statistics of the micro-batches since the last call; moves correction biases where asked to."""
+    def take_statistics(self) -> RouterStatistics:
+        """Of the routers, in the micro-batches since the last call."""
         statistics, self.statistics = self.statistics, RouterStatistics()
-        metrics = statistics.reduce(self.mesh.sum)
-        if update and self.config.router.bias_rate:
-            update_bias(self.recorder.routers, statistics.loads, self.config.router.bias_rate)
-        return metrics
+        return statistics
+
+    def balance(self, loads: dict[str, torch.Tensor]) -> None:
+        """After an update: moves correction biases where asked to, by how often experts were chosen on all ranks."""
+        if self.config.router.bias_rate:
+            update_bias(self.recorder.routers, loads, self.config.router.bias_rate)

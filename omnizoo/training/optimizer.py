@@ -18,6 +18,7 @@ from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config, Ema
 from omnizoo.models.hf_private import is_experts, routers
+from omnizoo.parallel.shard import is_sharded
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
@@ -90,7 +91,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     chosen = {id(group): choice for group, choice in zip(run.groups, others, strict=True)}
     spared = {parameter for kind in run.no_decay for parameter in _parameters_of(kind, model)}
     hidden = hidden_matrices(model) if any(choice.kind == "muon" for choice in (default, *others)) else set()
-    members: dict[Choice, dict[tuple[float, float], list[nn.Parameter]]] = defaultdict(lambda: defaultdict(list))
+    members: dict[Choice, dict[tuple[float, float, bool], list[nn.Parameter]]] = defaultdict(lambda: defaultdict(list))
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -103,7 +104,8 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         decay = 0.0 if parameter in spared else run.weight_decay
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        members[choice][decay, rate].append(parameter)
+        # Fused kernels take parameters that are all sharded, or all whole.
+        members[choice][decay, rate, is_sharded(parameter)].append(parameter)
     parts = [_build(choice, groups, config) for choice, groups in members.items()]
     if len(parts) == 1 and run.ema is None:
         return parts[0]
@@ -113,6 +115,18 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> bool:
+    """Update the weights, unless `skip`, a bool on the device, is true: then neither they nor the optimizer change. The
+    host does not learn which, and does not wait. False, and nothing is done: this optimizer cannot do so."""
+    parts = optimizer.parts if isinstance(optimizer, Combined) else [optimizer]
+    if not all(type(part) is torch.optim.AdamW and part.defaults["fused"] for part in parts):
+        return False
+    for part in parts:
+        setattr(part, "found_inf", skip.float())  # noqa: B010 - where torch's fused kernels look, though no class says so
+        part.step()
+    return True
 
 
 @torch.no_grad()
@@ -185,15 +199,15 @@ def _half_of_muon(choice: Choice, matrix: bool) -> Choice:
 
 
 def _build(
-    choice: Choice, groups: Mapping[tuple[float, float], list[nn.Parameter]], config: Config
+    choice: Choice, groups: Mapping[tuple[float, float, bool], list[nn.Parameter]], config: Config
 ) -> torch.optim.Optimizer:
     found = _class_of(choice)
-    ordered = sorted(groups.items(), key=lambda group: (-group[0][0], group[0][1]))
+    ordered = sorted(groups.items(), key=lambda group: (-group[0][0], group[0][1], not group[0][2]))
     settings: list[dict[str, Any]] = [
-        {"params": members, "weight_decay": decay, "rate": rate} for (decay, rate), members in ordered
+        {"params": members, "weight_decay": decay, "rate": rate} for (decay, rate, _), members in ordered
     ]
     known = takes(found)
-    if known is not None and "weight_decay" not in known and any(decay for decay, _ in groups):
+    if known is not None and "weight_decay" not in known and any(decay for decay, *_ in groups):
         raise UserError(f"{choice.key}.kind: {choice.kind} takes no weight_decay; set optimizer.weight_decay: 0")
     arguments = choice.arguments | {"lr": config.train.lr}
     if known is None or "weight_decay" in known:

@@ -68,9 +68,14 @@ class Probed:
 
 
 def probe(spec: Model) -> Probed:
-    """Refuse a model that sees what it may not see. One process, no collectives, a second or less."""
+    """Refuse a model that sees what it may not see. One process, no collectives, a second or less.
+
+    An adapter works on each token by itself: it is left out, and only its dropout told.
+    """
     with _quiet():
-        return _probe(spec)
+        probed = _probe(spec.model_copy(update={"adapter": None}))
+    dropout = spec.adapter.dropout if spec.adapter else 0.0
+    return replace(probed, random=(*probed.random, f"model.adapter.dropout {dropout:g}")) if dropout else probed
 
 
 def _probe(spec: Model) -> Probed:

@@ -51,12 +51,10 @@ def router_z_sum(records: Sequence[RouterRecord], pack_of_token: torch.Tensor) -
 
 
 class RouterStatistics:
-    """How evenly the routers used their experts in one step. Make one per step; nothing waits for the device before
-    `reduce`."""
+    """How evenly the routers used their experts in one step. Make one per step; nothing here waits for the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}  # layer -> [2, E]: times chosen, probability
-        self.loads: dict[str, torch.Tensor] = {}  # layer -> [E]: times chosen on all ranks, known after `reduce`
 
     @torch.no_grad()
     def add(self, records: Sequence[RouterRecord]) -> None:
@@ -67,24 +65,29 @@ class RouterStatistics:
             sums = torch.stack([load, probability])
             self._sums[record.layer] = self._sums[record.layer] + sums if record.layer in self._sums else sums
 
-    def reduce(self, sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> dict[str, float]:
-        """Metrics of the step: per layer and as means over layers, the most used expert against the mean, and the
-        entropy of the mean probabilities (log of the number of experts at best). One all-reduce for all layers."""
+    def sums(self) -> list[torch.Tensor]:
+        """This rank's, layer by layer, flat: to be summed over ranks."""
+        return [sums.flatten() for sums in self._sums.values()]
+
+    def loads(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By layer, how often each expert was chosen; `total` are the sums of all ranks, end to end."""
+        parts = total.split([sums.numel() for sums in self._sums.values()]) if self._sums else ()
+        return {layer: part.view(2, -1)[0] for layer, part in zip(self._sums, parts, strict=True)}
+
+    def metrics(self, total: Sequence[float]) -> dict[str, float]:
+        """Per layer and as means over layers: the most used expert against the mean, and the entropy of the mean
+        probabilities (log of the number of experts at best)."""
         if not self._sums:
             return {}
-        layers = list(self._sums)
-        local = torch.cat([sums.flatten() for sums in self._sums.values()]).tolist()
-        total = torch.tensor(sum_over_ranks(local), dtype=torch.float64)
-        metrics: dict[str, list[float]] = {"max_over_mean": [], "entropy": []}
+        every: dict[str, list[float]] = {"max_over_mean": [], "entropy": []}
         named: dict[str, float] = {}
-        sizes = [self._sums[layer].numel() for layer in layers]
-        for layer, sums in zip(layers, total.split(sizes), strict=True):
+        sizes = [sums.numel() for sums in self._sums.values()]
+        for layer, sums in zip(self._sums, torch.tensor(total, dtype=torch.float64).split(sizes), strict=True):
             load, probability = sums.view(2, -1)
-            self.loads[layer] = load
-            metrics["max_over_mean"].append(float(load.max() / load.mean()))
-            metrics["entropy"].append(float(torch.special.entr(probability / probability.sum()).sum()))
-            named |= {f"router/{layer}/{metric}": values[-1] for metric, values in metrics.items()}
-        return named | {f"router/{metric}": math.fsum(v) / len(v) for metric, v in metrics.items()}
+            every["max_over_mean"].append(float(load.max() / load.mean()))
+            every["entropy"].append(float(torch.special.entr(probability / probability.sum()).sum()))
+            named |= {f"router/{layer}/{metric}": values[-1] for metric, values in every.items()}
+        return named | {f"router/{metric}": math.fsum(v) / len(v) for metric, v in every.items()}
 
 
 @torch.no_grad()

@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.assembly.adapters import adapter_record, describe_adapter
 from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
 from omnizoo.assembly.parallelize import check_memory, parallelize
 from omnizoo.assembly.parts import saved_bytes
@@ -25,7 +27,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.deal import deal
 from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
-from omnizoo.ops.device import device_name, memory_gb, peak_flops
+from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
@@ -79,6 +81,7 @@ def _train(
 ) -> int:
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as stack:
+        config = on_device(config, process.device)
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
@@ -109,12 +112,13 @@ def _train(
         )
         peak = peak_flops(mesh.device, config.parallel.precision)
         origin = find(config, directory, mesh)
-        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None))
+        adapter = mesh.from_first(agree(mesh, lambda: adapter_record(model, config) if mesh.is_first else None))
+        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None or adapter is not None))
         optimizer = agree(mesh, lambda: build_optimizer(model, config))
         model.train()
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
-        if state := load(origin, model, optimizer):
+        if state := load(origin, model, optimizer, adapter and adapter["base"]):
             start, tokens_seen = state["step"], state.get("tokens_seen", 0)
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             saved = state["loader"]
@@ -129,7 +133,7 @@ def _train(
 
         fetching = time.perf_counter()
         objective = agree(mesh, lambda: Objective(model, mesh, config))
-        eval_data = deal(held_out, mesh, 1, objective.ports, objective.cost)
+        eval_data = deal(held_out, mesh, 1, objective.calls, objective.cost)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))
@@ -203,6 +207,8 @@ def _train(
                     state = {"run": origin.run, "tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
                     state["callbacks"] = watching.state_dict()
+                    if adapter is not None:
+                        state["adapter"] = adapter
                     lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
@@ -224,6 +230,15 @@ def _train(
             by = stop.signal or watching.stopped_by or "a signal to another rank"
             recorder.say(farewell(step, config, run, directory, by if is_stopped else None))
     return 0
+
+
+def on_device(config: Config, device: torch.device) -> Config:
+    """`config` with what is left to the device settled: accelerators compute in bf16 unless told otherwise."""
+    if "precision" not in config.parallel.model_fields_set and not is_host(device):
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"precision": "bf16"})})
+    if config.parallel.precision == "bf16":
+        use_tensor_cores(device)
+    return config
 
 
 def heed(mesh: Mesh, watching: Callbacks, saved: str = "") -> Asked:
@@ -290,7 +305,8 @@ def describe(
     drawn = (config.model.foundation or config.model).path or own
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
-        "weights": str(origin.checkpoint or drawn),
+        **({"adapter": adapter} if (adapter := describe_adapter(model)) else {}),
+        "weights": str(origin.checkpoint or drawn) if not adapter else drawn,
         **({"modalities": ", ".join(map(str, ports))} if (ports := media_model(model).ports) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",

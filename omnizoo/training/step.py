@@ -16,13 +16,14 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.deal import Batch, deal
 from omnizoo.data.loader import FlatPack, Loader
 from omnizoo.data.plan import Totals
+from omnizoo.ops.device import Reading, is_host
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.agree import raise_first
 from omnizoo.parallel.exchange import ProcessGroup
-from omnizoo.parallel.gradients import clip_gradients, gradient_norm
+from omnizoo.parallel.gradients import clip_gradients, squared_norm, sum_of_whole
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
-from omnizoo.training.optimizer import set_learning_rate, update_average
+from omnizoo.training.optimizer import set_learning_rate, step_unless, update_average
 from omnizoo.training.schedule import learning_rate
 
 
@@ -79,7 +80,7 @@ def read_step(loader: Loader) -> StepRead:
 def deal_step(read: StepRead, objective: Objective, group: ProcessGroup | None = None) -> StepData:
     """What all ranks have read becomes what each trains on; all must call. `group`: of the thread that calls."""
     micro_batch, note = objective.config.train.micro_batch, read.note
-    dealt = deal(read.packs, objective.mesh, micro_batch, objective.ports, objective.cost, note, group)
+    dealt = deal(read.packs, objective.mesh, micro_batch, objective.calls, objective.cost, note, group)
     raise_first(told["error"] for told in dealt.notes)
     return StepData(
         micro_batches=dealt.batches,
@@ -96,12 +97,14 @@ def train_step(
 ) -> StepResult:
     """Train on `data`. A non-finite loss or gradient leaves weights and optimizer untouched (`finite` is False)."""
     model, mesh, config = objective.model, objective.mesh, objective.config
+    asked = config.parallel.reduce_each_micro_batch
+    reduce_each = not is_host(mesh.device) if asked is None else asked  # whole gradients would not fit in its memory
     optimizer.zero_grad()
     sums: dict[str, torch.Tensor] = {}
     weights: dict[str, float] = {}
     for i, batch in enumerate(data.micro_batches):
         last = i == len(data.micro_batches) - 1
-        set_gradient_sync(model, last, config.parallel.reduce_each_micro_batch)
+        set_gradient_sync(model, last, reduce_each)
         # Dropout depends on the packs, not on what ran before: nothing to save for an exact resume.
         torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
         with exact(config.parallel.precision):
@@ -112,22 +115,37 @@ def train_step(
             sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
             weights[term.name] = term.weight
 
-    norm = gradient_norm(model.parameters())
-    *totals, stopping = mesh.sum([*(float(value) for value in sums.values()), float(stop)])
-    # A sum over no target is 0 times the outputs: nothing, or the NaN of a broken model, which must be seen.
-    means = {name: total / (data.counts[name] or 1) for name, total in zip(sums, totals, strict=True)}
-    total_loss, grad_norm = sum(weights[name] * mean for name, mean in means.items()), float(norm)
-    finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
+    sum_of_whole(model.parameters())
+    # Of all ranks at once, and on the device: squared norm, sums of losses, whether to stop, what routers chose.
+    square, routed = squared_norm(model.parameters()), objective.take_statistics()
+    numbers = torch.stack([square, *(value.to(square.dtype) for value in sums.values())])
+    flag = torch.full((1,), float(stop), dtype=square.dtype, device=square.device)
+    total = mesh.total(torch.cat([numbers, flag, *(part.to(square.dtype) for part in routed.sums())]))
+    must, seen = len(numbers), Reading(total)
     lr = learning_rate(config.train, step)
-    routers = objective.end_step(update=finite)
+    if config.train.grad_clip:
+        clip_gradients(model.parameters(), config.train.grad_clip, total[0].sqrt())
+    set_learning_rate(optimizer, lr)
+    is_updated = step_unless(optimizer, ~total[:must].isfinite().all())
+
+    values = seen.values()
+    finite = all(map(math.isfinite, values[:must]))
     if finite:
-        if config.train.grad_clip:
-            clip_gradients(model.parameters(), config.train.grad_clip, norm)
-        set_learning_rate(optimizer, lr)
-        optimizer.step()
+        if not is_updated:
+            optimizer.step()
         update_average(optimizer, config.optimizer.ema, step)
-    counted = {name: mean for name, mean in means.items() if data.counts[name]}
-    return StepResult(total_loss, counted, grad_norm, lr, finite, stopping > 0, routers)
+        objective.balance(routed.loads(total[must + 1 :]))
+    # A sum over no target is 0 times the outputs: nothing, or the NaN of a broken model, which must be seen.
+    means = {name: value / (data.counts[name] or 1) for name, value in zip(sums, values[1:must], strict=True)}
+    return StepResult(
+        loss=sum(weights[name] * mean for name, mean in means.items()),
+        terms={name: mean for name, mean in means.items() if data.counts[name]},
+        grad_norm=math.sqrt(values[0]) if values[0] >= 0 else math.nan,
+        lr=lr,
+        finite=finite,
+        stop=values[must] > 0,
+        routers=routed.metrics(values[must + 1 :]),
+    )
 
 
 def _dropout_seed(seed: int, step: int, packs: Sequence[int], sp_rank: int) -> int:

@@ -42,9 +42,9 @@ class Verdict:
     note: str = ""  # of a layout that passed: how
 
 
-def verdict_of(folder: Path, layout: Layout) -> Verdict:
+def verdict_of(folder: Path, layout: Layout, device: str = "cpu") -> Verdict:
     """Try `layout` on a config that was prepared in `folder`."""
-    in_world(layout.world, try_layout, folder, layout)
+    in_world(layout.world, try_layout, folder, layout, device=device)
     return Verdict(**json.loads((folder / "verdict.json").read_text()))
 
 

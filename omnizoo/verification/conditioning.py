@@ -18,18 +18,18 @@ from omnizoo.verification.prepare import load_trial, prepare
 FACTOR = 10.0
 
 
-def decide(config: Config, layout: Layout, folder: Path, verdict: Verdict) -> Verdict:
+def decide(config: Config, layout: Layout, folder: Path, verdict: Verdict, device: str = "cpu") -> Verdict:
     """The verdict on a layout that failed in fp32, tried again in fp64 if only gradients differ, and only so much as
     one process might be wrong about them. `folder` is what `prepare` has written in fp32."""
     if not verdict.beyond:
         return verdict
     exact = folder / "fp64"
     if not exact.exists():
-        prepare(config, layout.world, str(layout), "fp64", exact)
+        prepare(config, layout.world, str(layout), "fp64", exact, device)
     own = gradient_differences(load_trial(folder).gradients, load_trial(exact).gradients)
     if any(not difference <= FACTOR * own[name] for name, difference in verdict.beyond.items()):
         return verdict
-    again = verdict_of(exact, layout)
+    again = verdict_of(exact, layout, device)
     if not again.passed:
         return replace(verdict, reason=f"{verdict.reason}; also in fp64: {again.reason}")
     note = (

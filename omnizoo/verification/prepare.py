@@ -28,14 +28,14 @@ from omnizoo.verification.trial import Trial, run_trial
 ROUNDED = "rounded"  # of a run in bf16: the folder of one process in bf16
 
 
-def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path) -> list[Layout]:
+def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path, device: str = "cpu") -> list[Layout]:
     """Write into `folder` what the ranks need, shrunken config and one-process trial; returns the layouts to try."""
     folder.mkdir(parents=True, exist_ok=True)
     small = _with_groups(shrink(config, world, precision), config)
     layouts = choose(small, world, wanted)
     save_config(small, folder / "config.yaml")
     torch.set_num_threads(1)
-    with process_group() as process:
+    with process_group((0, 1, 0), device=device) as process:
         if precision == "bf16":  # the reference is in fp32, and a run in bf16 tells how far from it bf16 is
             exact = small.model_copy(update={"parallel": small.parallel.model_copy(update={"precision": "fp32"})})
             reference = run_trial(exact, Layout(), process)

@@ -1,15 +1,19 @@
 """A user's config, small enough to prove on a CPU: a small model, small steps, the user's own data."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from omnizoo.assembly.shrink import shrink_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model
-from omnizoo.models.build import is_own_module, read_model_config
+from omnizoo.models.adapter import attached, matches
+from omnizoo.models.build import build_model, is_own_module, read_model_config
 from omnizoo.recipes.base import own_recipe, recipe_of
 from omnizoo.training.probe import probe
 
 PACK_TOKENS = 96
+RANK = 4  # of an adapter
 
 
 def shrink(config: Config, world: int, precision: str) -> Config:
@@ -28,15 +32,44 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
     if not reads_media(config.model):  # items must fit into a pack
         data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
+    parallel: dict[str, Any] = {"precision": precision}
+    if config.parallel.reshard_after_forward is None:  # the small model would never need to
+        parallel["reshard_after_forward"] = True
     train = {"steps": 3, "global_batch": world, "micro_batch": 1, "warmup_steps": 0}
     return config.model_copy(
         update={
-            "model": shrink_model(config.model, probed.shrinking),
+            "model": _with_adapter(shrink_model(config.model, probed.shrinking), config.model),
             "data": config.data.model_copy(update=data),
             "train": config.train.model_copy(update=train),
-            "parallel": config.parallel.model_copy(update={"precision": precision}),
+            "parallel": config.parallel.model_copy(update=parallel),
         }
     )
+
+
+def _with_adapter(small: Model, model: Model) -> Model:
+    """`small` with an adapter at the places of the model's own, whichever layers it has of them. No factor of it is
+    zero, or the gradient of the other would be, on any layout."""
+    if model.adapter is None:
+        return small
+    found = attached(build_model(model, "fp32"))
+    assert found is not None
+    names = dict(build_model(small.model_copy(update={"adapter": None}), "fp32").named_modules())
+    there = [*names, *(f"{name}.{own}" for name, m in names.items() for own, _ in m.named_parameters(recurse=False))]
+
+    def left(wanted: Iterable[str]) -> list[str]:
+        patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in wanted)
+        return [pattern for pattern in patterns if any(matches(name, pattern) for name in there)]
+
+    changes = {
+        "targets": left((*found.modules, *found.experts)),
+        "modules_to_save": left(found.saved),
+        "exclude": [],
+        "rank": min(found.settings.rank, RANK),
+        "dropout": 0.0,
+        "init": "random",
+        "path": None,
+    }
+    return small.model_copy(update={"adapter": found.settings.model_copy(update=changes)})
 
 
 def reads_media(model: Model) -> bool:

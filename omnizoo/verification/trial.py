@@ -79,7 +79,7 @@ def whole_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         grad = parameter.grad
         whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
         if keep and whole is not None:
-            gradients[name] = whole.clone()
+            gradients[name] = whole.to("cpu", copy=True)
     return gradients
 
 
@@ -93,7 +93,7 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
     own: dict[str, torch.Tensor] = {}
     with _recording(objective.model, own), exact(objective.config.parallel.precision):
         objective.terms(batch)
-    objective.end_step(update=False)
+    objective.take_statistics()
     layout = mesh.layout
     index = slice_tokens(batch.cu_seqlens.diff().tolist(), layout.ring, layout.ulysses)[mesh.sp_rank]
     parts = mesh.gather((index, own, batch.tokens) if held[number] else None)
@@ -117,7 +117,7 @@ def _recording(model: nn.Module, into: dict[str, torch.Tensor]) -> Iterator[None
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, torch.Tensor) and output.ndim >= 2 and output.is_floating_point():
-                into.setdefault(name, output.detach().reshape(-1, output.shape[-1]).clone())
+                into.setdefault(name, output.detach().reshape(-1, output.shape[-1]).to("cpu", copy=True))
 
         return hook
 

@@ -23,8 +23,9 @@ class RankError(RuntimeError):
     """A rank ended with an error, which it has printed."""
 
 
-def in_world(size: int, work: Callable[..., None], *args: Any, timeout: float = 1800.0) -> None:
-    """Run `work(process, *args)` on `size` ranks and wait for them; the end of one by an error is the end of all.
+def in_world(size: int, work: Callable[..., None], *args: Any, timeout: float = 1800.0, device: str = "cpu") -> None:
+    """Run `work(process, *args)` on `size` ranks, on devices of that kind, and wait: the end of one by an error
+    is the end of all.
 
     After `timeout` seconds without a rank coming to its end, an error says where every rank is, and all are ended.
     """
@@ -32,7 +33,7 @@ def in_world(size: int, work: Callable[..., None], *args: Any, timeout: float = 
     context = get_context("forkserver")
     context.set_forkserver_preload(["omnizoo.verification.trial", work.__module__])
     with tempfile.TemporaryDirectory() as folder:
-        given = [(rank, size, os.path.join(folder, "store"), work, args) for rank in range(size)]
+        given = [(rank, size, os.path.join(folder, "store"), device, work, args) for rank in range(size)]
         ranks = [context.Process(target=_rank, args=rank, daemon=True) for rank in given]
         for rank in ranks:
             rank.start()
@@ -67,13 +68,13 @@ def _stack(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.stack"
 
 
-def _rank(rank: int, size: int, store: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, size: int, store: str, device: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     # Works while it waits inside a collective, where Python's own handlers would sleep.
     stack = _stack(os.path.dirname(store), rank).open("w")
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     try:
-        with process_group((rank, size, rank), torch.distributed.FileStore(store, size)) as process:
+        with process_group((rank, size, rank), torch.distributed.FileStore(store, size), device=device) as process:
             work(process, *args)
     except BaseException:  # noqa: BLE001 - whatever it is, the rank is to end by it
         traceback.print_exc()
