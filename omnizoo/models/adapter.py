@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Adapter
 from omnizoo.modalities.frozen import Frozen
-from omnizoo.models.hf_private import is_experts, language_model, routers
+from omnizoo.models.hf_private import is_experts, kept_in_fp32, language_model, routers
 
 ALL_LINEAR = "all-linear"
 ATTACHED = "_omnizoo_adapter"  # where a model keeps what was attached to it
@@ -84,6 +84,7 @@ def attach(model: nn.Module, settings: Adapter, dtype: torch.dtype, stored: torc
     kept = {name for name in before if name.startswith(tuple(f"{module}." for module in saved))}
     tokenisers = [module for module in model.modules() if isinstance(module, Frozen)]
     whole = {parameter for module in tokenisers for parameter in module.parameters()}  # their codes must not change
+    whole |= set(kept_in_fp32(model).values())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
         if name not in kept and parameter not in whole and parameter.is_floating_point():
