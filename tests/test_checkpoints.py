@@ -257,8 +257,8 @@ def test_a_run_from_weights_begins_at_step_0_with_them_and_nothing_else(
     seen: list[tuple[dict[str, torch.Tensor], int]] = []
     load = run.load
 
-    def spy(origin: Any, model: Any, optimizer: Any) -> Any:
-        state = load(origin, model, optimizer)
+    def spy(origin: Any, model: Any, optimizer: Any, base: Any) -> Any:
+        state = load(origin, model, optimizer, base)
         weights = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
         seen.append((weights, len(optimizer.state)))
         return state

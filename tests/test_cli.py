@@ -162,13 +162,15 @@ def test_an_interrupt_outside_of_the_loop_is_130(monkeypatch):
 
 def test_export_gets_both_folders(calls):
     assert main(["export", "runs/a/checkpoints/step-4", "out"]) == 0
-    assert calls == [("export", Path("runs/a/checkpoints/step-4"), Path("out"), None, False, [], False, False)]
+    assert calls == [("export", Path("runs/a/checkpoints/step-4"), Path("out"), None, False, [], False, False, None)]
 
 
 def test_only_the_command_line_allows_code_to_export(calls):
     flags = ["--allow-code", "mine", "--allow-code=my_package.series", "--trust-remote-code"]
     assert main(["export", "run", "out", *flags]) == 0
-    assert calls == [("export", Path("run"), Path("out"), None, False, ["mine", "my_package.series"], True, False)]
+    assert calls == [
+        ("export", Path("run"), Path("out"), None, False, ["mine", "my_package.series"], True, False, None)
+    ]
 
 
 def test_version_is_the_one_of_the_package(capsys):

@@ -318,7 +318,7 @@ class Data(Section):
     workers: Annotated[int, Field(ge=0, le=256)] | None = Field(
         None,
         description="loader processes per rank; the data does not depend on it. Default: one for every four cores that "
-        "the rank has, 1 to 4; 0: rows are read between steps",
+        "the rank has, at most 4; 0: rows are read between steps",
     )
     prefetch: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="steps each loader worker works ahead")
 

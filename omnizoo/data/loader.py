@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -265,12 +266,18 @@ def worker_death(error: BaseException) -> str | None:
     return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {lighter}"
 
 
+MOST_WORKERS, CORES_PER_WORKER = 4, 4  # of a rank, where nobody has said how many
+
+
 def worker_count(asked: int | None) -> int:
-    """Loader processes of a rank, where nobody has said how many: enough to stay ahead of most models."""
+    """Loader processes of a rank, where nobody has said how many: enough to stay ahead of most models, and none where
+    they would take the cores that compute, or where Python lets this process have none."""
     if asked is not None:
         return asked
+    if multiprocessing.current_process().daemon:
+        return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(4, cores // 4))
+    return min(MOST_WORKERS, cores // CORES_PER_WORKER)
 
 
 def identity(item: Any) -> Any:

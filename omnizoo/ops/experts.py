@@ -137,7 +137,8 @@ def add_choices(rows: torch.Tensor, pairs: Pairs, weights: torch.Tensor | None =
         if weights is None:
             total.add_(chosen)
         else:
-            total.addcmul_(chosen, weights[:, choice, None].to(total.dtype))
+            # Not one fused operation: a product that is rounded first is what transformers adds up.
+            total.add_(chosen * weights[:, choice, None].to(total.dtype))
     return total.to(rows.dtype)
 
 
