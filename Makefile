@@ -13,10 +13,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal -m 'not long'
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal -m 'not slow and not long'
 
 lint: install
 	$(BIN)/ruff check .
@@ -36,6 +36,7 @@ demo: install
 	$(BIN)/python examples/digits/examine.py runs/digits
 
 verify-all: install
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m long
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all --precision fp64
 	$(BIN)/omnizoo verify examples/text_tiny.yaml --families all --world 4 --layouts all

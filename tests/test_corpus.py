@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 from corpus import report, run_cases
 
+PARTS = 3  # of which `make test` runs the first, and `make verify-all` the others
 CORPORA = sorted(path.stem for path in Path(__file__).parent.glob("corpus_*.py"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # hundreds of commands; each has a limit of its own
 @pytest.mark.parametrize("name", CORPORA)
-def test_every_case_is_refused_in_one_line_or_ends_well(name: str, tmp_path: Path) -> None:
-    outcomes = run_cases(import_module(name).CASES, tmp_path)
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
+def test_every_case_is_refused_in_one_line_or_ends_well(name: str, part: int, tmp_path: Path) -> None:
+    outcomes = run_cases(import_module(name).CASES[part::PARTS], tmp_path)
     print(f"{name}: {report(outcomes)}")
     assert not any(outcome.wrong for outcome in outcomes), report(outcomes)
 
