@@ -472,6 +472,7 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "model.modalities": _reading(config),
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
+        "what train.losses makes of preference pairs": config.preference_pairs.replace("refused", ""),
         "model.tokenizer": reading_of(reader.renderer.tokenizer, tokenizer_folder(config.model)),
         "sources": specs,
     }

@@ -29,7 +29,8 @@ def sides_of(given: Row) -> list[Side]:
     prompt = given[found[0]] if found else None
     if given["chosen"] == given["rejected"]:
         raise BadRow("`chosen` and `rejected` are the same: nothing is preferred")
-    rest = {name: value for name, value in given.items() if name not in (*SIDES, *PROMPTS)}
+    others = (*SIDES, *PROMPTS, "text", "weight")  # the last two: left out by a pattern of data.ignore
+    rest = {name: value for name, value in given.items() if name not in others}
     if isinstance(prompt, str) and all(isinstance(given[side], str) for side in SIDES):
         if rest.keys() & {"system", "tools"}:
             raise BadRow("a preference pair of plain texts has no `system` and no `tools`; write it as messages")

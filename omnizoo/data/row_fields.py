@@ -97,7 +97,7 @@ class Fields:
         if self.pairs == "refused" or not any(side in given for side in SIDES):
             return False
         read = {*SIDES, *PROMPTS, *self.media, "system", "tools"}
-        if unread := [name for name in given if name not in read | HARMLESS and not self.ignores(name)]:
+        if unread := [name for name in given if name not in read and name not in HARMLESS and not self.ignores(name)]:
             raise BadRow(self.unread(unread))
         return True
 

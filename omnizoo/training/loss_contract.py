@@ -98,6 +98,16 @@ class NamedLoss:
     def metrics(self) -> list[str]:
         return [f"{self.name}/{metric}" for metric in self.loss.metrics]
 
+    def measured(self) -> dict[str, torch.Tensor]:
+        """The sums of its metrics in the last call."""
+        found = getattr(self.loss, "measured", {})
+        for metric in self.loss.metrics:
+            if metric not in found:
+                raise UserError(
+                    f"{self.who}: {self.view} leaves no {metric!r} in `measured`, which it has in `metrics`"
+                )
+        return {f"{self.name}/{metric}": found[metric].detach() for metric in self.loss.metrics}
+
     def count(self, totals: Totals) -> float:
         wanted = "expected a number >= 0 that is known from the step's totals, before the forward pass"
         try:

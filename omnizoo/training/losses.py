@@ -88,8 +88,7 @@ class Objective:
             sums, losses = self._forward(local)
         terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.of_text]
         for loss in self.of_text:
-            measured = zip(loss.metrics, loss.loss.metrics, strict=True)
-            terms += [LossTerm(name, 0.0, loss.loss.measured[metric]) for name, metric in measured]
+            terms += [LossTerm(name, 0.0, measured) for name, measured in loss.measured().items()]
         terms += [LossTerm(name, self.weights.get(name, 1.0), loss) for name, loss in losses.items()]
         if local.is_filler:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]
