@@ -139,7 +139,7 @@ def pair_config(
     folder.mkdir(parents=True, exist_ok=True)
     source = write_rows(folder / "pairs.jsonl", rows or pair_rows())
     train = {"global_batch": 4, "grad_clip": 0.0, "losses": losses}
-    data = {"sources": [{"path": str(source)}], "pack_tokens": 128}
+    data = {"sources": [{"path": str(source)}], "pack_tokens": 128, "workers": 0}
     return write_config(folder, data=data, train=train, **more)
 
 
