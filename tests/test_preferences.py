@@ -298,7 +298,8 @@ def omni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows.append({"messages": [message], "chosen": "yes", "rejected": f"no {number}"})
     source = write_rows(tmp_path / "pairs" / "rows.jsonl", rows)
     losses = [{"kind": "dpo"}, {"kind": "cross_entropy", "weight": 0.2}]
-    return write_omni_config(tmp_path, data={"sources": [{"path": str(source)}]}, train={"losses": losses})
+    data = {"sources": [{"path": str(source)}], "pack_tokens": 240}
+    return write_omni_config(tmp_path, data=data, train={"losses": losses})
 
 
 def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path) -> None:
@@ -316,13 +317,13 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
             apart += [reader.renderer._render_one(side.row, (0, 0, row), found) for side in sides_of(source.read(row))]
         outputs, gradients = [], []
         for rendered in (pairs, apart):
-            samples = [sample for i, r in enumerate(rendered) for sample in split(0, 0, i, r, 160)]
+            samples = [sample for i, r in enumerate(rendered) for sample in split(0, 0, i, r, 240)]
             flat, bad = flatten(0, Pack(tuple(samples)), reader)
             assert not bad
             assert len(flat.items) == sum(len(pair.items) for pair in pairs) * (1 if rendered is pairs else 2)
             (batch,) = deal([flat], mesh, 1, ports, lambda pack: 1.0).batches
-            logits, _ = forward(model, localize(batch, mesh, config.parallel, ports))
             model.zero_grad()
+            logits, _ = forward(model, localize(batch, mesh, config.parallel, ports))
             logits.square().mean().backward()
             outputs.append(logits.detach())
             gradients.append({name: g for name, g in whole_gradients(model, keep=True).items() if g.norm()})
