@@ -53,6 +53,16 @@ def conversations(rng: random.Random) -> Iterator[dict[str, Any]]:
         yield {"messages": messages}
 
 
+def preferences(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """The right sum in few words is preferred to a wrong one, or to one in many words."""
+    while True:
+        a, b = rng.randint(0, 20), rng.randint(0, 20)
+        wrong = f"It is {a + b + rng.choice([-2, -1, 1, 2])}."
+        rejected = rng.choice([wrong, f"{a + b}, if I counted right."])
+        prompt = [{"role": "user", "content": f"What is {a} plus {b}?"}]
+        yield {"prompt": prompt, "chosen": f"It is {a + b}.", "rejected": rejected}
+
+
 def write_rows(path: Path, rows: Iterator[dict[str, Any]], count: int) -> None:
     path.write_text("".join(json.dumps(next(rows)) + "\n" for _ in range(count)))
 
@@ -75,6 +85,8 @@ def main(folder: Path) -> None:
     write_rows(folder / "stories.jsonl", stories(random.Random(0)), 1200)
     write_rows(folder / "sums.jsonl", conversations(random.Random(1)), 1200)
     write_rows(folder / "held_out.jsonl", conversations(random.Random(2)), 200)
+    write_rows(folder / "preferences.jsonl", preferences(random.Random(3)), 400)
+    write_rows(folder / "held_out_preferences.jsonl", preferences(random.Random(4)), 60)
     texts = (folder / "stories.jsonl").read_text().splitlines() + (folder / "sums.jsonl").read_text().splitlines()
     write_tokenizer(folder / "tokenizer", texts, vocabulary=512)
 

@@ -404,7 +404,7 @@ PREFERENCES: dict[str, Row] = {
 }
 for name, fields in PREFERENCES.items():
     CASES += [
-        refused(f"a chat with {name}", chat("hi", "yes", **fields), f"`{next(iter(fields))}`", "not trained on yet"),
+        refused(f"a chat with {name}", chat("hi", "yes", **fields), f"`{next(iter(fields))}`", "not trained on"),
         trained(f"a chat with {name}, ignored", chat("hi", "yes", **fields), CHAT, ignore=[*fields]),
     ]
 CASES += [

@@ -30,6 +30,10 @@ class RoutedItem:
     owner: int
     is_target: bool = False
 
+    @property
+    def places(self) -> int:
+        return sum(count for _, count in self.spans)
+
 
 def share_of(lengths: list[int], items: list[RoutedItem]) -> Share:
     return Share(lengths, items, [item.owner for item in items])

@@ -1,20 +1,40 @@
 """The built-in losses, what each of their options may be, and what a loss is called."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from omnizoo.config.options import Option
 
+POSITIVE = Option(Annotated[float, Field(gt=0, le=1000)], "number > 0, <= 1000")
+HALF = Option(Annotated[float, Field(ge=0, lt=0.5)], "number >= 0, < 0.5")
+CHUNKED = Option(bool, "true or false")
 LOSSES: dict[str, dict[str, Option]] = {
     "cross_entropy": {
         "label_smoothing": Option(Annotated[float, Field(ge=0, lt=1)], "number >= 0, < 1"),
         "z_loss": Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000"),
-        "chunked": Option(bool, "true or false"),
+        "chunked": CHUNKED,
     },
     "balance": {},
     "router_z": {},
+    "dpo": {
+        "beta": POSITIVE,
+        "loss": Option(Literal["sigmoid", "ipo", "hinge"], "sigmoid, ipo or hinge"),
+        "label_smoothing": HALF,
+        "length_normalised": Option(bool, "true or false"),
+        "reference": Option(str, "a Hugging Face folder"),
+        "chunked": CHUNKED,
+    },
+    "orpo": {"beta": POSITIVE, "chunked": CHUNKED},
+    "simpo": {
+        "beta": POSITIVE,
+        "gamma": Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000"),
+        "label_smoothing": HALF,
+        "chunked": CHUNKED,
+    },
 }
+PAIRWISE = ("dpo", "orpo", "simpo")  # of preference pairs
+OF_ROUTERS = ("balance", "router_z")
 
 
 def default_name(kind: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from omnizoo.config.doors import check_name, check_own_name
-from omnizoo.config.loss_kinds import LOSSES, default_name
+from omnizoo.config.loss_kinds import LOSSES, OF_ROUTERS, PAIRWISE, default_name
 from omnizoo.config.optimizers import OPTIMIZERS, check_optimizer_options
 from omnizoo.config.options import check_options
 
@@ -379,13 +379,14 @@ class EarlyStop(Section):
 class LossPart(Section):
     kind: Text = Field(
         "cross_entropy",
-        description="`cross_entropy` of the text; `balance` and `router_z` of a mixture of experts; or "
-        "`package.module:Class` of your own, a subclass of `omnizoo.Loss`",
+        description="`cross_entropy` of the text; `dpo`, `orpo` and `simpo` of preference pairs (docs/preferences.md); "
+        "`balance` and `router_z` of a mixture of experts; or `package.module:Class` of your own, a subclass of "
+        "`omnizoo.Loss`",
     )
     weight: Weight = Field(1.0, description="what it is multiplied by; 0: a metric only")
     options: dict[str, Any] = Field(
         {},
-        description="its arguments: `label_smoothing`, `z_loss` and `chunked` of cross_entropy, or those of your class",
+        description="its arguments (docs/losses.md), or those of your class",
     )
     name: Annotated[str, Field(min_length=1, max_length=80)] | None = Field(
         None,
@@ -615,6 +616,16 @@ class Config(Section):
     router: Router = Field(default_factory=Router, description="routers of a mixture of experts, besides their losses")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
     log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
+
+    @property
+    def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
+        """What becomes of rows with two answers, by the losses: one of them must read pairs, and if all do, there is
+        nothing to learn from other rows."""
+        kinds = {loss.kind for loss in self.train.losses}
+        if kinds.isdisjoint(PAIRWISE):
+            return "refused"
+        produces = any(modality.decoder is not None for modality in self.model.modalities.values())
+        return "allowed" if kinds - {*PAIRWISE, *OF_ROUTERS} or produces else "required"
 
     @model_validator(mode="before")
     @classmethod

@@ -54,10 +54,11 @@ class FlatPack:
     ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     lengths: list[int]
-    sample_ids: list[str]  # source/epoch/row/part; none: a filler, which counts nowhere
+    sample_ids: list[str]  # source/epoch/row/part, of pairs /chosen or /rejected; none: a filler, which counts nowhere
     positions: npt.NDArray[Any] | None = None  # [R, T], of models with several positions per token
     items: tuple[Item, ...] = ()  # prepared
     weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
+    pairs: Sequence[int] = ()  # of each preference pair: the number of its chosen sample; the next one is rejected
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,13 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
     samples = [sample for sample, _ in kept]
     ids = np.concatenate([sample.ids for sample in samples])
     targets = np.concatenate([sample.targets for sample in samples])
-    lengths = [len(sample.ids) for sample in samples]
+    lengths = [length for sample in samples for length in sample.lengths]
     labels = np.full_like(ids, IGNORE)
     labels[:-1] = np.where(targets[1:], ids[1:], IGNORE)
     labels[np.cumsum(lengths) - 1] = IGNORE  # what follows a sample is another one's
     positions = [sample.positions for sample in samples if sample.positions is not None]
     items = [
-        item.moved(start)
-        for (_, prepared), start in zip(kept, itertools.accumulate(lengths, initial=0), strict=False)
-        for item in prepared
+        item.moved(start) for (_, prepared), start in zip(kept, _starts(samples), strict=True) for item in prepared
     ]
     weights = join_weights(samples)
     flat = FlatPack(
@@ -112,12 +111,24 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         ids=ids,
         labels=labels,
         lengths=lengths,
-        sample_ids=[str(sample.id) for sample in samples],
+        sample_ids=[name for sample in samples for name in sample.names],
         positions=np.concatenate(positions, axis=1) if positions else None,
         items=tuple(items),
         weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
+        pairs=_pairs(samples),
     )
     return flat, bad
+
+
+def _starts(samples: Sequence[Sample]) -> list[int]:
+    """Where each begins among the tokens of all."""
+    lengths = [len(sample.ids) for sample in samples]
+    return list(itertools.accumulate(lengths[:-1], initial=0))
+
+
+def _pairs(samples: Sequence[Sample]) -> list[int]:
+    numbers = itertools.accumulate((len(sample.lengths) for sample in samples), initial=0)
+    return [number for sample, number in zip(samples, numbers, strict=False) if sample.first]
 
 
 def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np.float32] | None:
@@ -388,7 +399,8 @@ def build_reader(
     known = modalities or {}
     sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
     data = config.data
-    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, data.ignore, reserved)
+    seed, pairs = config.train.seed, config.preference_pairs
+    renderer = Renderer(tokenizer, data.append_eos, known, positions, seed, data.ignore, reserved, pairs)
     return Reader(config, sources, renderer, known)
 
 
@@ -469,6 +481,7 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "model.modalities": _reading(config),
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
+        "what train.losses makes of preference pairs": config.preference_pairs.replace("refused", ""),
         "model.tokenizer": reading_of(reader.renderer.tokenizer, tokenizer_folder(config.model)),
         "sources": specs,
     }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.data.render import Rendered
+from omnizoo.data.rendered import Rendered
 from omnizoo.data.rows import BadRow
 from omnizoo.modalities.base import Item
 
@@ -33,6 +33,16 @@ class Sample:
     items: tuple[Item, ...] = ()  # media, in order; their spans are within the sample
     positions: npt.NDArray[Any] | None = None  # [R, L], for models with several positions per token
     weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
+    first: int = 0  # of a preference pair: how many tokens are of the chosen half; 0: it is no pair
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of what does not see each other: itself, or the halves of a pair."""
+        return [self.first, len(self.ids) - self.first] if self.first else [len(self.ids)]
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.id}/chosen", f"{self.id}/rejected"] if self.first else [str(self.id)]
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,17 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
             f"{len(ids)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never cut; "
             f"its largest item, {largest.media.name}, takes {largest.size.places}"
         )
+    if rendered.first and len(ids) > pack_tokens:
+        raise BadRow(
+            f"the {len(ids)} tokens of this preference pair are longer than data.pack_tokens ({pack_tokens}), and a "
+            "pair is never cut"
+        )
     for part, start in enumerate(range(0, len(ids), pack_tokens)):
         piece = slice(start, start + pack_tokens)
         own = None if positions is None else positions[:, piece] - (positions[:, [start]] if part else 0)
         weights = None if rendered.weights is None else rendered.weights[piece]
-        yield Sample(SampleId(source, epoch, row, part), ids[piece], rendered.targets[piece], items, own, weights)
+        id, targets = SampleId(source, epoch, row, part), rendered.targets[piece]
+        yield Sample(id, ids[piece], targets, items, own, weights, rendered.first)
 
 
 class Packer:

@@ -28,6 +28,7 @@ class Totals:
     targets: dict[str, int]  # of the text, and of each modality that is produced
     weight: float  # sum of the weights of the text's targets; as many as they are where no row has any
     flops: float  # of packs and media items
+    pairs: int = 0  # preference pairs
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class PlacedItem:
     port: Port
     spans: Sequence[tuple[int, int]]
     is_target: bool
+    places: int
 
 
 def plan_step(told: Told, layout: Layout, micro_batch: int, calls: Sequence[Sequence[Port]], cost: Cost) -> Plan:
@@ -87,6 +89,7 @@ def count_totals(told: Told, ports: Sequence[Port]) -> Totals:
         targets=targets,
         weight=_sum(real["weight"]),
         flops=_sum(real["cost"]) + _sum(items["cost"]),
+        pairs=int(real["pairs"].sum()),
     )
 
 
@@ -137,7 +140,8 @@ class Round:
     def _placed(self, at: int) -> PlacedItem:
         item = int(self.items[at])
         spans = self.told.spans_of(item, int(self.moved[at]))
-        return PlacedItem(self.ports[self.port[at]], spans, bool(self.told.items["targets"][item]))
+        told = self.told.items[item]
+        return PlacedItem(self.ports[self.port[at]], spans, bool(told["targets"]), int(told["places"]))
 
 
 def media_imbalance(rounds: Sequence[Round], world: int) -> dict[str, float]:

@@ -23,9 +23,11 @@ from transformers.utils.chat_template_utils import render_jinja_template  # give
 from omnizoo.config.errors import UserError
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.messages import Conventions, Message, read_list, read_messages, read_weight
-from omnizoo.data.row_fields import Fields
+from omnizoo.data.pairs import sides_of
+from omnizoo.data.rendered import Rendered, pair_of
+from omnizoo.data.row_fields import Fields, Pairs
 from omnizoo.data.row_media import Find, Notation, RowMedia
-from omnizoo.data.rows import BadRow, Folder, Row
+from omnizoo.data.rows import CONVERSATION, BadRow, Folder, Row
 from omnizoo.modalities.base import Item, Modality
 from omnizoo.models.media_model import Ids, Positions
 
@@ -36,15 +38,6 @@ TAGS_HINT = "put {% generation %} tags around what the model writes into the tem
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 # What a chat template may take to write one conversation; of the text, in characters. Far above what any needs.
 MOST_SECONDS, MOST_MEMORY, MOST_TEXT = 2.0, 1 << 30, 1 << 24
-
-
-@dataclass(frozen=True)
-class Rendered:
-    ids: Ids
-    targets: npt.NDArray[np.bool_]  # the loss is on predicting these tokens
-    items: tuple[Item, ...] = ()
-    positions: npt.NDArray[Any] | None = None  # [R, L]
-    weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,10 @@ class Renderer:
         seed: int = 0,
         ignore: Sequence[str] = (),
         reserved: Sequence[int] = (),
+        pairs: Pairs = "refused",
     ) -> None:
-        """`ignore`: fields of rows that may be left out. `reserved`: ids that stand for media which nobody feeds."""
+        """`ignore`: fields of rows that may be left out. `reserved`: ids that stand for media which nobody feeds.
+        `pairs`: what becomes of preference pairs, by the losses of the run."""
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path} is a slow one ({type(tokenizer).__name__}): it cannot tell which "
@@ -81,7 +76,7 @@ class Renderer:
         self.backend.no_padding()
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
-        self.fields = Fields(modalities or {}, ignore)
+        self.fields = Fields(modalities or {}, ignore, pairs)
         self.notation, self.positions, self.seed = Notation(modalities or {}, self.fields), positions, seed
         self.placeholders, self.reserved = self._check_marks(), list(reserved)
         self.conventions: dict[str, Conventions] = {}  # by chat template
@@ -101,10 +96,18 @@ class Renderer:
     def render(self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find) -> Rendered:
         """`key` is (source, epoch, row), which random numbers of its media depend on; `find` opens what it names."""
         given = self.fields.given(row)
-        field = self.fields.conversation(given, row)
+        if self.fields.is_pair(given):
+            chosen, rejected = (self._render_one(side.row, key, find, side.prompt) for side in sides_of(given))
+            return pair_of(chosen, rejected)
+        self.fields.conversation(given, row)
+        return self._render_one(given, key, find)
+
+    def _render_one(self, given: Row, key: tuple[int, int, int], find: Find, prompt: str = "") -> Rendered:
+        """Of what a row says, or one side of a pair. `prompt`: what of a text the loss is not on."""
+        field = next(name for name in CONVERSATION if name in given)
         media = RowMedia(self.notation, given, find, (self.seed, *key))
-        render = self._render_text if field == "text" else self._render_chat
-        tokens = render(given, field, media)
+        is_text = field == "text"
+        tokens = self._render_text(given, media, prompt) if is_text else self._render_chat(given, field, media)
         if self.reserved and len(found := np.intersect1d(tokens.ids, self.reserved)):
             token = self.tokenizer.convert_ids_to_tokens(int(found[0]))
             raise BadRow(f"its text contains {token!r}, which stands for media that nothing feeds to this model")
@@ -201,16 +204,22 @@ class Renderer:
         media.check_counts()
         return wanted
 
-    def _render_text(self, row: Row, field: str, media: RowMedia) -> Tokens:
-        content = row[field]
+    def _render_text(self, row: Row, media: RowMedia, prompt: str) -> Tokens:
+        content = row["text"]
         # in a row without media, words in angle brackets are just that
         is_plain = isinstance(content, str) and not media.columns
         text = media.text(content) if is_plain else media.write(content, True, "`text`")
         media.check_counts()
         if not text:
             raise BadRow("`text` is empty")
+        if prompt and media.columns:
+            raise BadRow("a preference pair of plain texts cannot have media; write it as messages")
         encoding = self.backend.encode(text)
         ids, offsets = encoding.ids, encoding.offsets if media.items else []  # which take a while to list
+        weights = np.ones(len(ids), np.float32)
+        if prompt:
+            ends = np.maximum.accumulate([end for _, end in encoding.offsets])  # of tokens put around a text: 0
+            weights[ends <= len(prompt)] = 0
         if self.append_eos:
             eos = self.tokenizer.eos_token_id
             if eos is None:
@@ -218,7 +227,8 @@ class Renderer:
             if ids[-1:] != [eos]:
                 ids.append(eos)
                 offsets.append((len(text), len(text)))
-        return Tokens(text, np.array(ids, np.int32), offsets, np.ones(len(ids), np.float32))
+                weights = np.append(weights, np.float32(1))
+        return Tokens(text, np.array(ids, np.int32), offsets, weights)
 
     def _render_chat(self, row: Row, field: str, media: RowMedia) -> Tokens:
         tools = read_list(row["tools"], "`tools`") if "tools" in row else None

@@ -6,9 +6,10 @@ vanishes, the rejected answer of a pair. So there is no field that is left out w
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
-from omnizoo.data.rows import CONVERSATION, BadRow, Row
+from omnizoo.config.loss_kinds import PAIRWISE
+from omnizoo.data.rows import CONVERSATION, PROMPTS, SIDES, BadRow, Row
 from omnizoo.modalities.item import WELL_KNOWN
 
 # What other tools write about a row: who it is, where it comes from, what it is about. docs/data.md lists these.
@@ -36,7 +37,10 @@ HARMLESS_IN_MESSAGE = HARMLESS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # of these, an empty one says nothing
 REMEMBERED = 4096  # sets of fields; data with more of them is checked anew
 
-PAIRS = "it is one of a preference pair, which is not trained on yet"
+Pairs = Literal["refused", "allowed", "required"]  # what becomes of preference pairs, by the losses of the run
+
+PAIRS = f"it is one of a preference pair, which is not trained on without {', '.join(PAIRWISE)} in train.losses"
+READ_PAIRS = "preference pairs are read from `chosen` and `rejected`"
 WEIGHTS = "weights of the loss are read from `weight`, of a message or of the row; this is not supported yet"
 TOKENS = "rows that are tokenised already are not supported yet"
 COLUMNS = "prompts and answers in columns of their own are not supported yet: write them as `messages`"
@@ -71,8 +75,8 @@ def says_nothing(value: Any) -> bool:
 class Fields:
     """What is read of a row by a model with these modalities; `ignore` (data.ignore) are names and glob patterns."""
 
-    def __init__(self, modalities: Collection[str] = (), ignore: Sequence[str] = ()) -> None:
-        self.modalities = sorted(modalities)
+    def __init__(self, modalities: Collection[str] = (), ignore: Sequence[str] = (), pairs: Pairs = "refused") -> None:
+        self.modalities, self.pairs = sorted(modalities), pairs
         self.names = frozenset(ignore)
         self.patterns = [pattern for pattern in ignore if any(sign in pattern for sign in "*?[")]
         self.media = {column for name in modalities for column in (name, f"{name}s")}
@@ -88,8 +92,19 @@ class Fields:
             there |= {name: row[name] for name in CONVERSATION if row.get(name) is not None and name not in self.names}
         return there
 
+    def is_pair(self, given: Row) -> bool:
+        """Whether the row is to be read as a preference pair; whatever nothing reads of one is a bad row."""
+        if self.pairs == "refused" or not any(side in given for side in SIDES):
+            return False
+        read = {*SIDES, *PROMPTS, *self.media, "system", "tools"}
+        if unread := [name for name in given if name not in read and name not in HARMLESS and not self.ignores(name)]:
+            raise BadRow(self.unread(unread))
+        return True
+
     def conversation(self, given: Row, row: Row) -> str:
         """The field that is the text or chat of the row; whatever else nothing reads is a bad row."""
+        if self.pairs == "required":
+            raise BadRow("it is no preference pair (`chosen`, `rejected`), and the losses of the run are of pairs only")
         key = tuple(given)
         verdict = self.verdicts.get(key)
         if verdict is None:
@@ -125,6 +140,7 @@ class Fields:
         listed = ", ".join(f"`{name}`" for name in names)
         reasons = [why for name in names if (why := meaning(name)) is not None]
         why = PAIRS if PAIRS in reasons else next(iter(reasons), None)
+        why = READ_PAIRS if why == PAIRS and self.pairs != "refused" else why
         if why is None and any(name.removesuffix("s") in WELL_KNOWN for name in names):
             why = f"of media, this model reads {', '.join(self.modalities) or 'none'}"
         return f"nothing reads {listed}{of}{f': {why}' if why else ''} (data.ignore leaves out fields by name)"

@@ -18,8 +18,11 @@ from omnizoo.modalities.item import BadMedia, kind_of_file
 Row = dict[str, Any]
 Rows = npt.NDArray[np.int64]
 EXTENT = 256  # rows of an extent where any row is equally cheap to reach
+SIDES = ("chosen", "rejected")  # the answers of a preference pair
+PROMPTS = ("prompt", "messages", "conversations")  # what they follow
 CONVERSATION = ("messages", "conversations", "text")  # what a row is read from, the first one that it has
-STRUCTS = ("messages", "conversations", "tools")  # fields that are lists of objects
+# Fields that are, or may be, lists of objects.
+STRUCTS = ("messages", "conversations", "tools", "prompt", "chosen", "rejected")
 
 
 class BadRow(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)

@@ -29,6 +29,7 @@ PACK = np.dtype(
         ("items", "i8"),  # how many
         ("labels", "i8"),  # text targets
         ("weight", "f8"),  # sum of their weights; as many as they are where no row has any
+        ("pairs", "i8"),  # preference pairs
         ("cost", "f8"),  # FLOPs, but for those of its items
     ]
 )
@@ -53,6 +54,7 @@ class Known:
     weight: float  # sum of their weights; as many as they are where no row has any
     is_filler: bool
     items: list[Item]  # their spans are within the pack
+    pairs: int = 0  # preference pairs
 
     @property
     def tokens(self) -> int:
@@ -74,7 +76,8 @@ def known_of(pack: FlatPack) -> Known:
     is_target = pack.labels != IGNORE
     labels = int(is_target.sum())
     weight = labels if pack.weights is None else float(pack.weights[is_target].sum(dtype=np.float64))
-    return Known(pack.index, pack.lengths, labels, weight, not pack.sample_ids, list(pack.items))
+    is_filler = not pack.sample_ids
+    return Known(pack.index, pack.lengths, labels, weight, is_filler, list(pack.items), len(pack.pairs))
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,9 @@ class Told:
     @classmethod
     def of(cls, packs: Sequence[Known], ports: Sequence[Port], cost: Cost) -> "Told":
         items = [item for pack in packs for item in pack.items]
+        counts = [(len(p.lengths), len(p.items), p.labels, p.weight, p.pairs) for p in packs]
         return cls(
-            np.array(
-                [(p.index, p.is_filler, len(p.lengths), len(p.items), p.labels, p.weight, cost(p)) for p in packs],
-                PACK,
-            ),
+            np.array([(p.index, p.is_filler, *of, cost(p)) for p, of in zip(packs, counts, strict=True)], PACK),
             np.array([length for pack in packs for length in pack.lengths], np.int64),
             np.array([(ports.index(i.port), i.size.places, i.targets, len(i.spans), i.size.cost) for i in items], ITEM),
             np.array([span for item in items for span in item.spans], np.int64).reshape(-1, 2),

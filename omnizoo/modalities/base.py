@@ -70,11 +70,13 @@ class Item:
         return (self.size.targets or self.size.places) if self.is_target else 0
 
     def cut(self, parts: Sequence[tuple[Size, Inputs]]) -> list["Item"]:
-        """This item, prepared, as its parts, each in its own places."""
+        """This item, prepared, as its parts, each in its own places; in every copy, where it is at several places."""
         tokens = np.concatenate([np.arange(first, first + count) for first, count in self.spans] or [np.zeros(0, int)])
         ends = np.cumsum([size.places for size, _ in parts])
+        copies = tokens.reshape(-1, ends[-1])
         items = []
-        for (size, inputs), own in zip(parts, np.split(tokens, ends[:-1]), strict=True):
+        for (size, inputs), places in zip(parts, np.split(copies, ends[:-1], axis=1), strict=True):
+            own = places.reshape(-1)
             runs = np.split(own, np.flatnonzero(np.diff(own) != 1) + 1)
             spans = tuple((int(run[0]), len(run)) for run in runs if len(run))
             items.append(replace(self, size=size, spans=spans, raw=None, inputs=inputs))

@@ -7,7 +7,8 @@ PEFT does it: the base keeps its names, so published weights, tied weights, reci
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -26,6 +27,7 @@ from omnizoo.models.hf_private import is_experts, kept_in_fp32, language_model, 
 
 ALL_LINEAR = "all-linear"
 ATTACHED = "_omnizoo_adapter"  # where a model keeps what was attached to it
+OFF = "_omnizoo_adapter_off"  # on a module with factors: they are to be left out for now
 DEFAULT = "default"  # PEFT's name of an adapter that has none
 KEY = "model.adapter"
 
@@ -67,6 +69,22 @@ def scaling_of(settings: Adapter) -> float:
 def attached(model: nn.Module) -> Attached | None:
     """What was attached to `model`; None if it has no adapter."""
     return vars(model).get(ATTACHED)
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Inside it, factors are left out: `model` computes what its base does, but for modules that are trained whole."""
+    found = attached(model)
+    assert found is not None, "a model without an adapter"
+    names = {*found.modules, *(name.rpartition(".")[0] for name in found.experts)}
+    modules = [model.get_submodule(name) for name in sorted(names)]
+    for module in modules:
+        vars(module)[OFF] = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)[OFF]
 
 
 def attach(model: nn.Module, settings: Adapter, dtype: torch.dtype, stored: torch.dtype) -> None:
@@ -253,6 +271,8 @@ def _draw(first: torch.Tensor, second: torch.Tensor, settings: Adapter) -> None:
 
 def _linear(module: Any, base: Callable[[torch.Tensor], torch.Tensor], scaling: float, x: torch.Tensor) -> torch.Tensor:
     out = base(x)
+    if OFF in vars(module):
+        return out
     first, second = module.lora_A[DEFAULT], module.lora_B[DEFAULT]
     entering = x.to(first.weight.dtype)
     is_dropped = hasattr(module, "lora_dropout") and module.training
@@ -306,6 +326,8 @@ def _embedding(
 ) -> torch.Tensor:
     """PEFT leaves dropout out here, too: there is nothing to drop of an id."""
     out = base(ids)
+    if OFF in vars(module):
+        return out
     rows = F.embedding(ids, module.lora_embedding_A[DEFAULT].T, module.padding_idx)
     added: torch.Tensor = rows @ module.lora_embedding_B[DEFAULT].T * scaling
     return out + added.to(out.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.models.adapter import factor_names
+from omnizoo.models.adapter import OFF, factor_names
 from omnizoo.models.hf_private import expert_activation, is_experts, register_experts
 from omnizoo.ops.experts import (
     Experts,
@@ -71,7 +71,7 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
 
     def factors(name: str) -> Factors | None:
         first, second = (getattr(module, factor, None) for factor in factor_names(name))
-        if first is None or second is None:
+        if first is None or second is None or OFF in vars(module):
             return None
         return Factors(_local(first).transpose(1, 2), _local(second), module.lora_scaling)
 

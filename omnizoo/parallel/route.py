@@ -33,6 +33,9 @@ class Placed(Protocol):
     @property
     def is_target(self) -> bool: ...  # also needed at the tokens before its own, which predict it
 
+    @property
+    def places(self) -> int: ...  # how many features it has; its spans may hold them several times, one after the other
+
 
 @dataclass(frozen=True)
 class Share:
@@ -96,8 +99,8 @@ def plan_routes(
             reached = np.stack([tokens, tokens - 1] if item.is_target else [tokens])  # [1 or 2, places]
             to = holder[reached]
             if owner == rank:
-                own = np.broadcast_to(made[item.port] + np.arange(len(tokens)), to.shape)
-                made[item.port] += len(tokens)
+                own = np.broadcast_to(made[item.port] + np.arange(len(tokens)) % item.places, to.shape)
+                made[item.port] += item.places
                 is_new = np.ones(to.shape, bool)
                 is_new[1:] = to[1:] != to[0]
                 leaving[item.port].append(np.stack([dp * layout.sp + to.T[is_new.T], own.T[is_new.T]]))

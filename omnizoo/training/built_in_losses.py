@@ -20,14 +20,12 @@ from omnizoo.training.loss_contract import Loss
 from omnizoo.training.routers import balance_sum, router_z_sum
 
 
-class CrossEntropy(Loss):
-    """Of the next token of the text; a mean over targets, by their weights.
+class AtHead(Loss):
+    """Sees logits, or if `chunked` hidden states: never more than a chunk of logits at a time. By default where logits
+    would be many."""
 
-    `chunked`: never more than a chunk of logits at a time. By default where logits would be many.
-    """
-
-    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, chunked: bool | None = None) -> None:
-        self.label_smoothing, self.z_loss, self.chunked = label_smoothing, z_loss, chunked
+    def __init__(self, chunked: bool | None) -> None:
+        self.chunked = chunked
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         chunked = self.chunked
@@ -36,6 +34,14 @@ class CrossEntropy(Loss):
             tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
             chunked = isinstance(head, nn.Linear) and tokens * head.out_features > CHUNK
         self.view = "of_hidden" if chunked else "of_logits"
+
+
+class CrossEntropy(AtHead):
+    """Of the next token of the text; a mean over targets, by their weights."""
+
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, chunked: bool | None = None) -> None:
+        super().__init__(chunked)
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
         return cross_entropy_sum(logits, batch.targets, batch.weights, self.label_smoothing, self.z_loss)
@@ -75,7 +81,7 @@ class RouterZ(Loss):
 
 def give_way(loss: Loss) -> bool:
     """Let a loss see logits that would rather see hidden states, if it can: the model has an odd head."""
-    if not isinstance(loss, CrossEntropy) or loss.chunked:
+    if not isinstance(loss, AtHead) or loss.chunked:
         return False
     loss.view = "of_logits"
     return True

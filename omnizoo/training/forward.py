@@ -29,6 +29,15 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfl
 
 
 @dataclass(frozen=True)
+class LocalPairs:
+    """Which targets of this rank are whose in preference pairs."""
+
+    samples: int  # of the micro-batch, which ranks may share
+    sample_of_target: torch.Tensor  # [N]
+    chosen: torch.Tensor  # [P] the sample of each pair's chosen answer; the next one is its rejected answer
+
+
+@dataclass(frozen=True)
 class Local:
     """What of a micro-batch is this rank's."""
 
@@ -38,6 +47,7 @@ class Local:
     pack_of_token: torch.Tensor  # [T] which pack of the micro-batch
     packs: int  # of the micro-batch, which ranks may share
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
+    pairs: LocalPairs | None = None  # None: the micro-batch has no preference pairs
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a value for each target, `[N]`, by the weights of the targets."""
@@ -53,13 +63,15 @@ def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
 def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]) -> Local:
     """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included."""
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
-    weights = batch.weights
+    weights, lengths = batch.weights, batch.cu_seqlens.diff()
+    samples = torch.arange(len(lengths)).repeat_interleave(lengths)  # of each token
     is_filler = False
     if mesh.layout.sp == 1:
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
     else:
-        sequence = SequenceParallel(mesh, batch.cu_seqlens.diff().tolist(), parallel.overlap)
+        sequence = SequenceParallel(mesh, lengths.tolist(), parallel.overlap)
         index = sequence.index
+        samples = samples[index]
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
         weights = None if weights is None else weights[:, index]
         is_filler = not len(index)
@@ -79,7 +91,10 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
     weights = None if weights is None else moved(weights[0, kept])
-    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler)
+    pairs = None
+    if batch.pairs is not None:
+        pairs = LocalPairs(len(lengths), moved(samples[kept]), moved(batch.pairs))
+    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, pairs)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ of the step before the first forward pass. So each loss is a plain mean over the
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ KINDS = {
     "cross_entropy": "omnizoo.training.built_in_losses:CrossEntropy",
     "balance": "omnizoo.training.built_in_losses:Balance",
     "router_z": "omnizoo.training.built_in_losses:RouterZ",
+    "dpo": "omnizoo.training.preference_losses:DPO",
+    "orpo": "omnizoo.training.preference_losses:ORPO",
+    "simpo": "omnizoo.training.preference_losses:SimPO",
 }
 VIEWS = {"of_logits": 2, "of_hidden": 3, "of_routers": 2}  # methods, of which a loss has one, and their arguments
 EXPECTED = "a subclass of omnizoo.Loss with one of of_logits(logits, batch), of_hidden(hidden, head, batch), of_routers"
@@ -38,7 +41,12 @@ class Loss:
     0 where there is nothing. `batch` has the targets `[N]` (token ids) and their weights, the inputs of the model, and
     of each token `[T]` which pack it is of. A rank may have any part of a pack, so nothing but sums over targets or
     tokens comes out the same on every layout: `batch.sum(values)` of a value for each target is one.
+
+    `metrics` names further figures, sums as the loss is one, which each call leaves in `measured`, by name.
     """
+
+    metrics: ClassVar[Sequence[str]] = ()
+    measured: dict[str, torch.Tensor]
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         """Called once before the first step, on all ranks. `model` is sharded already."""
@@ -47,6 +55,9 @@ class Loss:
         """What the sum over all ranks and micro-batches is divided by: here, the number of the text's targets, each by
         its weight, as `batch.sum` adds them up."""
         return totals.weight
+
+    def prepare(self, batch: Local) -> None:
+        """Called before the model's forward pass of each micro-batch, on all ranks."""
 
     def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
         """`logits [N, V]` are those that predict `batch.targets [N]`."""
@@ -82,6 +93,20 @@ class NamedLoss:
     @property
     def who(self) -> str:
         return f"{self.key}.kind: {self.kind}"
+
+    @property
+    def metrics(self) -> list[str]:
+        return [f"{self.name}/{metric}" for metric in self.loss.metrics]
+
+    def measured(self) -> dict[str, torch.Tensor]:
+        """The sums of its metrics in the last call."""
+        found = getattr(self.loss, "measured", {})
+        for metric in self.loss.metrics:
+            if metric not in found:
+                raise UserError(
+                    f"{self.who}: {self.view} leaves no {metric!r} in `measured`, which it has in `metrics`"
+                )
+        return {f"{self.name}/{metric}": found[metric].detach() for metric in self.loss.metrics}
 
     def count(self, totals: Totals) -> float:
         wanted = "expected a number >= 0 that is known from the step's totals, before the forward pass"

@@ -74,16 +74,22 @@ class Objective:
 
     def counts(self, totals: Totals) -> dict[str, float]:
         """What each term's sum runs over, all ranks together."""
-        counts = {loss.name: loss.count(totals) for loss in self.of_text}
+        counts: dict[str, float] = {}
+        for loss in self.of_text:
+            counts |= dict.fromkeys((loss.name, *loss.metrics), loss.count(totals))
         counts |= {name: totals.targets.get(name, 0) for name in self.produced}
         return counts | {loss.name: loss.count(totals) for loss in self.of_routers}
 
     def terms(self, batch: Batch) -> list[LossTerm]:
         """Forward one packed micro-batch on this rank."""
         local = localize(batch, self.mesh, self.config.parallel, self.ports)
+        for loss in self.of_text:
+            loss.loss.prepare(local)
         with self.recorder.recording() as records:
             sums, losses = self._forward(local)
         terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.of_text]
+        for loss in self.of_text:
+            terms += [LossTerm(name, 0.0, measured) for name, measured in loss.measured().items()]
         terms += [LossTerm(name, self.weights.get(name, 1.0), loss) for name, loss in losses.items()]
         if local.is_filler:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]

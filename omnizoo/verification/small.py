@@ -30,7 +30,7 @@ def shrink(config: Config, world: int, precision: str) -> Config:
             "they depend on the layout; verify it without them"
         )
     data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
-    if not reads_media(config.model):  # items must fit into a pack
+    if not reads_media(config.model) and config.preference_pairs == "refused":  # which must fit into a pack, and items
         data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
     parallel: dict[str, Any] = {"precision": precision}
     if config.parallel.reshard_after_forward is None:  # the small model would never need to

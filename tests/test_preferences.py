@@ -1,0 +1,437 @@
+"""Preference pairs: rows, packs and losses, against the published formulas, transformers' own forward one answer at a
+time, and one process."""
+
+import json
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fixtures import TEXT, make_tokenizer
+from omni import SENSOR, make_media, write_omni_config
+from tiny import model_config, read_steps, write_config, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from omnizoo.assembly.entrance import read_modalities
+from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.published import media_model
+from omnizoo.cli.main import main
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
+from omnizoo.data.deal import deal
+from omnizoo.data.loader import IGNORE, build_loader, build_reader, flatten
+from omnizoo.data.packing import Pack, split
+from omnizoo.data.pairs import sides_of
+from omnizoo.data.render import Renderer
+from omnizoo.data.rows import BadRow
+from omnizoo.models.build import build_model, load_tokenizer
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import process_group
+from omnizoo.training.forward import Local, LocalPairs, forward, localize
+from omnizoo.training.loss_contract import KINDS
+from omnizoo.training.losses import Objective
+from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.preference_losses import DPO, ORPO, Preference, SimPO
+from omnizoo.training.step import next_step, train_step
+from omnizoo.verification.compare import verdict_of
+from omnizoo.verification.prepare import prepare
+from omnizoo.verification.trial import whole_gradients
+
+ROOT = Path(__file__).parents[1]
+USER = {"role": "user", "content": "question"}
+YES, NO = ({"role": "assistant", "content": content} for content in ("yes", "no"))
+
+
+# What a loss computes.
+
+
+def published(kind: Preference, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """By the formulas of the papers; `c` and `r` are what the answers are compared by."""
+    if isinstance(kind, SimPO):
+        return -torch.log(torch.sigmoid(kind.beta * c - kind.beta * r - kind.gamma))
+    if isinstance(kind, ORPO):
+        odds = [p.exp() / (1 - p.exp()) for p in (c, r)]
+        return -c - kind.beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+    h = c - r
+    if kind.loss == "ipo":
+        return (h - 1 / (2 * kind.beta)) ** 2
+    if kind.loss == "hinge":
+        return torch.clamp(1 - kind.beta * h, min=0)
+    smoothing = kind.label_smoothing
+    right, wrong = torch.sigmoid(kind.beta * h), torch.sigmoid(-kind.beta * h)
+    return -(1 - smoothing) * torch.log(right) - smoothing * torch.log(wrong)
+
+
+LOSSES = [
+    DPO(),
+    DPO(beta=0.5, label_smoothing=0.2),
+    DPO(beta=0.3, length_normalised=True),
+    DPO(loss="ipo"),
+    DPO(loss="ipo", length_normalised=False),
+    DPO(beta=0.7, loss="hinge"),
+    SimPO(),
+    SimPO(beta=3.0, gamma=0.2),
+    ORPO(),
+    ORPO(beta=0.8),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_losses_are_the_published_ones_in_float64(loss: Preference) -> None:
+    dice = torch.Generator().manual_seed(0)
+    lengths = [3, 5, 4, 2, 6, 1]  # samples 1 and 2 are a pair, and so are 3 and 4
+    sample = torch.arange(6).repeat_interleave(torch.tensor(lengths))
+    logits = torch.randn(len(sample), 11, generator=dice, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (len(sample),), generator=dice)
+    reference = torch.randn(len(sample), generator=dice, dtype=torch.float64)
+    loss.sharing, loss.add_up, loss.of_reference = 1, lambda tensor: tensor, reference
+    batch = Local({}, targets, None, torch.zeros(0), 1, pairs=LocalPairs(6, sample, torch.tensor([1, 3])))
+    found = loss.of_logits(logits, batch)
+    (gradient,) = torch.autograd.grad(found, logits)
+
+    each = torch.log_softmax(logits, 1)[torch.arange(len(sample)), targets]
+    each = each - reference if isinstance(loss, DPO) else each
+    per_sample = torch.stack([part.mean() if loss.is_normalised else part.sum() for part in each.split(lengths)])
+    chosen, rejected = per_sample[[1, 3]], per_sample[[2, 4]]
+    expected = published(loss, chosen, rejected).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-10, atol=1e-14)
+    rewards = [loss.beta * side.sum() for side in (chosen, rejected)]
+    for name, value in zip(loss.metrics, (*rewards, rewards[0] - rewards[1]), strict=False):
+        torch.testing.assert_close(loss.measured[name], value.detach())
+    assert loss.measured["accuracy"] == (chosen > rejected).sum()
+
+
+# Packs of pairs, one process.
+
+
+def pair_rows(count: int = 60) -> list[dict[str, Any]]:
+    """Pairs of every form, and of many lengths."""
+    dice, words = random.Random(0), TEXT.split()
+
+    def say() -> str:
+        return " ".join(dice.choices(words, k=dice.randint(1, 5)))
+
+    rows: list[dict[str, Any]] = []
+    for i in range(count // 3):
+        asked, turns = (
+            [{"role": "user", "content": say()}],
+            [{"role": "assistant", "content": f"{end} {say()}"} for end in "ab"],
+        )
+        rows += [
+            {"prompt": say(), "chosen": f" {say()} {i}", "rejected": f" {say()}"},
+            {"messages": asked, "chosen": f"{say()} {i}", "rejected": say()},
+            {
+                "chosen": [*asked, turns[0], *asked, {"role": "assistant", "content": f"{i}"}],
+                "rejected": [*asked, turns[1]],
+            },
+        ]
+    return rows
+
+
+def pair_config(
+    folder: Path, losses: list[dict[str, Any]], rows: list[dict[str, Any]] | None = None, **more: Any
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    source = write_rows(folder / "pairs.jsonl", rows or pair_rows())
+    train = {"global_batch": 4, "grad_clip": 0.0, "losses": losses}
+    data = {"sources": [{"path": str(source)}], "pack_tokens": 128, "workers": 0}
+    return write_config(folder, data=data, train=train, **more)
+
+
+def make_folder(folder: Path, seed: int) -> Path:
+    """A model with random weights, as Hugging Face saves it."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("qwen3")))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # large enough that models differ in what they predict
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def one_step(path: Path, *overrides: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    """A step: its result, whole gradients, and its data."""
+    with process_group() as process:
+        config = load_config(path, list(overrides))
+        mesh = build_mesh(config, process)
+        model = build_model(config.model, config.parallel.precision)
+        parallelize(model, mesh, config)
+        objective = Objective(model, mesh, config)
+        data = next_step(build_loader(config, load_tokenizer(config.model), 0, 1), objective)
+        model.train()
+        result = train_step(objective, build_optimizer(model, config), data, 1)
+        return result, whole_gradients(model, keep=True), data
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def answers_of(model: Any, data: Any) -> list[tuple[torch.Tensor, int]]:
+    """Log-probability and length of each answer, by transformers' own forward, one sample after the other."""
+    found = []
+    for batch in data.micro_batches:
+        for first, last in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+            labels = batch.labels[0, first:last]
+            is_answer = labels != IGNORE
+            logits = model(batch.input_ids[:, first:last], use_cache=False).logits[0]
+            each = -F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+            found.append((each[is_answer].sum(), int(is_answer.sum())))
+    return found
+
+
+def test_packed_pairs_are_those_of_transformers_one_answer_at_a_time(tmp_path: Path) -> None:
+    policy, reference = (make_folder(tmp_path / name, seed) for name, seed in (("policy", 0), ("reference", 1)))
+    options = {"beta": 0.3, "reference": str(reference)}
+    losses = [{"kind": "dpo", "options": options}, {"kind": "cross_entropy", "weight": 0.5}]
+    path = pair_config(tmp_path / "run", losses, model={"path": str(policy), "config": None, "tokenizer": None})
+    result, gradients, data = one_step(path)
+
+    model, frozen = (AutoModelForCausalLM.from_pretrained(folder) for folder in (policy, reference))
+    own = answers_of(model, data)
+    with torch.no_grad():
+        other = answers_of(frozen, data)
+    assert len(own) == 2 * data.totals.pairs > 8
+    names = [name for batch in data.micro_batches for name in batch.sample_ids]
+    assert [name.rpartition("/")[2] for name in names] == ["chosen", "rejected"] * data.totals.pairs
+    assert all(a.rpartition("/")[0] == b.rpartition("/")[0] for a, b in zip(names[::2], names[1::2], strict=True))
+    margins = [0.3 * ((own[i][0] - other[i][0]) - (own[i + 1][0] - other[i + 1][0])) for i in range(0, len(own), 2)]
+    dpo = -torch.stack([F.logsigmoid(margin) for margin in margins]).mean()
+    text = -torch.stack([value for value, _ in own[::2]]).sum() / sum(count for _, count in own[::2])
+    (dpo + 0.5 * text).backward()
+    assert result.terms["dpo"] == pytest.approx(dpo.item(), rel=1e-6)
+    assert result.terms["text"] == pytest.approx(text.item(), rel=1e-6)  # of chosen answers only
+    assert result.terms["dpo/margin"] == pytest.approx(torch.stack(margins).mean().item(), abs=1e-5)
+    assert max(map(abs, margins)) > 0.5
+    assert result.terms["dpo/accuracy"] == pytest.approx(sum(m > 0 for m in margins).item() / len(margins))
+    assert_same(gradients, {name: p.grad for name, p in model.named_parameters()})
+
+    losses[0]["options"]["chunked"] = True
+    chunked, at_head, _ = one_step(path, "--train.losses", json.dumps(losses))
+    assert chunked.loss == pytest.approx(result.loss, rel=1e-6)
+    assert_same(at_head, gradients)
+
+
+def test_the_reference_of_an_adapter_is_its_base(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "base", 0)
+    adapter = {"rank": 4, "alpha": 16.0, "init": "random", "targets": ["all-linear", "embed_tokens"], "dropout": 0.0}
+    model = {"path": str(folder), "config": None, "tokenizer": None, "adapter": adapter}
+    path = pair_config(tmp_path / "run", [{"kind": "dpo"}], model=model)
+    off, gradients, _ = one_step(path)
+    copy, same, _ = one_step(path, "--train.losses", f"[{{kind: dpo, options: {{reference: {folder}}}}}]")
+    assert off.loss == pytest.approx(copy.loss, rel=1e-6)
+    assert abs(off.terms["dpo/margin"]) > 1e-3
+    assert_same(gradients, same)
+
+
+def test_a_run_goes_on_exactly_and_learns_what_is_preferred(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [USER | {"content": f"question {i}"}], "chosen": "yes", "rejected": "no, maybe"} for i in range(40)
+    ]
+    path = pair_config(tmp_path, [{"kind": "dpo"}], rows, checkpoint={"every": 4, "keep": 3})
+    overrides = ["--train.steps", "8", "--train.lr", "3e-3", "--data.workers", "0"]
+    assert main(["train", str(path), *overrides]) == 0
+    steps = read_steps(tmp_path / "run")
+    assert steps[0]["loss"] == pytest.approx(0.693147, rel=1e-5)  # the reference is the model as it begins
+    assert steps[-1]["loss/dpo/accuracy"] == 1
+    assert steps[-1]["loss/dpo/rewards/chosen"] > steps[-1]["loss/dpo/rewards/rejected"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008", ignore_errors=False)
+    assert main(["train", str(path), *overrides]) == 0
+    again = read_steps(tmp_path / "run")
+    figures = ("step", "loss", "grad_norm", "tokens", "loss/dpo/margin")
+    assert [[step[name] for name in figures] for step in again] == [[step[name] for name in figures] for step in steps]
+
+
+# On every layout.
+
+KINDS_AT_ONCE = [
+    {"kind": "dpo"},
+    {"kind": "dpo", "weight": 0.1, "options": {"loss": "ipo", "chunked": True}, "name": "ipo"},
+    {"kind": "simpo", "weight": 0.5},
+    {"kind": "orpo", "weight": 0.5},
+    {"kind": "cross_entropy", "weight": 0.1},
+    {"kind": "balance", "weight": 0.01},
+]
+PAIRS = ["--data.sources", f"[{{path: {ROOT / 'examples/data/tiny/preferences.jsonl'}}}]", "--data.pack_tokens", "160"]
+
+
+def verify(config: str, losses: list[dict[str, Any]], layouts: str) -> int:
+    path = str(ROOT / "examples" / config)
+    return main(["verify", path, "--world", "4", "--layouts", layouts, "--train.losses", json.dumps(losses), *PAIRS])
+
+
+@pytest.mark.slow
+def test_verify_passes_with_pairs_and_the_base_of_an_adapter(capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify("lora_tiny.yaml", KINDS_AT_ONCE, "rep2.dp2,uly2.ring2,dp2.uly2.ep4") == 0
+    assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_verify_passes_with_pairs_and_a_frozen_copy(capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify("qwen3_moe_tiny.yaml", [{"kind": "dpo"}], "uly2.ring2,dp2.uly2.ep4") == 0
+    assert "2 of 2 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+
+
+# Media in the prompt.
+
+
+@pytest.fixture
+def omni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A composed model, on pairs with up to two items of any modality in their prompts."""
+    monkeypatch.syspath_prepend(str(SENSOR))
+    monkeypatch.setenv("PYTHONPATH", str(SENSOR), prepend=":")
+    dice = random.Random(0)
+    media = make_media(tmp_path / "pairs" / "media", dice)
+    rows = []
+    for number in range(60):
+        names = dice.choices(list(media), k=number % 3)
+        asked = [{"type": name, name: dice.choice(media[name])} for name in names]
+        message = {"role": "user", "content": [*asked, {"type": "text", "text": f"question {number}"}]}
+        rows.append({"messages": [message], "chosen": "yes", "rejected": f"no {number}"})
+    source = write_rows(tmp_path / "pairs" / "rows.jsonl", rows)
+    losses = [{"kind": "dpo"}, {"kind": "cross_entropy", "weight": 0.2}]
+    data = {"sources": [{"path": str(source)}], "pack_tokens": 240}
+    return write_omni_config(tmp_path, data=data, train={"losses": losses})
+
+
+def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path) -> None:
+    with process_group() as process:
+        config = load_config(omni, [])
+        mesh = build_mesh(config, process)
+        model = build_model(config.model, "fp32")
+        reader = build_reader(config, load_tokenizer(config.model), **read_modalities(model, config.model))
+        parallelize(model, mesh, config)
+        ports, source = media_model(model).ports, reader.sources[0]
+        pairs, apart = [], []
+        for row in range(12):
+            found = partial(source.find, row)
+            pairs.append(reader.renderer.render(source.read(row), (0, 0, row), found))
+            apart += [reader.renderer._render_one(side.row, (0, 0, row), found) for side in sides_of(source.read(row))]
+        outputs, gradients = [], []
+        for rendered in (pairs, apart):
+            samples = [sample for i, r in enumerate(rendered) for sample in split(0, 0, i, r, 240)]
+            flat, bad = flatten(0, Pack(tuple(samples)), reader)
+            assert not bad
+            assert len(flat.items) == sum(len(pair.items) for pair in pairs) * (1 if rendered is pairs else 2)
+            (batch,) = deal([flat], mesh, 1, ports, lambda pack: 1.0).batches
+            model.zero_grad()
+            logits, _ = forward(model, localize(batch, mesh, config.parallel, ports))
+            logits.square().mean().backward()
+            outputs.append(logits.detach())
+            gradients.append({name: g for name, g in whole_gradients(model, keep=True).items() if g.norm()})
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+    assert any("encoder" in name for name in gradients[0])
+    assert_same(*gradients)
+
+
+@pytest.mark.slow
+def test_media_of_prompts_agree_with_one_process(omni: Path, tmp_path: Path) -> None:
+    layouts = prepare(load_config(omni, []), 4, "uly2.ring2,dp2.uly2.ep4", "fp32", tmp_path / "verify")
+    assert [verdict_of(tmp_path / "verify", layout).reason for layout in layouts] == ["", ""]
+
+
+def test_media_in_answers_are_refused(omni: Path) -> None:
+    config = load_config(omni, [])
+    model = build_model(config.model, "fp32")
+    reader = build_reader(config, load_tokenizer(config.model), **read_modalities(model, config.model))
+    picture = [{"role": "assistant", "content": [{"type": "image", "image": "media/0.png"}]}]
+    with pytest.raises(BadRow, match="media in the answers of a preference pair are not supported yet"):
+        reader.renderer.render(
+            {"messages": [USER], "chosen": picture, "rejected": NO}, find=partial(reader.sources[0].find, 0)
+        )
+
+
+# Rows, and mistakes in one line.
+
+
+def test_rows_of_every_form_have_the_loss_on_their_answers(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    renderer = Renderer(tokenizer, True, pairs="required")
+    chat = [{"from": "human", "value": "question"}]
+    for row in (
+        {"messages": [USER], "chosen": "yes", "rejected": "no"},
+        {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
+        {"prompt": "question", "chosen": YES, "rejected": NO},
+        {"prompt": "question", "chosen": [USER, YES], "rejected": [USER, NO]},
+        {"chosen": [USER, YES], "rejected": [USER, NO]},
+        {"conversations": chat, "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}},
+    ):
+        found = renderer.render(row)
+        halves = slice(0, found.first), slice(found.first, None)
+        assert [tokenizer.decode(found.ids[h][found.targets[h]]) for h in halves] == ["yes<|im_end|>", "no<|im_end|>"]
+        assert len({tokenizer.decode(found.ids[h][~found.targets[h]]) for h in halves}) == 1
+    found = renderer.render({"prompt": "and so on", "chosen": " yes", "rejected": " no"})
+    assert tokenizer.decode(found.ids[: found.first][found.targets[: found.first]]) == " yes<|endoftext|>"
+    with pytest.raises(
+        BadRow, match=r"preference pair are longer than data.pack_tokens \(8\), and a pair is never cut"
+    ):
+        list(split(0, 0, 0, found, 8))
+
+
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "chosen": "b"}, "has no `rejected`"),
+    ({"prompt": "a", "rejected": "b"}, "has no `chosen`"),
+    ({"chosen": "a", "rejected": "b"}, "needs a `prompt`"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+    ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "`prompt` and `messages`"),
+    (
+        {"chosen": [USER, YES], "rejected": [USER | {"content": "else"}, NO]},
+        "differ at message 0; a pair has one prompt",
+    ),
+    ({"chosen": [USER, YES], "rejected": [USER, YES, USER, NO]}, "differ at message 2"),
+    ({"prompt": "else", "chosen": [USER, YES], "rejected": [USER, NO]}, "`prompt` is not what `chosen` and"),
+    ({"messages": [USER], "chosen": YES | {"weight": 0.5}, "rejected": NO}, "has no weights"),
+    ({"messages": [USER], "chosen": YES, "rejected": NO, "weight": 2}, "nothing reads `weight`"),
+    (
+        {"messages": [USER], "chosen": YES, "rejected": NO, "rejected_response": "x"},
+        "read from `chosen` and `rejected`",
+    ),
+    ({"messages": [USER], "chosen": 7, "rejected": NO}, "`chosen` is int, not a text, a message"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "write it as messages"),
+    ({"text": "a"}, "it is no preference pair"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
+def test_a_bad_pair_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(BadRow) as caught:
+        Renderer(make_tokenizer(tmp_path), True, pairs="required").render(row)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_loss_of_pairs_they_are_refused_with_one_other_rows_may_be_mixed(tmp_path: Path) -> None:
+    row = {"messages": [USER], "chosen": "yes", "rejected": "no"}
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(
+        BadRow, match=r"`chosen`, `rejected`: .* not trained on without dpo, orpo, simpo in train.losses"
+    ):
+        Renderer(tokenizer, True).render(row)
+    losses = [{"kind": "dpo"}, {"kind": "cross_entropy"}]
+    path = pair_config(tmp_path / "run", losses, [row, {"text": "any number"}] * 40)
+    result, _, data = one_step(path, "--data.shuffle", "false")
+    assert 0 < data.totals.pairs < sum(len(batch.sample_ids) for batch in data.micro_batches) / 2
+    assert result.terms.keys() == {"dpo", "text", *(f"dpo/{name}" for name in DPO.metrics)}
+
+
+def test_wrong_options_are_one_line(tmp_path: Path) -> None:
+    for options, reason in (
+        ({"loss": "kto"}, "train.losses.0.options.loss is"),
+        ({"beta": 0}, "train.losses.0.options.beta is 0; expected number > 0"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing: 0.1 is for the loss sigmoid, not for ipo"),
+    ):
+        path = pair_config(tmp_path, [{"kind": "dpo", "options": options}])
+        with pytest.raises(UserError, match=reason):
+            one_step(path)
+    path = pair_config(tmp_path, [{"kind": "dpo"}], checkpoint={"resume": "weights:elsewhere"})
+    with pytest.raises(UserError, match=r"checkpoint.resume: weights:elsewhere: the reference of dpo is not clear"):
+        one_step(path)
+    assert {"dpo", "orpo", "simpo"} <= KINDS.keys()
