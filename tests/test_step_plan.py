@@ -80,7 +80,7 @@ def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
     heard, notes = read_messages([np.frombuffer(each, np.uint8) for each in (nothing, message)])
     assert notes == ["nothing to say", {"error": None}]
     assert heard.packs.tolist() == [
-        (3, False, len(pack.lengths), len(pack.items), pack.labels, pack.weight, cost(pack))
+        (3, False, len(pack.lengths), len(pack.items), pack.labels, pack.weight, pack.pairs, cost(pack))
     ]
     assert heard.lengths.tolist() == pack.lengths
     assert heard.items.tolist() == [
