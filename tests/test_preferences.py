@@ -37,7 +37,7 @@ from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.preference_losses import DPO, ORPO, Preference, SimPO
 from omnizoo.training.step import next_step, train_step
-from omnizoo.verification.compare import verdict_of
+from omnizoo.verification.compare import gradient_differences, verdict_of
 from omnizoo.verification.prepare import prepare
 from omnizoo.verification.trial import whole_gradients
 
@@ -329,7 +329,8 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
             gradients.append({name: g for name, g in whole_gradients(model, keep=True).items() if g.norm()})
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
     assert any("encoder" in name for name in gradients[0])
-    assert_same(*gradients)
+    assert gradients[0].keys() == gradients[1].keys()
+    assert max(gradient_differences(*gradients).values()) <= 1e-5  # those of biases of keys vanish but for rounding
 
 
 @pytest.mark.slow
