@@ -102,6 +102,6 @@ def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:
 
 
 def test_parts_of_an_item_have_their_places_in_every_copy_of_it() -> None:
-    item = Item(PORTS[0], Size(5, 1.0), ((3, 2), (7, 3), (20, 5)))  # twice: in two runs, and in one
+    item = Item(PORTS[0], Size(5, 1.0), ((3, 2), (7, 3), (20, 5)), False)  # twice: in two runs, and in one
     parts = item.cut([(Size(3, 0.5), {}), (Size(2, 0.5), {})])
     assert [part.spans for part in parts] == [((3, 2), (7, 1), (20, 3)), ((8, 2), (23, 2))]
