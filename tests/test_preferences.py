@@ -309,7 +309,7 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
         model = build_model(config.model, "fp32")
         reader = build_reader(config, load_tokenizer(config.model), **read_modalities(model, config.model))
         parallelize(model, mesh, config)
-        ports, source = media_model(model).ports, reader.sources[0]
+        media, source = media_model(model), reader.sources[0]
         pairs, apart = [], []
         for row in range(12):
             found = partial(source.find, row)
@@ -321,9 +321,9 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
             flat, bad = flatten(0, Pack(tuple(samples)), reader)
             assert not bad
             assert len(flat.items) == sum(len(pair.items) for pair in pairs) * (1 if rendered is pairs else 2)
-            (batch,) = deal([flat], mesh, 1, ports, lambda pack: 1.0).batches
+            (batch,) = deal([flat], mesh, 1, media.calls, lambda pack: 1.0).batches
             model.zero_grad()
-            logits, _ = forward(model, localize(batch, mesh, config.parallel, ports))
+            logits, _ = forward(model, localize(batch, mesh, config.parallel, media.ports))
             logits.square().mean().backward()
             outputs.append(logits.detach())
             gradients.append({name: g for name, g in whole_gradients(model, keep=True).items() if g.norm()})
