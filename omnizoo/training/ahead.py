@@ -19,7 +19,8 @@ from omnizoo.parallel.exchange import group_of_thread
 from omnizoo.training.losses import Objective
 from omnizoo.training.step import StepData, StepRead, deal_step, read_step
 
-PATIENCE = 3.0  # seconds that the end of a run waits for a step that nobody will train on
+PATIENCE = 60.0  # seconds that the end of a run waits for a step that nobody will train on
+PATIENCE_AFTER_ERROR = 3.0
 
 Read = tuple[StepRead, dict[str, Any]]  # and the state of the loader after it
 
@@ -38,7 +39,8 @@ class Ahead:
         threads = torch.get_num_threads()
         ready = threading.Event()
         # A daemon: it may be waiting for a rank that is gone.
-        threading.Thread(target=self._work, args=(ready,), name="data", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(ready,), name="data", daemon=True)
+        self._thread.start()
         ready.wait()
         torch.set_num_threads(threads)  # of threads to come; the one that has just started keeps its own
         self._ask()
@@ -85,10 +87,13 @@ class Ahead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """All ranks stop at the same step, so what the thread has begun comes to an end; unless a rank is gone."""
+        patience = PATIENCE if error is None else PATIENCE_AFTER_ERROR
         if self.is_working:
             try:
-                self._made.get(timeout=PATIENCE)
+                self._made.get(timeout=patience)
             except queue.Empty:
                 return
         self._asked.put(None)
+        # A thread that still lets go of tensors or groups while the interpreter ends would abort the process.
+        self._thread.join(patience)
         self.loader.close()
