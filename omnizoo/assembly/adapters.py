@@ -21,6 +21,7 @@ from omnizoo.models.base_identity import base_identity, check_base_identity
 from omnizoo.models.build import build_model, is_own_module, tensors_of
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import Origin, load_weights, weight_origins
+from omnizoo.ops.quantised import count_weights
 from omnizoo.parallel.shard import allocate, fill
 
 
@@ -44,9 +45,10 @@ def describe_adapter(model: nn.Module) -> str:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     trained = sum(sizes[name] for name in found.trained)
     places = len(found.modules) + len(found.experts)
+    base = f", base in {found.settings.base}" if found.settings.base else ""
     return (
         f"{found.settings.kind} of rank {found.settings.rank} at {places} places, {trained / 1e6:.2f} M parameters "
-        f"trained ({trained / sum(sizes.values()):.2%})"
+        f"trained ({trained / count_weights(model):.2%}){base}"
     )
 
 
