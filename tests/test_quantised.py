@@ -23,7 +23,7 @@ from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Adapter, Model
 from omnizoo.models.build import build_model
-from omnizoo.models.quantised import quantise_base
+from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.ops.experts import grouped_matmul
 from omnizoo.ops.quantised import BLOCK, NF4, Packed, Packing, Table, count_weights, multiply
 from omnizoo.parallel.mesh import build_mesh

@@ -28,7 +28,7 @@ from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
 from omnizoo.models.initial import initial_weights
-from omnizoo.models.quantised import quantise_base
+from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.models.weights import weight_origins
 from omnizoo.ops.device import is_host, total_memory
 from omnizoo.ops.precision import exact

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from omnizoo.models.adapter import OFF, factor_names
 from omnizoo.models.hf_private import expert_activation, is_experts, register_experts
-from omnizoo.models.quantised import local_part, packed_weight
+from omnizoo.models.quantised_layers import local_part, packed_weight
 from omnizoo.ops.experts import (
     Experts,
     Factors,
