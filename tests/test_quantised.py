@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from processes import run_on_ranks
+from processes import run_omnizoo, run_on_ranks
 from safetensors.torch import load_file
 from scipy.stats import norm
 from test_adapter import EXPERTS, MOE, ROOT, logits_of, publish
@@ -181,6 +181,30 @@ def test_a_run_resumes_bit_for_bit_and_is_merged_into_the_published_base(publish
     change = merged["model.layers.0.self_attn.q_proj.weight"] - base["model.layers.0.self_attn.q_proj.weight"]
     assert torch.linalg.matrix_rank(change, rtol=1e-4) == 4  # nothing of the quantisation is in it
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_plan_tells_how_large_checkpoints_are_and_what_a_quantised_base_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    weights = {}
+    short = ["--train.steps", "1", "--train.global_batch", "1", "--train.eval_every", "0", "--data.pack_tokens", "64"]
+    quantised_base = ["--model.adapter.base", "nf4", "--model.adapter.rank", "16"]
+    for name, args in {"adapter": quantised_base, "whole": ["--model.adapter", "null"]}.items():
+        result = run_omnizoo(["plan", "examples/lora_tiny.yaml", "--world", "1", "--json", *args])
+        assert result.code == 0, result.stderr
+        found = json.loads(result.stdout)
+        weights[name] = found["memory"]["weights"] * 2**30
+        assert main(["train", "examples/lora_tiny.yaml", *short, *args, "--log.dir", str(tmp_path / name)]) == 0
+        written = (tmp_path / name / "checkpoints" / "step_00000001").rglob("*")
+        size = sum(file.stat().st_size for file in written if file.is_file())
+        assert found["checkpoint"]["gb"] * 2**30 == pytest.approx(size, rel=0.05)
+        assert found["checkpoint"]["seconds"] == pytest.approx(found["checkpoint"]["gb"] * 2**30 / 2e9)
+    config = load_config("examples/lora_tiny.yaml", quantised_base)
+    model = build_model(config.model, "fp32")
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert weights["adapter"] - trained < 0.35 * weights["whole"]  # embedding and head, which are not quantised, count
 
 
 def test_what_cannot_be_quantised_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
