@@ -431,14 +431,14 @@ def test_in_bf16_the_base_is_kept_in_bf16_and_the_factors_in_fp32(trained: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("is_own", [False, True])
 def test_models_and_modules_of_ones_own_can_have_an_adapter(is_own: bool, tmp_path: Path) -> None:
-    """Given as an object, of which a copy is trained; with dropout, too."""
+    """Given as an object, of which a copy is trained; with dropout and a base in 8 bits, too."""
     torch.manual_seed(3)
     if is_own:
         given: nn.Module = TinyModel(512, 32, 4, 2)
     else:
         given = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("llama")))
     before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
-    adapter = {"kind": "rslora", "rank": 4, "dropout": 0.1}
+    adapter = {"kind": "rslora", "rank": 4, "dropout": 0.1, "base": "int8"}
     train = {"steps": 3, "global_batch": 2, "warmup_steps": 0}
     fields = yaml.safe_load(write_config(tmp_path, model={"adapter": adapter}, train=train).read_text())
     fields["model"].pop("config")

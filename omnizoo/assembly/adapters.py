@@ -1,5 +1,6 @@
 """What a run with an adapter does besides: where factors begin, which base they belong to, and that base again."""
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import Origin, load_weights, weight_origins
 from omnizoo.ops.quantised import count_weights
 from omnizoo.parallel.shard import allocate, fill
+
+log = logging.getLogger(__name__)
 
 
 def adapter_record(model: nn.Module, config: Config) -> dict[str, Any] | None:
@@ -70,6 +73,8 @@ def base_weights(source: Path, spec: Model) -> tuple[PreTrainedModel, dict[str, 
     if is_own_module(config.model) or config.model.given is not None:
         raise UserError(f"--merge: the base of {source} is a module of your own; merge the adapter in Python")
     check_base_identity(state["adapter"]["base"], base_identity(config), f"--merge: {source}")
+    if (adapter := config.model.adapter) is not None and adapter.base is not None:
+        log.warning("--merge: trained on a base in %s, and merged into the base as it was before", adapter.base)
     model = build_model(spec, "fp32")
     if any(isinstance(module, Frozen) for module in model.modules()):
         raise UserError(f"--merge: the base of {source} has tokenisers that are read from other folders: not supported")
