@@ -125,10 +125,13 @@ def test_flops_and_sizes_are_counted_as_if_nothing_were_quantised() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "base"), [("rep2.dp2", "int8"), ("uly2.ring2", "nf4"), ("dp2.uly2.ep2", "nf4")])
-def test_layouts_agree_with_one_process(layout: str, base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "base", "precision"),
+    [("rep2.dp2", "int8", "fp32"), ("uly2.ring2", "nf4", "fp32"), ("dp2.uly2.ep2", "nf4", "fp64")],
+)
+def test_layouts_agree_with_one_process(layout: str, base: str, precision: str, tmp_path: Path) -> None:
     config = load_config(ROOT / "examples/lora_tiny.yaml", ["--model.adapter.base", base])
-    prepare(config, 4, layout, "fp32", tmp_path)
+    prepare(config, 4, layout, precision, tmp_path)
     verdict = verdict_of(tmp_path, parse(layout, 4))
     assert verdict.passed, verdict.reason
 

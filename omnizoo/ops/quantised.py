@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from omnizoo.ops.torch_private import without_function_modes
+
 BLOCK = 64
 PIECE = 2**24  # numbers that are worked on at a time: what is made on the way is several times as large as they are
 # The published values, as bitsandbytes has them.
@@ -60,16 +62,18 @@ class Packing:
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (uint8 or int8) and scales (the bits of fp32 numbers) of `weight`, which may be a shard."""
-        parts = [self._pack(piece) for piece in weight.detach().split(_rows(weight))]
-        codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+        with without_function_modes():  # in a run in fp64, fp32 would not mean fp32
+            parts = [self._pack(piece) for piece in weight.detach().split(_rows(weight))]
+            codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
         return codes, scales
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         shape = (codes.shape[0], self.shape[1], *codes.shape[2:])
         weight = torch.empty(shape, dtype=self.dtype, device=codes.device)
         rows = _rows(weight)
-        for whole, *packed in zip(weight.split(rows), codes.split(rows), scales.split(rows), strict=True):
-            whole.copy_(self._unpack(*packed)[:, : self.shape[1]])
+        with without_function_modes():
+            for whole, *packed in zip(weight.split(rows), codes.split(rows), scales.split(rows), strict=True):
+                whole.copy_(self._unpack(*packed)[:, : self.shape[1]])
         return weight
 
     def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
