@@ -287,6 +287,19 @@ def test_the_example_trains_and_is_merged(tmp_path: Path, monkeypatch: pytest.Mo
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
 
 
+def test_the_demo_of_a_new_voice_trains_less_than_two_percent_of_the_weights() -> None:
+    demo, voice = (
+        yaml.safe_load((ROOT / "examples/digits" / f"{name}.yaml").read_text()) for name in ("digits", "new_voice")
+    )
+    del demo["model"]["modalities"]["image"]["decoder"]  # it is read from a folder that the demo makes
+    model = build_model(Model(**demo["model"], adapter=voice["model"]["adapter"]), "fp32")
+    found = attached(model)
+    assert not found.generates  # so PEFT is not to look for transformers' `generate`
+    trained = sum(model.get_parameter(name).numel() for name in found.trained)
+    assert 0.015 < trained / sum(p.numel() for p in model.parameters()) < 0.02
+    assert {name.split(".")[0] for name in found.modules} == {"foundation", "encoders"}
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
