@@ -168,7 +168,9 @@ def test_a_published_base_is_quantised_as_it_is_read(published: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_for_bit_and_is_merged_into_the_published_base(published: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_and_is_merged_into_the_published_base(
+    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = tmp_path / "run"
     assert main(["train", str(published), "--log.dir", str(run)]) == 0
     shutil.copytree(run, tmp_path / "again")
@@ -178,6 +180,7 @@ def test_a_run_resumes_bit_for_bit_and_is_merged_into_the_published_base(publish
     losses = [[row["loss"] for row in read_steps(folder)] for folder in (run, tmp_path / "again")]
     assert losses[0] == losses[1]
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge"]) == 0
+    assert "trained on a base in nf4, and merged into the base as it was before" in caplog.text
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     base = load_file(Path(config["model"]["path"]) / "model.safetensors")
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
