@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install test test-fast lint format demo verify-all bench docs clean
+.PHONY: install test test-fast lint format demo demo-lora verify-all bench docs clean
 
 install: $(INSTALLED)
 
@@ -34,6 +34,14 @@ demo: install
 	$(BIN)/omnizoo train examples/digits/digits.yaml --nproc 2 --parallel.ulysses 2 --parallel.ep 2 --log.every 25
 	$(BIN)/omnizoo export runs/digits runs/digits/model
 	$(BIN)/python examples/digits/examine.py runs/digits
+
+demo-lora: install
+	test -d runs/digits/model || $(MAKE) demo
+	rm -rf runs/new_voice runs/new_voice_data runs/new_voice_adapter
+	$(BIN)/python examples/digits/new_voice.py rows runs/new_voice_data
+	$(BIN)/omnizoo train examples/digits/new_voice.yaml --nproc 2 --parallel.ulysses 2 --parallel.ep 2 --log.every 20
+	$(BIN)/omnizoo export runs/new_voice runs/new_voice_adapter
+	$(BIN)/python examples/digits/new_voice.py examine runs/new_voice_adapter
 
 verify-all: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m long

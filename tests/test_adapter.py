@@ -287,6 +287,19 @@ def test_the_example_trains_and_is_merged(tmp_path: Path, monkeypatch: pytest.Mo
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
 
 
+def test_the_demo_of_a_new_voice_trains_less_than_two_percent_of_the_weights() -> None:
+    demo, voice = (
+        yaml.safe_load((ROOT / "examples/digits" / f"{name}.yaml").read_text()) for name in ("digits", "new_voice")
+    )
+    del demo["model"]["modalities"]["image"]["decoder"]  # it is read from a folder that the demo makes
+    model = build_model(Model(**demo["model"], adapter=voice["model"]["adapter"]), "fp32")
+    found = attached(model)
+    assert not found.generates  # so PEFT is not to look for transformers' `generate`
+    trained = sum(model.get_parameter(name).numel() for name in found.trained)
+    assert 0.015 < trained / sum(p.numel() for p in model.parameters()) < 0.02
+    assert {name.split(".")[0] for name in found.modules} == {"foundation", "encoders"}
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
@@ -431,14 +444,14 @@ def test_in_bf16_the_base_is_kept_in_bf16_and_the_factors_in_fp32(trained: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("is_own", [False, True])
 def test_models_and_modules_of_ones_own_can_have_an_adapter(is_own: bool, tmp_path: Path) -> None:
-    """Given as an object, of which a copy is trained; with dropout, too."""
+    """Given as an object, of which a copy is trained; with dropout and a base in 8 bits, too."""
     torch.manual_seed(3)
     if is_own:
         given: nn.Module = TinyModel(512, 32, 4, 2)
     else:
         given = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("llama")))
     before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
-    adapter = {"kind": "rslora", "rank": 4, "dropout": 0.1}
+    adapter = {"kind": "rslora", "rank": 4, "dropout": 0.1, "base": "int8"}
     train = {"steps": 3, "global_batch": 2, "warmup_steps": 0}
     fields = yaml.safe_load(write_config(tmp_path, model={"adapter": adapter}, train=train).read_text())
     fields["model"].pop("config")

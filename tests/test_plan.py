@@ -21,7 +21,7 @@ from omnizoo.planning.work import Work, flops_of, part_of
 pytestmark = pytest.mark.timeout(1800)  # what is planned is published sizes, and a machine may be busy
 ROOT = Path(__file__).parents[1]
 DENSE, MOE = "examples/text_tiny.yaml", "examples/qwen3_moe_tiny.yaml"
-OMNI = "examples/published/qwen3_omni.yaml"
+OMNI, LORA = "examples/published/qwen3_omni.yaml", "examples/lora_tiny.yaml"
 SMALL = ["--model.config.num_hidden_layers", "2", "--train.eval_every", "0"]
 
 
@@ -33,6 +33,11 @@ def case(path: str, batch: int, **parallel: Any) -> Case:
     return str(ROOT / path), [*small, "--train.global_batch", str(batch), *settings]
 
 
+def in_4_bits(found: Case) -> Case:
+    path, settings = found
+    return path, [*settings, "--model.adapter.base", "nf4"]
+
+
 ONE = {
     "dense": case(DENSE, 2),
     "dense, recomputing": case(DENSE, 1, recompute="full"),
@@ -40,6 +45,7 @@ ONE = {
     "experts": case(MOE, 2),
     "experts, recomputing": case(MOE, 1, recompute="full"),
     "omni": case(OMNI, 1),
+    "adapter, base in 4 bits": in_4_bits(case(LORA, 2)),
 }
 FOUR = {
     "fsdp": case(DENSE, 8),
@@ -54,6 +60,7 @@ FOUR = {
     "experts sharded, ulysses": case(MOE, 2, ulysses=2, recompute="full"),
     "omni, fsdp": case(OMNI, 4),
     "omni, ulysses": case(OMNI, 2, ulysses=2),
+    "adapter, base in 4 bits": in_4_bits(case(LORA, 2, ulysses=2)),
 }
 # Which experts are chosen is not known before: what is sent to them is compared in sum only where it is even.
 ROUTED = {"experts spread": case(MOE, 4, ep=2)}

@@ -14,6 +14,8 @@ from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
 
 import omnizoo.models.attention  # noqa: F401 - registers ours
 from omnizoo.models import hf_private
+from omnizoo.ops.precision import KeepFloat64
+from omnizoo.ops.torch_private import without_function_modes
 
 
 def parameters(function: object) -> list[str]:
@@ -73,6 +75,14 @@ def test_tied_weights_are_listed_as_target_and_source() -> None:
 
 def test_attention_functions_can_be_registered() -> None:
     assert "packed" in AttentionInterface.valid_keys(AttentionInterface())
+
+
+def test_function_modes_can_be_stepped_around() -> None:
+    ones = torch.ones(2)
+    with KeepFloat64():
+        assert ones.float().dtype == torch.float64
+        with without_function_modes():
+            assert ones.float().dtype == torch.float32
 
 
 def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:

@@ -1,5 +1,6 @@
 """What a run with an adapter does besides: where factors begin, which base they belong to, and that base again."""
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,10 @@ from omnizoo.models.base_identity import base_identity, check_base_identity
 from omnizoo.models.build import build_model, is_own_module, tensors_of
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.weights import Origin, load_weights, weight_origins
+from omnizoo.ops.quantised import count_weights
 from omnizoo.parallel.shard import allocate, fill
+
+log = logging.getLogger(__name__)
 
 
 def adapter_record(model: nn.Module, config: Config) -> dict[str, Any] | None:
@@ -44,9 +48,10 @@ def describe_adapter(model: nn.Module) -> str:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     trained = sum(sizes[name] for name in found.trained)
     places = len(found.modules) + len(found.experts)
+    base = f", base in {found.settings.base}" if found.settings.base else ""
     return (
         f"{found.settings.kind} of rank {found.settings.rank} at {places} places, {trained / 1e6:.2f} M parameters "
-        f"trained ({trained / sum(sizes.values()):.2%})"
+        f"trained ({trained / count_weights(model):.2%}){base}"
     )
 
 
@@ -68,6 +73,8 @@ def base_weights(source: Path, spec: Model) -> tuple[PreTrainedModel, dict[str, 
     if is_own_module(config.model) or config.model.given is not None:
         raise UserError(f"--merge: the base of {source} is a module of your own; merge the adapter in Python")
     check_base_identity(state["adapter"]["base"], base_identity(config), f"--merge: {source}")
+    if (adapter := config.model.adapter) is not None and adapter.base is not None:
+        log.warning("--merge: trained on a base in %s, and merged into the base as it was before", adapter.base)
     model = build_model(spec, "fp32")
     if any(isinstance(module, Frozen) for module in model.modules()):
         raise UserError(f"--merge: the base of {source} has tokenisers that are read from other folders: not supported")

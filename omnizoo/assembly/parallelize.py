@@ -19,6 +19,7 @@ from omnizoo.assembly.adapters import begin_adapter, load_published
 from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
+from omnizoo.assembly.quantised_base import load_held, plain_names, quantised
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
@@ -27,6 +28,7 @@ from omnizoo.models.build import build_model, given_model, tensors_of
 from omnizoo.models.experts import set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
 from omnizoo.models.initial import initial_weights
+from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.models.weights import weight_origins
 from omnizoo.ops.device import is_host, total_memory
 from omnizoo.ops.precision import exact
@@ -69,6 +71,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
         recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, recomputation)
     policy = precision_policy(parallel.precision)
     reshard = reshards(model, config, total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1))
+    quantise_base(model, facts.experts)
     inside = shard_experts(experts, mesh, reshard, policy)
     for unit in inside:
         gather_aside(unit, recomputation)
@@ -88,18 +91,20 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     wanted = buffers - set(model.state_dict())
     adapter = attached(model)
     if load:
-        wanted = buffers | {name for name, _ in model.named_parameters()}
-        wanted = load_published(model, origins, config.model, mesh.device, wanted)
+        wanted = buffers | plain_names(model)
+        wanted = load_held(model, partial(load_published, model, origins, config.model, mesh.device, wanted))
     allocate(model, mesh.device)
     # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
     # computed, mostly, and so have all the digits of the run's precision.
     computed = wanted & buffers if parallel.precision == "fp64" else set()
     if config.model.given is not None:
         given, computed = dict(tensors_of(given_model(config.model))), set()
-        fill(model, sent_by_first({name: tensor for name, tensor in given.items() if name in wanted}, mesh))
+        sent = sent_by_first({name: tensor for name, tensor in given.items() if name in wanted}, mesh)
+        fill(model, quantised(model, sent))
         wanted &= adapter.started if adapter else set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
-        fill(model, initial_weights(partial(build_model, config.model, precision), config.train.seed, names))
+        drawn = initial_weights(partial(build_model, config.model, precision), config.train.seed, names)
+        fill(model, quantised(model, drawn))
     if adapter is not None and load:
         begin_adapter(model, adapter)
     media.attach(config.model)

@@ -123,6 +123,7 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
         "rank": place.rank,
         "imbalance": place.imbalance,
         "parameters": result.parameters,
+        "checkpoint": {"gb": result.checkpoint / GIB, "seconds": save_seconds(result.checkpoint, place)},
         "tokens_per_step": result.tokens,
         "micro_batches": result.micro_batches,
         "data": result.data,
@@ -130,6 +131,12 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
         "advice": [{"change": each.changes, "peak_memory_gb": each.peak / GIB} for each in advice],
         "seconds": round(result.seconds, 1),
     }
+
+
+def save_seconds(size: int, place: "Place") -> float:
+    """How long a checkpoint of that many bytes takes to be written: all nodes write their part at once."""
+    nodes = -(-place.world // place.device.per_node)
+    return size / 1e9 / (place.device.save_gb_per_s * nodes)
 
 
 def summed(result: "Result", kind: "Callable[[Kernel], Kernel]") -> list[tuple["Kernel", tuple[int, int]]]:
@@ -189,6 +196,9 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
         waits.add_row(each["where"], f"{each['kind']}: {each['operator']}", f"{each['count']:,}")
     console.print(waits)
 
+    saved = found["checkpoint"]
+    speed = f"{saved['seconds']:,.1f} s to write at {place.device.save_gb_per_s:g} GB/s a node"
+    console.print(f"\ncheckpoint: {saved['gb']:,.2f} GiB, {speed}", highlight=False)
     verdict = "fits" if found["fits"] else "does not fit"
     of = f"{device}: {place.device.memory_gb:g} GiB less a margin of {found['margin']:.0%}"
     console.print(f"\n{found['peak_memory_gb']:,.1f} GiB: {verdict} {allowed:,.1f} GiB ({of})", highlight=False)

@@ -135,14 +135,20 @@ class Adapter(Section):
         description="how the first factor is drawn; the second is zero, so that the model begins as its base "
         "(`random`: drawn as well)",
     )
+    base: Literal["nf4", "int8"] | None = Field(
+        None,
+        description="hold the frozen linear layers and experts of the language model in 4 (`nf4`, as QLoRA) or 8 bits; "
+        "None: in the precision of the run",
+    )
     path: Text | None = Field(
-        None, description="folder of a PEFT adapter to begin with: all keys but `dropout` are those of its files"
+        None,
+        description="folder of a PEFT adapter to begin with: all keys but `dropout` and `base` are those of its files",
     )
 
     @model_validator(mode="after")
     def _one_origin(self) -> "Adapter":
         fields = type(self).model_fields
-        others = [name for name in fields if name not in ("path", "dropout")]
+        others = [name for name in fields if name not in ("path", "dropout", "base")]
         given = [name for name in others if getattr(self, name) != fields[name].default]
         if self.path is not None and given:
             raise ValueError(f"path has an adapter with a {given[0]} of its own; leave out {', '.join(given)}")

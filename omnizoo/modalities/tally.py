@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from omnizoo.ops.quantised import own_weights
+
 MULTIPLYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Name, parameter, and whether rows are multiplied with it: tables, norms, biases and learned rows are not."""
     for prefix, part in module.named_modules():
-        for name, parameter in part.named_parameters(recurse=False):
+        for name, parameter in own_weights(part):
             is_matrix = parameter.ndim > 1 and not name.endswith("bias") and not isinstance(part, nn.Embedding)
             is_multiplied = is_matrix and (isinstance(part, MULTIPLYING) or parameter.shape[0] > 1)
             yield f"{prefix}.{name}" if prefix else name, parameter, is_multiplied

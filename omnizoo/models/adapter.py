@@ -42,6 +42,7 @@ class Attached:
     saved: tuple[str, ...]  # modules that are trained whole
     trained: frozenset[str]  # parameters: all factors, and those of `saved`
     started: frozenset[str]  # of them, those that have no value in the base
+    generates: bool = True  # by transformers' `generate`, which PEFT wants to find in a model that writes text
 
     @property
     def scaling(self) -> float:
@@ -51,7 +52,7 @@ class Attached:
         """As JSON holds it."""
         names = {name: sorted(getattr(self, name)) for name in ("trained", "started")}
         names |= {name: list(getattr(self, name)) for name in ("modules", "experts", "saved")}
-        return names | {"settings": self.settings.model_dump()}
+        return names | {"settings": self.settings.model_dump(), "generates": self.generates}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Attached":
@@ -59,7 +60,7 @@ class Attached:
         settings = Adapter.model_validate(fields["settings"] | {"path": None})
         modules, experts, saved = (tuple(fields[name]) for name in ("modules", "experts", "saved"))
         trained, started = (frozenset(fields[name]) for name in ("trained", "started"))
-        return cls(settings, modules, experts, saved, trained, started)
+        return cls(settings, modules, experts, saved, trained, started, fields.get("generates", True))
 
 
 def scaling_of(settings: Adapter) -> float:
@@ -123,6 +124,7 @@ def attach(model: nn.Module, settings: Adapter, dtype: torch.dtype, stored: torc
         saved,
         factors | kept,
         factors,
+        hasattr(model, "prepare_inputs_for_generation"),
     )
     vars(model)[ATTACHED] = found
 
@@ -154,14 +156,15 @@ def matches(name: str, pattern: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}")
 
 
-def _linear_of_blocks(model: nn.Module, kinds: dict[str, str]) -> list[str]:
+def linear_of_blocks(model: nn.Module) -> list[str]:
     """The linear layers of the language model's blocks, which are in a list; routers keep to their base."""
     prefix = ""
     if isinstance(model, PreTrainedModel):
         language = language_model(model)
         prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is language)
     routing = set(routers(model))
-    inside = [name for name, kind in kinds.items() if kind == "linear" and name.startswith(prefix)]
+    linear = [name for name, kind in _adaptable(model).items() if kind == "linear"]
+    inside = [name for name in linear if name.startswith(prefix)]
     return [name for name in inside if re.search(r"\.\d+\.", f".{name}") and name not in routing]
 
 
@@ -169,7 +172,7 @@ def _chosen(model: nn.Module, settings: Adapter, kinds: dict[str, str]) -> list[
     chosen: set[str] = set()
     for i, pattern in enumerate(settings.targets):
         is_all = pattern == ALL_LINEAR
-        found = _linear_of_blocks(model, kinds) if is_all else [name for name in kinds if matches(name, pattern)]
+        found = linear_of_blocks(model) if is_all else [name for name in kinds if matches(name, pattern)]
         if not found:
             what = "linear layer, embedding or expert weights"
             raise UserError(f"{KEY}.targets.{i}: {pattern[:80]!r} matches no {what}; {_nearest(pattern, kinds)}")
@@ -255,6 +258,12 @@ def _attach_to_linear(module: nn.Linear, settings: Adapter, dtype: torch.dtype) 
         module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
     # On the instance: a head that is more than a matrix is then seen to be (models/head.py).
     vars(module)["forward"] = partial(_linear, module, module.forward, scaling_of(settings))
+
+
+def set_base(module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let `module` compute its base by `forward`; its factors, if it has any, stay."""
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward if own is None else partial(_linear, module, forward, own.args[2])
 
 
 def _draw(first: torch.Tensor, second: torch.Tensor, settings: Adapter) -> None:

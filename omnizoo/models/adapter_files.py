@@ -197,7 +197,7 @@ def write_folder(out: Path, found: Attached, state: Mapping[str, torch.Tensor], 
         target_parameters=list(found.experts) or None,
         modules_to_save=list(found.saved) or None,
         base_model_name_or_path=path,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if found.generates else None,
         inference_mode=True,
     )
     config.save_pretrained(out)

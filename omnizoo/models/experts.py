@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from omnizoo.models.adapter import OFF, factor_names
 from omnizoo.models.hf_private import expert_activation, is_experts, register_experts
+from omnizoo.models.quantised_layers import local_part, packed_weight
 from omnizoo.ops.experts import (
     Experts,
     Factors,
@@ -24,6 +25,7 @@ from omnizoo.ops.experts import (
     sort_by_expert,
     weigh_in_backward,
 )
+from omnizoo.ops.quantised import Packed
 
 DISPATCHED = "dispatched"
 
@@ -62,30 +64,26 @@ def dispatched(
 def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
-    def weights(name: str) -> torch.Tensor:
-        weight = _local(getattr(module, name))
+    def weights(name: str) -> torch.Tensor | Packed:
+        if (packed := packed_weight(module, name, not module.is_transposed)) is not None:
+            return packed
+        weight = local_part(getattr(module, name))
         return weight if module.is_transposed else weight.transpose(1, 2)
 
     def bias(name: str) -> torch.Tensor | None:
-        return _local(getattr(module, f"{name}_bias")) if module.has_bias else None
+        return local_part(getattr(module, f"{name}_bias")) if module.has_bias else None
 
     def factors(name: str) -> Factors | None:
         first, second = (getattr(module, factor, None) for factor in factor_names(name))
         if first is None or second is None or OFF in vars(module):
             return None
-        return Factors(_local(first).transpose(1, 2), _local(second), module.lora_scaling)
+        return Factors(local_part(first).transpose(1, 2), local_part(second), module.lora_scaling)
 
     matrices = weights(up), weights("down_proj"), bias(up), bias("down_proj")
     experts = Experts(*matrices, expert_activation(module), factors(up), factors("down_proj"))
     assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
     out = run_experts(rows, counts, experts)
     return module.post_expert_norm(out) if module.has_post_expert_norm else out
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's experts: where they are spread over ranks, the parameter is a DTensor."""
-    to_local: Callable[[], torch.Tensor] | None = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
 
 
 register_experts(DISPATCHED, dispatched)

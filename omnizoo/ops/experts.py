@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from omnizoo.ops.quantised import Packed, multiply
+
 PARTS = 8
 
 
@@ -28,8 +30,8 @@ class Factors:
 class Experts:
     """The weights of E experts, applied as `rows @ up`, `activate`, `@ down`."""
 
-    up: torch.Tensor  # [E, H, U]; U is twice I where a gate is fused in
-    down: torch.Tensor  # [E, I, H]
+    up: torch.Tensor | Packed  # [E, H, U]; U is twice I where a gate is fused in
+    down: torch.Tensor | Packed  # [E, I, H]
     up_bias: torch.Tensor | None  # [E, U]
     down_bias: torch.Tensor | None  # [E, H]
     activate: Callable[[torch.Tensor], torch.Tensor]  # [N, U] -> [N, I]
@@ -100,11 +102,14 @@ def run_experts(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> t
 def _linear(
     rows: torch.Tensor,
     counts: torch.Tensor,
-    weights: torch.Tensor,
+    weights: torch.Tensor | Packed,
     bias: torch.Tensor | None,
     factors: Factors | None,
 ) -> torch.Tensor:
-    out = grouped_matmul(rows, counts, weights)
+    if isinstance(weights, Packed):
+        out = multiply(rows, weights, lambda each, whole: grouped_matmul(each, counts, whole))
+    else:
+        out = grouped_matmul(rows, counts, weights)
     if factors is not None:
         narrow = grouped_matmul(rows.to(factors.first.dtype), counts, factors.first)
         out = out + (grouped_matmul(narrow, counts, factors.second) * factors.scaling).to(out.dtype)

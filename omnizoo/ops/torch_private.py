@@ -1,5 +1,6 @@
 """Private names of torch, used from here only: attention kernels that hand out the log-sum-exp and take it back, maps
-over nested arguments, and what a dry run needs: fake tensors, a device made of Python, collectives that send nothing.
+over nested arguments, calls past function modes, and what a dry run needs: fake tensors, a device made of Python,
+collectives that send nothing.
 
 Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
 """
@@ -55,6 +56,11 @@ SCHEMAS = {
         "-> (Tensor, Tensor, Tensor)"
     ),
 }
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """Inside it, torch's functions do what they say, whatever `TorchFunctionMode` is on."""
+    return torch._C.DisableTorchFunction()
 
 
 def abort_groups() -> None:

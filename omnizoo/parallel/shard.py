@@ -123,6 +123,20 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)  # type: ignore[arg-type]
 
 
+def resized(tensor: torch.Tensor, dim: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on meta that is sharded as `tensor` is, but with another size of `dim`, which is whole on every rank."""
+
+    def shape_of(shape: torch.Size) -> list[int]:
+        return [*shape[:dim], size, *shape[dim + 1 :]]
+
+    local = torch.empty(shape_of(local_of(tensor).shape), dtype=dtype, device="meta")
+    if not isinstance(tensor, DTensor):
+        return local
+    stride = torch.empty(shape_of(tensor.shape), device="meta").stride()
+    placed = {"shape": torch.Size(shape_of(tensor.shape)), "stride": stride, "run_check": False}
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)  # type: ignore[arg-type]
+
+
 def sum_over_shards(
     values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], dims: Sequence[Collection[int] | None]
 ) -> list[torch.Tensor]:

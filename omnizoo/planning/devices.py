@@ -15,6 +15,7 @@ class Device:
     bf16_tflops: float = 0.0  # dense, accumulated in fp32
     inside_gb_per_s: float = 0.0  # to the other devices of a node, one direction
     across_gb_per_s: float = 0.0  # to other nodes, per device, one direction
+    save_gb_per_s: float = 2.0  # of a node to where checkpoints are kept: a guess, put your own in a file
 
 
 DEVICES = {

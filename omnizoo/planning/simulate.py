@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from omnizoo.assembly.entrance import read_modalities
 from omnizoo.assembly.parallelize import parallelize, reshards
+from omnizoo.assembly.parts import saved_bytes
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
@@ -67,6 +68,7 @@ class Result:
     guessed: list[str]  # places that read a value which only a real device knows
     flops: float  # of all ranks
     parameters: int
+    checkpoint: int  # bytes that one takes on disk
     tokens: int  # of all ranks
     micro_batches: int
     data: str  # where the packs are from
@@ -101,6 +103,7 @@ def simulate(config: Config, place: Place) -> Result:
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)
         parameters = sum(p.numel() for p in model.parameters())
+        checkpoint = saved_bytes(model, config)
         ledger.vocabulary = vocabulary_of(model)
         media = read_modalities(model, config.model)
         stack.enter_context(traced(pretended))
@@ -139,6 +142,7 @@ def simulate(config: Config, place: Place) -> Result:
             guessed=sorted(pretended.guessed),
             flops=data.totals.flops,
             parameters=parameters,
+            checkpoint=checkpoint,
             tokens=data.tokens,
             micro_batches=several,
             data=drawn.said,

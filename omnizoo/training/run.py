@@ -28,6 +28,7 @@ from omnizoo.data.deal import deal
 from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
+from omnizoo.ops.quantised import count_weights
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
@@ -298,7 +299,7 @@ def describe(
     origin: Origin,
 ) -> dict[str, str]:
     """The start-up table."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = count_weights(model)
     held = local_bytes(model)
     train, layout = config.train, mesh.layout
     own = "those of the object" if config.model.given else f"drawn from train.seed {train.seed}"
