@@ -10,7 +10,7 @@ ENCODERS = ("bert", "roberta", "roberta-prelayernorm", "camembert", "data2vec-te
 NO_BLOCKS = ("electra", "bert-generation", "roc_bert", "xmod")
 MIX_SAMPLES = ("opt", "xglm", "bloom", "falcon", "mpt", "bart", "mbart", "plbart", "trocr", "recurrent_gemma", "rwkv")
 NO_INTERFACE = ("gptj", "gpt_neo", "stablelm", "xlnet", "openai-gpt", "whisper")
-STATE = ("mamba", "mamba2", "bamba", "jamba", "granitemoehybrid", "qwen3_next", "kimi_linear", "nemotron_h")
+STATE = ("mamba", "mamba2", "bamba", "jamba", "granitemoehybrid", "nemotron_h")
 CANNOT_RUN = ("deepseek_v32", "glm_moe_dsa", "axk2")
 
 

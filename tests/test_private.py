@@ -2,6 +2,7 @@
 must be there with the meaning it was used for. A failure here says what to look at after an upgrade."""
 
 import inspect
+from importlib import import_module
 from unittest.mock import patch
 
 import torch
@@ -11,9 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
+from transformers.models.lfm2 import modeling_lfm2 as lfm2
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import omnizoo.models.attention  # noqa: F401 - registers ours
 from omnizoo.models import hf_private
+from omnizoo.models.stateful import DOORS
 from omnizoo.ops.precision import KeepFloat64
 from omnizoo.ops.torch_private import without_function_modes
 
@@ -46,6 +50,11 @@ def test_models_say_whether_they_use_the_attention_interface_and_whether_they_ca
     assert not hf_private.carries_state(tiny("llama"))
     assert transformers.MambaForCausalLM._is_stateful
     assert not transformers.BloomForCausalLM._supports_attention_backend
+    # Hybrids use the interface, and do not say so.
+    assert not transformers.Qwen3NextForCausalLM._supports_attention_backend
+    hybrid = AutoConfig.for_model("qwen3_next", num_hidden_layers=4, hidden_size=64, num_experts=4)
+    with torch.device("meta"):
+        assert hf_private.uses_attention_interface(AutoModelForCausalLM.from_config(hybrid))
 
 
 def test_rules_for_initial_weights_run_on_meta_only_where_they_are_told_to() -> None:
@@ -95,3 +104,21 @@ def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:
         "set_reshard_after_backward": "reshard_after_backward",
     }.items():
         assert parameters(getattr(FSDPModule, name))[:2] == ["self", argument]
+
+
+def test_layers_with_a_state_call_their_rules_by_the_names_that_ours_take() -> None:
+    """As `models/stateful.py` finds them: by what the code of a layer's forward calls."""
+    for family, name, rules in (
+        ("qwen3_next", "Qwen3NextGatedDeltaNet", {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}),
+        ("qwen3_5", "Qwen3_5GatedDeltaNet", {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}),
+        ("kimi_linear", "KimiLinearDeltaAttention", {"causal_conv1d_fn", "chunk_kimi_delta_attention"}),
+        ("lfm2", "Lfm2ShortConv", {"causal_conv1d_fn"}),
+    ):
+        home = import_module(f"transformers.models.{family}.modeling_{family}")
+        code = inspect.unwrap(getattr(home, name).forward).__code__
+        assert rules <= set(code.co_names)
+        assert rules == set(DOORS) & set(vars(home))
+    conv, rule = lfm2.causal_conv1d_fn, qwen3_5.torch_chunk_gated_delta_rule
+    assert parameters(conv)[:4] == ["hidden_states", "weight", "bias", "activation"]
+    assert {"initial_state", "use_qk_l2norm_in_kernel"} <= set(parameters(rule))
+    assert parameters(rule)[:5] == ["query", "key", "value", "g", "beta"]

@@ -416,7 +416,7 @@ def on_one_rank(case: Case, mesh: Mesh, traffic: Traffic) -> dict[str, Any]:
     own_grad = grad[:, sequence.index]
     leaves = [x.detach().requires_grad_() for x in own]
     traffic.take()
-    out = sequence.attend(*leaves[:3], replace(pattern, sinks=leaves[3] if len(leaves) > 3 else None))
+    out = sequence(*leaves[:3], replace(pattern, sinks=leaves[3] if len(leaves) > 3 else None))
     forward = traffic.take()
     got = [out.detach(), *torch.autograd.grad(out, leaves, own_grad)]
     backward = traffic.take()
@@ -523,4 +523,4 @@ def test_dropout_under_a_ring_is_refused():
     sequence.ring, sequence.ulysses = 4, 2
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(UserError, match=r"attention dropout 0.1 .* parallel.ring 4: .* ulysses 8 x ring 1"):
-        sequence.attend(q, q, q, Pattern(dropout=0.1))
+        sequence(q, q, q, Pattern(dropout=0.1))

@@ -48,6 +48,13 @@ TEXT = {
     "index_n_heads": 4,
     "index_topk": 8,
     "rotary_dim": 8,
+    # layers with a state along the sequence
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 8,
     "attention_chunk_size": WINDOW,
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,

@@ -27,6 +27,7 @@ from omnizoo.models.attention import carry_pack
 from omnizoo.models.config_fields import check_numbers, check_shape, config_of
 from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
 from omnizoo.models.omni import OmniConfig
+from omnizoo.models.stateful import bind_states
 
 RECIPE = "_omnizoo_recipe"  # where a model keeps the recipe that the config names for it
 RECIPE_EXPECTED = "an instance of omnizoo.Recipe"
@@ -75,7 +76,10 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
     builder = auto_class(config, model.trust_remote_code)
     if builder is None:
         raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
-    refuse_state_across_tokens(config, key)
+    try:
+        config.get_text_config()
+    except ValueError as error:
+        raise UserError(f"{key}: `{config.model_type}` is no single language model: {error}") from error
     try:
         with torch.device(device):
             built = builder.from_config(
@@ -87,6 +91,7 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
         raise UnbuildableError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
     assert isinstance(built, PreTrainedModel)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
+    keep_states_apart(language_model(built), key)
     _set_attention(language_model(built), model.attention)
     return _with_recipe(built, model)
 
@@ -128,6 +133,7 @@ def copy_given(given: nn.Module, model: Model, precision: str, device: str) -> n
     except BUILDING_ERRORS as error:
         raise UserError(f"model= is a {type(given).__name__} that cannot be copied: {explain(error)}") from error
     if isinstance(copied, PreTrainedModel):
+        keep_states_apart(language_model(copied), "model=")
         _set_attention(language_model(copied), model.attention)
     return nn.Module.to(copied, MASTER_DTYPE[precision])
 
@@ -300,19 +306,15 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def refuse_state_across_tokens(config: PretrainedConfig, key: str) -> None:
-    """Recurrent and linear-attention layers carry state from one packed sample into the next."""
-    try:
-        text = config.get_text_config()
-    except ValueError as error:
-        raise UserError(f"{key}: `{config.model_type}` is no single language model: {error}") from error
-    kinds = set(getattr(text, "layer_types", None) or [])
-    stateless = {kind for kind in kinds if "attention" in kind and "linear" not in kind} | {"mlp", "moe"}
-    carried = sorted(kinds - stateless)
-    if carried:
+def keep_states_apart(model: PreTrainedModel, key: str) -> None:
+    """See that layers with a state along the sequence do not carry it from one packed sample into the next."""
+    bound, types = bind_states(model), getattr(model.config.get_text_config(), "layer_types", None) or []
+    kinds = [kind for kind in types if kind not in ("mlp", "moe") and ("attention" not in kind or "linear" in kind)]
+    if len(kinds) > bound or (carries_state(model) and not bound):
+        what = ", ".join(sorted(set(kinds))) or "recurrent"
         raise UserError(
-            f"{key}: `{config.model_type}` has {', '.join(carried)} layers, which carry state across packed samples; "
-            "such families are not supported yet"
+            f"{key}: `{model.config.model_type}` has {what} layers, which carry state across packed samples; such "
+            "families are not supported yet"
         )
 
 
@@ -323,7 +325,7 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
         except BUILDING_ERRORS as error:
             raise UserError(f"model.attention: `{name}` does not work here: {explain(error)}") from error
         return
-    if not uses_attention_interface(model) or carries_state(model):
+    if not uses_attention_interface(model):
         raise UserError(
             f"model: {type(model).__name__} does not use transformers' attention interface, so the samples of a pack "
             "cannot be kept apart; use a family that does"

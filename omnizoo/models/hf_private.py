@@ -4,6 +4,7 @@ Public ways were tried first: `from_pretrained` cannot fill a model that FSDP2 h
 buffers that packing must not have.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,11 @@ def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    return bool(model._supports_attention_backend)
+    """By its own word, or (hybrids do not give it) by what the code of its layers calls."""
+    codes = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
+    return bool(model._supports_attention_backend) or any(
+        code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes
+    )
 
 
 def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:

@@ -1,11 +1,13 @@
-"""Sequence parallelism: the ranks of a ring x Ulysses grid share the tokens of a pack, and only attention talks.
+"""Sequence parallelism: the ranks of a ring x Ulysses grid share the tokens of a pack; attention and states talk.
 
-Each rank selects its tokens with `SequenceParallel.index` before the model, and the model's attention interface calls
-`attend`; everything else in a model works on tokens one by one and never notices.
+Each rank selects its tokens with `SequenceParallel.index` before the model. The model's attention interface calls the
+object itself, and layers with a state along the sequence its `convolve` and `delta_rule`; everything else in a model
+works on tokens one by one and never notices.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, product
 
 import numpy as np
@@ -18,6 +20,7 @@ from omnizoo.ops.attention_blocks import Block, Blocks, Run, block_between, fuse
 from omnizoo.ops.device import to_device
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.ring import Ring, repeat_kv, ring_attention
+from omnizoo.parallel.states import Recurrence
 from omnizoo.parallel.ulysses import Exchange, GatherTokens, ScatterTokens, split_heads
 
 
@@ -92,17 +95,31 @@ class SequenceParallel:
         self.mesh, self.lengths, self.overlap = mesh, lengths, overlap
         self.ring, self.ulysses = layout.ring, layout.ulysses
         self.ring_rank, self.ulysses_rank = divmod(mesh.sp_rank, layout.ulysses)
-        slices = slice_tokens(lengths, layout.ring, layout.ulysses)
-        self.tokens = [len(indices) for indices in slices]
-        self.index = torch.from_numpy(slices[mesh.sp_rank])  # on the host
+        self.slices = slice_tokens(lengths, layout.ring, layout.ulysses)
+        self.tokens = [len(indices) for indices in self.slices]
+        self.index = torch.from_numpy(self.slices[mesh.sp_rank])  # on the host
         cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         self.boundaries = Boundaries(to_device(cumulative, mesh.device), max(lengths, default=0))
         self.runs = ring_runs(lengths, layout.ring)
         self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # by causal and window: layers repeat a few
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-        """Of this rank's tokens: `query [1, H, T, Dk]`, `key [1, KV, T, Dk]`, `value [1, KV, T, Dv]`, each with its
-        whole heads; returns `[1, T, H, Dv]`."""
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """For layers that carry a state along the sequence."""
+        mesh = self.mesh
+        return Recurrence(mesh.group("sp"), mesh.sp_rank, self.slices, self.lengths, mesh.device, self.overlap)
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.recurrence.convolve(x, weight, bias)
+
+    def delta_rule(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
+        return self.recurrence.delta_rule(query, key, value, decay, beta)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        """Attention, of this rank's tokens: `query [1, H, T, Dk]`, `key [1, KV, T, Dk]`, `value [1, KV, T, Dv]`, each
+        with its whole heads; returns `[1, T, H, Dv]`."""
         if pattern.dropout > 0.0 and self.ring > 1:
             raise UserError(
                 f"attention dropout {pattern.dropout} does not work with parallel.ring {self.ring}: set the model's "

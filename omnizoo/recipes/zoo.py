@@ -25,6 +25,7 @@ MANY = (
     *("deepseek_v2", "glm4_moe_lite", "hunyuan_v1_moe", "jetmoe", "ernie4_5_moe", "minimax_m2", "llama4_text"),
     *("gemma4_text", "longcat_flash", "flex_olmo", "bloom", "falcon", "mpt", "gptj", "gpt_neo", "stablelm", "xglm"),
     *("bert", "roberta", "electra", "mamba", "mamba2", "rwkv", "bamba", "jamba", "qwen3_next", "deepseek_v32"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
 )
 
 

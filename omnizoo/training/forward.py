@@ -75,7 +75,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
         weights = None if weights is None else weights[:, index]
         is_filler = not len(index)
-        inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence.attend}
+        inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence}
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
             ids, positions = torch.zeros_like(batch.input_ids[:, :1]), batch.position_ids[..., :1]
     moved = partial(to_device, device=mesh.device)
@@ -99,14 +99,23 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
 
 @dataclass(frozen=True)
 class Filler:
-    """Attention of a rank without tokens: takes part in every exchange with none, and gives its filler zeros."""
+    """What a rank without tokens does: it takes part in every exchange with none, and gives its filler zeros.
+
+    The graph must reach the exchange, or this rank would not answer the others in backward.
+    """
 
     sequence: SequenceParallel
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-        none = self.sequence.attend(query[:, :, :0], key[:, :, :0], value[:, :, :0], pattern)
-        # The graph must reach the exchange, or this rank would not answer the others in backward.
+        none = self.sequence(query[:, :, :0], key[:, :, :0], value[:, :, :0], pattern)
         return value.new_zeros(1, 1, query.shape[1], value.shape[3]) + none.sum()
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros_like(x) + self.sequence.convolve(x[:0], weight, bias).sum()
+
+    def delta_rule(self, *given: torch.Tensor) -> torch.Tensor:
+        value = given[2]
+        return torch.zeros_like(value) + self.sequence.delta_rule(*(x[:0] for x in given)).sum()
 
 
 def forward(model: nn.Module, local: Local) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,0 +1,143 @@
+"""Layers that carry a state along the sequence, in packs and across ranks: their own code, with our functions in it.
+
+transformers' layers call a convolution and a recurrent rule by their names in the modeling file. `bind_states` gives
+each such layer of one model a `forward` of the same code in which these names mean ours; other models never notice.
+What tells samples apart comes through the model's keyword arguments, as it does for attention (models/attention.py).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops import recurrence
+
+Door = Callable[..., Any]
+
+
+class Pack(Protocol):
+    """The tokens of a pack that are here, and how to reach those that are not."""
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+    def delta_rule(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A pack with all its tokens on this rank."""
+
+    lengths: Sequence[int]
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        before = x.new_zeros(len(self.lengths), weight.shape[1] - 1, x.shape[1])
+        return recurrence.convolve(x, weight, bias, self.lengths, before)
+
+    def delta_rule(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
+        return recurrence.delta_rule(query, key, value, decay, beta, self.lengths)[0]
+
+
+def pack_of(module: nn.Module, given: Mapping[str, Any]) -> Pack | None:
+    """The pack that a layer is at work on; None where there is none, as in generation."""
+    told = given if any(given.get(name) is not None for name in TOLD) else getattr(module, "pack_carried", {})
+    if told.get("attend") is not None:
+        pack: Pack = told["attend"]  # sequence parallel
+        return pack
+    boundaries = next((told[name] for name in TOLD if told.get(name) is not None), None)
+    if boundaries is not None:
+        return Whole(boundaries.diff().tolist())
+    if module.training and torch.is_grad_enabled():
+        raise UserError(
+            f"model: {type(module).__name__} did not get the sample boundaries: its state would pass from one sample "
+            "of a pack to the next"
+        )
+    return None
+
+
+TOLD = ("attend", "cu_seq_lens_q", "cu_seqlens")
+
+
+def convolution(module: nn.Module, original: Door) -> Door:
+    """In place of `causal_conv1d_fn`: `hidden_states [1, C, T]`, `weight [C, K]`."""
+
+    def convolve(
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        pack = pack_of(module, kwargs)
+        if pack is None:
+            return original(hidden_states, weight, bias, activation, **kwargs)
+        out = pack.convolve(hidden_states[0].T, weight, bias)
+        return (out if activation is None else ACT2FN[activation](out)).T[None]
+
+    return convolve
+
+
+def gated_delta_rule(module: nn.Module, original: Door) -> Door:
+    """In place of `torch_chunk_gated_delta_rule`: `query, key, value [1, T, H, ...]`, `g, beta [1, T, H]`."""
+
+    def rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        pack = pack_of(module, kwargs)
+        if pack is None or initial_state is not None:
+            kwargs |= {"initial_state": initial_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            return original(query, key, value, g=g, beta=beta, **kwargs)
+        # As the original does it: in fp32 at least, queries and keys of length 1, queries scaled.
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q, k, v, decay, b = (x[0].to(wide) for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        out = pack.delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, b)
+        return out.to(query.dtype)[None], None
+
+    return rule
+
+
+# What modeling files call, and what is called instead.
+DOORS: dict[str, Callable[[nn.Module, Door], Door]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,  # with a decay of its own for each channel
+}
+# Rules of other layers with a state, for which there is nothing of ours yet.
+UNKNOWN = {"mamba_selective_scan", "mamba2_chunk_scan"}
+
+
+def bind_states(model: nn.Module) -> int:
+    """Let the layers of `model` that carry a state do so by our functions; how many these are."""
+    bound = 0
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        names = [name for name in DOORS if code is not None and name in code.co_names]
+        if code is None or not names or UNKNOWN & {*code.co_names}:
+            continue
+        ours = {name: DOORS[name](module, forward.__globals__[name]) for name in names}
+        own = FunctionType(
+            code, {**forward.__globals__, **ours}, code.co_name, forward.__defaults__, forward.__closure__
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(own, module)  # of this instance alone
+        bound += 1
+    return bound

@@ -1,0 +1,5 @@
+"""Kimi Linear 48B-A3B: a delta rule that decays by channels, latent attention in every fourth layer, experts."""
+
+from omnizoo.recipes.base import Recipe
+
+RECIPE = Recipe(about="Kimi Linear 48B-A3B")

@@ -1,0 +1,5 @@
+"""Qwen3.5 with experts, its language model: gated delta net and gated attention, experts in every layer."""
+
+from omnizoo.recipes.base import Recipe
+
+RECIPE = Recipe(about="Qwen3.5 35B-A3B and larger, text")
