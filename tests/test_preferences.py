@@ -31,7 +31,8 @@ from omnizoo.data.rows import BadRow
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.training.forward import Local, LocalPairs, forward, localize
+from omnizoo.training.forward import Local, LocalAnswers, forward, localize
+from omnizoo.training.kto import KTO
 from omnizoo.training.loss_contract import KINDS
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
@@ -88,8 +89,11 @@ def test_losses_are_the_published_ones_in_float64(loss: Preference) -> None:
     logits = torch.randn(len(sample), 11, generator=dice, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 11, (len(sample),), generator=dice)
     reference = torch.randn(len(sample), generator=dice, dtype=torch.float64)
-    loss.sharing, loss.add_up, loss.of_reference = 1, lambda tensor: tensor, reference
-    batch = Local({}, targets, None, torch.zeros(0), 1, pairs=LocalPairs(6, sample, torch.tensor([1, 3])))
+    loss.sharing, loss.add_up = 1, lambda tensor: tensor
+    if isinstance(loss, DPO):
+        loss.of_reference = torch.stack([part.sum() for part in reference.split(lengths)])
+    answers = LocalAnswers(6, sample, {"chosen": torch.tensor([1, 3])})
+    batch = Local({}, targets, None, torch.zeros(0), 1, answers=answers)
     found = loss.of_logits(logits, batch)
     (gradient,) = torch.autograd.grad(found, logits)
 
@@ -104,6 +108,31 @@ def test_losses_are_the_published_ones_in_float64(loss: Preference) -> None:
     for name, value in zip(loss.metrics, (*rewards, rewards[0] - rewards[1]), strict=False):
         torch.testing.assert_close(loss.measured[name], value.detach())
     assert loss.measured["accuracy"] == (chosen > rejected).sum()
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.7])
+def test_kto_is_the_published_one_in_float64(kl: float) -> None:
+    dice = torch.Generator().manual_seed(0)
+    lengths = [3, 5, 4, 2]
+    sample = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    each = torch.randn(len(sample), generator=dice, dtype=torch.float64, requires_grad=True)
+    loss = KTO(beta=0.4, desirable_weight=1.5, undesirable_weight=0.5)
+    loss.sharing, loss.add_up, loss.kl = 1, lambda tensor: tensor, torch.tensor(kl, dtype=torch.float64)
+    loss.of_reference = torch.randn(4, generator=dice, dtype=torch.float64)
+    roles = {"desirable": torch.tensor([1]), "undesirable": torch.tensor([0, 3])}  # sample 2 is no answer
+    answers = LocalAnswers(4, sample, roles)
+    found = loss.of_tokens(each, Local({}, sample, None, torch.zeros(0), 1, answers=answers))
+    rewards = [part.sum() - other for part, other in zip(each.split(lengths), loss.of_reference, strict=True)]
+    value = {1: 1.5 * torch.sigmoid(0.4 * (rewards[1] - kl))} | {
+        i: 0.5 * torch.sigmoid(0.4 * (kl - rewards[i])) for i in (0, 3)
+    }
+    expected = sum((0.5 if i != 1 else 1.5) - v for i, v in value.items())  # lambda - value, formula 8 of the paper
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(total, each)[0] for total in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+    assert loss.measured["rewards/desirable"] == pytest.approx(0.4 * rewards[1].item())
+    assert loss.measured["rewards/undesirable"] == pytest.approx(0.4 * (rewards[0] + rewards[3]).item())
+    assert loss.measured["kl"] == pytest.approx(3 * kl)
 
 
 # Packs of pairs, one process.
@@ -280,6 +309,13 @@ def test_verify_passes_with_pairs_and_a_frozen_copy(capfd: pytest.CaptureFixture
     assert "2 of 2 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 
+@pytest.mark.slow
+def test_verify_passes_with_single_answers_and_a_baseline_of_the_whole_step(capfd: pytest.CaptureFixture[str]) -> None:
+    losses = [{"kind": "kto", "options": {"beta": 0.5}}, {"kind": "cross_entropy", "weight": 0.1}]
+    assert verify("lora_tiny.yaml", losses, "rep2.dp2,uly2.ring2,dp2.uly2.ep4") == 0
+    assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+
+
 # Media in the prompt.
 
 
@@ -366,11 +402,13 @@ def test_rows_of_every_form_have_the_loss_on_their_answers(tmp_path: Path) -> No
         {"conversations": chat, "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}},
     ):
         found = renderer.render(row)
-        halves = slice(0, found.first), slice(found.first, None)
+        first = found.answers[0][1]
+        halves = slice(0, first), slice(first, None)
         assert [tokenizer.decode(found.ids[h][found.targets[h]]) for h in halves] == ["yes<|im_end|>", "no<|im_end|>"]
         assert len({tokenizer.decode(found.ids[h][~found.targets[h]]) for h in halves}) == 1
     found = renderer.render({"prompt": "and so on", "chosen": " yes", "rejected": " no"})
-    assert tokenizer.decode(found.ids[: found.first][found.targets[: found.first]]) == " yes<|endoftext|>"
+    half = slice(0, found.answers[0][1])
+    assert tokenizer.decode(found.ids[half][found.targets[half]]) == " yes<|endoftext|>"
     with pytest.raises(
         BadRow, match=r"preference pair are longer than data.pack_tokens \(8\), and a pair is never cut"
     ):
@@ -413,7 +451,7 @@ def test_without_a_loss_of_pairs_they_are_refused_with_one_other_rows_may_be_mix
     row = {"messages": [USER], "chosen": "yes", "rejected": "no"}
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(
-        BadRow, match=r"`chosen`, `rejected`: .* not trained on without dpo, orpo, simpo in train.losses"
+        BadRow, match=r"`chosen`, `rejected`: .* not trained on without dpo, orpo, simpo, kto in train.losses"
     ):
         Renderer(tokenizer, True).render(row)
     losses = [{"kind": "dpo"}, {"kind": "cross_entropy"}]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
+from omnizoo.data.lanes import other_rows
 from omnizoo.data.loader import build_loader
 from omnizoo.models.build import load_tokenizer
 
@@ -44,8 +45,10 @@ def rows_of(kind: str) -> list[dict[str, Any]]:
     return rows
 
 
-def ours(folder: Path, model: Path, loss: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """The metrics of each step, and the numbers of its rows."""
+def ours(
+    folder: Path, model: Path, loss: dict[str, Any], rows: list[dict[str, Any]]
+) -> tuple[list[Any], list[list[str]]]:
+    """The metrics of each step, and the names of its samples."""
     path = pair_config(
         folder,
         [loss],
@@ -60,9 +63,12 @@ def ours(folder: Path, model: Path, loss: dict[str, Any], rows: list[dict[str, A
     loader = build_loader(config, load_tokenizer(config.model), 0, 1)
     seen = []
     for _ in range(STEPS):
-        names = [name for pack in loader.next_step().packs for name in pack.sample_ids]
-        seen.append([int(name.split("/")[2]) for name in names[::2]])
+        seen.append([name for pack in loader.next_step().packs for name in pack.sample_ids])
     return read_steps(folder / "run"), seen
+
+
+def row_of(name: str) -> int:
+    return int(name.split("/")[2])
 
 
 def theirs(trainer: type, config: type, folder: Path, rows: Any, order: list[list[int]], **options: Any) -> list[Any]:
@@ -72,7 +78,7 @@ def theirs(trainer: type, config: type, folder: Path, rows: Any, order: list[lis
     options |= {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "weight_decay": 0.0}
     options |= {"adam_beta2": 0.95, "max_steps": len(order), "disable_tqdm": True, "output_dir": str(folder / "trl")}
 
-    class InOrder(trainer):  # type: ignore[misc] # its class is known only where TRL is installed
+    class InOrder(trainer):  # type: ignore[misc] # one or the other
         def get_train_dataloader(self) -> Any:
             return DataLoader(self.train_dataset, batch_sampler=order, collate_fn=self.data_collator)
 
@@ -94,7 +100,8 @@ def test_dpo_is_that_of_trl_over_ten_steps(loss: str, kind: str, tmp_path: Path)
     make_tokenizer(model, TEMPLATE)
     rows = rows_of(kind)
     options = {"beta": 0.3, "loss": loss, "reference": str(model)}
-    own, order = ours(tmp_path / "ours", model, {"kind": "dpo", "options": options}, rows)
+    own, names = ours(tmp_path / "ours", model, {"kind": "dpo", "options": options}, rows)
+    order = [[row_of(name) for name in step[::2]] for step in names]
     assert all(len(numbers) > 4 for numbers in order)
     other = theirs(trl.DPOTrainer, trl.DPOConfig, model, rows, order, loss_type=[loss])
     assert len(own) == len(other) == STEPS
@@ -104,3 +111,46 @@ def test_dpo_is_that_of_trl_over_ten_steps(loss: str, kind: str, tmp_path: Path)
             for name in ("rewards/chosen", "rewards/rejected"):
                 assert step[f"loss/dpo/{name}"] == pytest.approx(expected[name], abs=1e-5)
     assert abs(own[-1]["loss/dpo/margin"]) > 0.1
+
+
+def single_rows() -> list[dict[str, Any]]:
+    """Answers with a label."""
+    dice = random.Random(1)
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": dice.random() < 0.6} for row in rows_of("chats")
+    ]
+
+
+@pytest.mark.parametrize("baseline", ["kl", "zero"])
+def test_kto_is_that_of_trl_over_ten_steps(baseline: str, tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", 0)
+    make_tokenizer(model, TEMPLATE)
+    rows = single_rows()
+    weights = {"desirable_weight": 1.3, "undesirable_weight": 0.8}
+    options = {"beta": 0.3, "baseline": baseline, "reference": str(model), **weights}
+    own, names = ours(tmp_path / "ours", model, {"kind": "kto", "options": options}, rows)
+    order = [[row_of(name) for name in step if not name.endswith("/mismatched")] for step in names]
+
+    class WithOurs(trl.KTOTrainer):
+        """TRL takes the answer of the row before, and a batch is fixed: give it the rows that ours took."""
+
+        def _prepare_dataset(self, *given: Any) -> Any:
+            dataset = super()._prepare_dataset(*given)
+            answers = dataset["completion_ids"]
+            others = [answers[other_row(rows, number)] for number in range(len(rows))]
+            return dataset.remove_columns("KL_completion_ids").add_column("KL_completion_ids", others)
+
+    kind = {"kl": "kto", "zero": "apo_zero_unpaired"}[baseline]
+    trainer = WithOurs if baseline == "kl" else trl.KTOTrainer
+    other = theirs(trainer, trl.KTOConfig, model, rows, order, loss_type=kind, **weights)
+    assert len(own) == len(other) == STEPS
+    for step, expected in zip(own, other, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
+        for name, theirs_ in (("rewards/desirable", "rewards/chosen"), ("rewards/undesirable", "rewards/rejected")):
+            assert step[f"loss/kto/{name}"] == pytest.approx(expected[theirs_], abs=1e-5)
+        assert step["loss/kto/kl"] == pytest.approx(expected["kl"], abs=1e-5)
+    assert (max(step["loss/kto/kl"] for step in own) > 0.01) == (baseline == "kl")
+
+
+def other_row(rows: list[dict[str, Any]], number: int) -> int:
+    return next(other for other in other_rows(number, len(rows)) if rows[other]["prompt"] != rows[number]["prompt"])

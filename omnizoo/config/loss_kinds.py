@@ -8,11 +8,13 @@ from omnizoo.config.options import Option
 
 POSITIVE = Option(Annotated[float, Field(gt=0, le=1000)], "number > 0, <= 1000")
 HALF = Option(Annotated[float, Field(ge=0, lt=0.5)], "number >= 0, < 0.5")
+FROM_ZERO = Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000")
 CHUNKED = Option(bool, "true or false")
+REFERENCE = Option(str, "a Hugging Face folder")
 LOSSES: dict[str, dict[str, Option]] = {
     "cross_entropy": {
         "label_smoothing": Option(Annotated[float, Field(ge=0, lt=1)], "number >= 0, < 1"),
-        "z_loss": Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000"),
+        "z_loss": FROM_ZERO,
         "chunked": CHUNKED,
     },
     "balance": {},
@@ -22,18 +24,27 @@ LOSSES: dict[str, dict[str, Option]] = {
         "loss": Option(Literal["sigmoid", "ipo", "hinge"], "sigmoid, ipo or hinge"),
         "label_smoothing": HALF,
         "length_normalised": Option(bool, "true or false"),
-        "reference": Option(str, "a Hugging Face folder"),
+        "reference": REFERENCE,
+        "chunked": CHUNKED,
+    },
+    "kto": {
+        "beta": POSITIVE,
+        "desirable_weight": FROM_ZERO,
+        "undesirable_weight": FROM_ZERO,
+        "baseline": Option(Literal["kl", "zero"], "kl or zero"),
+        "reference": REFERENCE,
         "chunked": CHUNKED,
     },
     "orpo": {"beta": POSITIVE, "chunked": CHUNKED},
     "simpo": {
         "beta": POSITIVE,
-        "gamma": Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000"),
+        "gamma": FROM_ZERO,
         "label_smoothing": HALF,
         "chunked": CHUNKED,
     },
 }
 PAIRWISE = ("dpo", "orpo", "simpo")  # of preference pairs
+PREFERENCES = (*PAIRWISE, "kto")  # kto: of single answers with a label; it reads pairs as two of them
 OF_ROUTERS = ("balance", "router_z")
 
 

@@ -42,7 +42,7 @@ class Batch:
     media: dict[Port, list[Inputs]]  # by port: the items this rank works on
     routes: dict[Port, Route]  # by port: where what it makes of them goes, and what comes to this rank's tokens
     weights: torch.Tensor | None = None  # [1, T] of the loss on each label; None: 1
-    pairs: torch.Tensor | None = None  # [P] of each preference pair: its chosen sample, before the rejected; None: none
+    roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Dealt:
     totals: Totals
     imbalance: dict[str, float]  # busiest rank / mean over ranks: of packs (`tokens`), and of each port
     notes: list[Any]  # what each rank had to say besides
+    mismatched: "Dealt | None" = None  # answers to other prompts, which are only looked at
 
 
 def deal(
@@ -105,7 +106,7 @@ def outgoing(rounds: Sequence[Round], own: dict[int, FlatPack], layout: Layout) 
                 if pack is not None:
                     some = {name: getattr(pack, name) for name in ("ids", "labels", "positions", "weights")}
                     arrays = {name: array for name, array in some.items() if array is not None}
-                    header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "pairs")}
+                    header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "roles")}
                     for rank in range(d * layout.sp, (d + 1) * layout.sp):
                         to[rank].append((header, arrays))
                     for at, item in enumerate(pack.items, int(first_item[d * len(packs) + slot])):
@@ -131,8 +132,7 @@ def make_batch(
         positions = torch.from_numpy(np.concatenate(rows, axis=1))[:, None]
         positions = positions if positions.is_floating_point() else positions.long()  # some families count in real time
     weights = join_weights(packs)
-    before = starts(np.array([len(pack.lengths) for pack in packs]))
-    pairs = [first + int(number) for pack, number in zip(packs, before, strict=False) for first in pack.pairs]
+    roles = [role for pack in packs for role in pack.roles or [""] * len(pack.lengths)]
     real = [pack for pack in packs if pack.sample_ids]
     place = {id(pack): number for number, pack in enumerate(real)}
     pack_of_token = np.repeat([place.get(id(pack), -1) for pack in packs], [len(pack.ids) for pack in packs])
@@ -149,5 +149,5 @@ def make_batch(
         media=media or {},
         routes=routes or {},
         weights=None if weights is None else torch.from_numpy(weights)[None],
-        pairs=torch.tensor(pairs) if pairs else None,
+        roles=roles if any(roles) else (),
     )

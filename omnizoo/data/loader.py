@@ -54,11 +54,11 @@ class FlatPack:
     ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     lengths: list[int]
-    sample_ids: list[str]  # source/epoch/row/part, of pairs /chosen or /rejected; none: a filler, which counts nowhere
+    sample_ids: list[str]  # source/epoch/row/part, of preferences /role; none: a filler, which counts nowhere
     positions: npt.NDArray[Any] | None = None  # [R, T], of models with several positions per token
     items: tuple[Item, ...] = ()  # prepared
     weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
-    pairs: Sequence[int] = ()  # of each preference pair: the number of its chosen sample; the next one is rejected
+    roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         positions=np.concatenate(positions, axis=1) if positions else None,
         items=tuple(items),
         weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
-        pairs=_pairs(samples),
+        roles=[role for sample in samples for role in sample.roles] if any(s.answers for s in samples) else (),
     )
     return flat, bad
 
@@ -124,11 +124,6 @@ def _starts(samples: Sequence[Sample]) -> list[int]:
     """Where each begins among the tokens of all."""
     lengths = [len(sample.ids) for sample in samples]
     return list(itertools.accumulate(lengths[:-1], initial=0))
-
-
-def _pairs(samples: Sequence[Sample]) -> list[int]:
-    numbers = itertools.accumulate((len(sample.lengths) for sample in samples), initial=0)
-    return [number for sample, number in zip(samples, numbers, strict=False) if sample.first]
 
 
 def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np.float32] | None:
@@ -165,7 +160,9 @@ class Reader:
         return item.cut(parts) if len(parts) > 1 else [replace(item, raw=None, inputs=inputs)]
 
     def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
-        return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)
+        config = self.config
+        some = (number, once, patience, config.mismatched_answers)
+        return Lane(config.data, self.sources, self.renderer, config.train.seed, *some)
 
 
 @dataclass(frozen=True)
@@ -399,8 +396,8 @@ def build_reader(
     known = modalities or {}
     sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
     data = config.data
-    seed, pairs = config.train.seed, config.preference_pairs
-    renderer = Renderer(tokenizer, data.append_eos, known, positions, seed, data.ignore, reserved, pairs)
+    how = (data.ignore, reserved, config.preference_pairs, config.single_answers)
+    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how)
     return Reader(config, sources, renderer, known)
 
 
@@ -482,9 +479,16 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
         "what train.losses makes of preference pairs": config.preference_pairs.replace("refused", ""),
+        "what train.losses makes of single answers": _single_answers(config),
         "model.tokenizer": reading_of(reader.renderer.tokenizer, tokenizer_folder(config.model)),
         "sources": specs,
     }
+
+
+def _single_answers(config: Config) -> str:
+    if config.mismatched_answers:
+        return "each is also tried with another row's prompt"
+    return "read" if config.single_answers else ""
 
 
 def _reading(config: Config) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 from omnizoo.config.schema import Parallel
 from omnizoo.data.deal import Batch
 from omnizoo.data.loader import IGNORE
+from omnizoo.data.rendered import ROLES
 from omnizoo.modalities.base import Port
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch
 from omnizoo.ops.attention import Pattern
@@ -29,12 +30,12 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfl
 
 
 @dataclass(frozen=True)
-class LocalPairs:
-    """Which targets of this rank are whose in preference pairs."""
+class LocalAnswers:
+    """Which targets of this rank are of which answers, in preferences."""
 
     samples: int  # of the micro-batch, which ranks may share
     sample_of_target: torch.Tensor  # [N]
-    chosen: torch.Tensor  # [P] the sample of each pair's chosen answer; the next one is its rejected answer
+    of_role: dict[str, torch.Tensor]  # the samples that are such answers; a pair's rejected one is next to its chosen
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Local:
     pack_of_token: torch.Tensor  # [T] which pack of the micro-batch
     packs: int  # of the micro-batch, which ranks may share
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
-    pairs: LocalPairs | None = None  # None: the micro-batch has no preference pairs
+    answers: LocalAnswers | None = None  # None: the micro-batch has no preferences
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a value for each target, `[N]`, by the weights of the targets."""
@@ -91,10 +92,12 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
     weights = None if weights is None else moved(weights[0, kept])
-    pairs = None
-    if batch.pairs is not None:
-        pairs = LocalPairs(len(lengths), moved(samples[kept]), moved(batch.pairs))
-    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, pairs)
+    answers = None
+    if batch.roles:
+        places = {role: [i for i, own in enumerate(batch.roles) if own == role] for role in ROLES}
+        of_role = {role: moved(torch.tensor(place, dtype=torch.int64)) for role, place in places.items()}
+        answers = LocalAnswers(len(lengths), moved(samples[kept]), of_role)
+    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, answers)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ of the step before the first forward pass. So each loss is a plain mean over the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config
+from omnizoo.data.deal import Batch, Dealt
 from omnizoo.data.plan import Totals
 from omnizoo.models.head import Logits
 from omnizoo.models.routing import RouterRecord
@@ -27,11 +28,21 @@ KINDS = {
     "balance": "omnizoo.training.built_in_losses:Balance",
     "router_z": "omnizoo.training.built_in_losses:RouterZ",
     "dpo": "omnizoo.training.preference_losses:DPO",
+    "kto": "omnizoo.training.kto:KTO",
     "orpo": "omnizoo.training.preference_losses:ORPO",
     "simpo": "omnizoo.training.preference_losses:SimPO",
 }
 VIEWS = {"of_logits": 2, "of_hidden": 3, "of_routers": 2}  # methods, of which a loss has one, and their arguments
 EXPECTED = "a subclass of omnizoo.Loss with one of of_logits(logits, batch), of_hidden(hidden, head, batch), of_routers"
+
+
+@dataclass(frozen=True)
+class Upcoming:
+    """The step that comes next, on this rank."""
+
+    batches: Sequence[Batch]
+    mismatched: Dealt | None  # answers to other prompts, if a loss has asked for them
+    local: Callable[[Batch], Local]
 
 
 class Loss:
@@ -55,6 +66,13 @@ class Loss:
         """What the sum over all ranks and micro-batches is divided by: here, the number of the text's targets, each by
         its weight, as `batch.sum` adds them up."""
         return totals.weight
+
+    def count_of(self, metric: str, totals: Totals) -> float:
+        """What the sum of a metric is divided by."""
+        return self.count(totals)
+
+    def begin_step(self, step: Upcoming) -> None:
+        """Called before the first micro-batch of a step or an evaluation, on all ranks and without gradients."""
 
     def prepare(self, batch: Local) -> None:
         """Called before the model's forward pass of each micro-batch, on all ranks."""
@@ -118,6 +136,9 @@ class NamedLoss:
             shown = f"a {type(count).__name__}" if type(count) not in (int, float) else count
             raise UserError(f"{self.who}: count(totals) is {shown}; {wanted}")
         return count
+
+    def metric_counts(self, totals: Totals) -> dict[str, float]:
+        return {f"{self.name}/{metric}": self.loss.count_of(metric, totals) for metric in self.loss.metrics}
 
     def sum(self, *seen: Any) -> torch.Tensor:
         total = getattr(self.loss, self.view)(*seen)

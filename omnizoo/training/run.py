@@ -24,7 +24,6 @@ from omnizoo.checkpoint.start import Origin, find
 from omnizoo.config.errors import TrainingError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import deal
 from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
@@ -133,7 +132,7 @@ def _train(
 
         fetching = time.perf_counter()
         objective = agree(mesh, lambda: Objective(model, mesh, config))
-        eval_data = deal(held_out, mesh, 1, objective.calls, objective.cost)
+        eval_data = objective.deal(held_out, 1)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))
