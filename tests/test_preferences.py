@@ -162,6 +162,18 @@ def pair_rows(count: int = 60) -> list[dict[str, Any]]:
     return rows
 
 
+def single_rows(count: int) -> list[dict[str, Any]]:
+    dice, words = random.Random(1), TEXT.split()
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        asked, said = (" ".join(dice.choices(words, k=dice.randint(1, 5))) for _ in range(2))
+        if i % 2:
+            rows.append({"prompt": f"{i} {asked}", "completion": f" {said}", "label": i % 3 > 0})
+        else:
+            rows.append({"messages": [USER | {"content": asked}], "completion": said, "label": i % 3 > 0})
+    return rows
+
+
 def pair_config(
     folder: Path, losses: list[dict[str, Any]], rows: list[dict[str, Any]] | None = None, **more: Any
 ) -> Path:
@@ -279,6 +291,51 @@ def test_a_run_goes_on_exactly_and_learns_what_is_preferred(tmp_path: Path) -> N
     assert [[step[name] for name in figures] for step in again] == [[step[name] for name in figures] for step in steps]
 
 
+def test_single_answers_and_pairs_go_on_exactly_and_are_evaluated(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for i in range(40):
+        asked = [USER | {"content": f"question {i}"}]
+        rows += [
+            {"prompt": asked, "completion": [YES], "label": True},
+            {"messages": asked, "completion": "no, maybe", "label": False},
+            {"messages": [USER | {"content": f"what {i}"}], "chosen": "yes", "rejected": "no, maybe"},
+        ]
+    loss = {"kind": "kto", "options": {"beta": 0.5, "undesirable_weight": 0.1}}
+    path = pair_config(tmp_path, [loss], rows, checkpoint={"every": 4, "keep": 3})
+    overrides = ["--train.steps", "8", "--train.lr", "3e-3", "--train.eval_every", "8", "--train.eval_packs", "4"]
+    overrides += ["--data.eval_sources", f"[{{path: {tmp_path / 'pairs.jsonl'}}}]"]
+    assert main(["train", str(path), *overrides]) == 0
+    steps = read_steps(tmp_path / "run")
+    first, last = steps[0], steps[-1]
+    assert first["loss"] == pytest.approx((0.5 + 0.5 * 0.1) / 2, rel=0.2)  # the reference is the model as it begins
+    assert first["loss/kto/kl"] == pytest.approx(0, abs=1e-6)
+    assert last["loss/kto/kl"] >= 0
+    assert last["eval/loss/kto/kl"] >= 0
+    assert last["eval/loss/kto/rewards/desirable"] > last["eval/loss/kto/rewards/undesirable"]
+    assert last["eval/loss"] < first["loss"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008", ignore_errors=False)
+    assert main(["train", str(path), *overrides]) == 0
+    figures = ("step", "loss", "grad_norm", "tokens", "loss/kto/kl", "loss/kto/rewards/desirable")
+    again = read_steps(tmp_path / "run")
+    assert [[step[name] for name in figures] for step in again] == [[step[name] for name in figures] for step in steps]
+
+
+def test_answers_of_other_rows_follow_each_prompt_and_are_dealt_apart(tmp_path: Path) -> None:
+    path = pair_config(tmp_path, [{"kind": "kto"}], pair_rows(30) + single_rows(30))
+    result, _, data = one_step(path, "--data.pack_tokens", "256")
+    seen = [(name, batch) for batch in data.micro_batches for name in batch.sample_ids]
+    others = [(name, batch) for batch in data.mismatched.batches for name in batch.sample_ids]
+    roles = [name.rpartition("/")[2] for name, _ in seen]
+    assert {"desirable", "undesirable"} == set(roles)
+    assert roles.count("desirable") == data.totals.desirable > 4
+    assert roles.count("undesirable") == data.totals.undesirable > 4
+    assert {name.rpartition("/")[2] for name, _ in others} == {"mismatched"}
+    assert len(others) == data.mismatched.totals.mismatched > 4
+    assert {name.rpartition("/")[0] for name, _ in seen} == {name.rpartition("/")[0] for name, _ in others}
+    assert data.totals.mismatched == data.mismatched.totals.desirable == 0
+    assert result.terms.keys() == {"kto", *(f"kto/{name}" for name in KTO.metrics)}
+
+
 # On every layout.
 
 KINDS_AT_ONCE = [
@@ -370,9 +427,17 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
 
 
 @pytest.mark.slow
-def test_media_of_prompts_agree_with_one_process(omni: Path, tmp_path: Path) -> None:
-    layouts = prepare(load_config(omni, []), 4, "uly2.ring2,dp2.uly2.ep4", "fp32", tmp_path / "verify")
-    assert [verdict_of(tmp_path / "verify", layout).reason for layout in layouts] == ["", ""]
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ([], "uly2.ring2,dp2.uly2.ep4"),
+        (["--train.losses", "[{kind: kto}]", "--data.pack_tokens", "400"], "dp2.uly2.ep4"),
+    ],
+    ids=["dpo", "kto"],
+)
+def test_media_of_prompts_agree_with_one_process(overrides: list[str], asked: str, omni: Path, tmp_path: Path) -> None:
+    layouts = prepare(load_config(omni, overrides), 4, asked, "fp32", tmp_path / "verify")
+    assert {verdict_of(tmp_path / "verify", layout).reason for layout in layouts} == {""}
 
 
 def test_media_in_answers_are_refused(omni: Path) -> None:
@@ -445,6 +510,35 @@ def test_a_bad_pair_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path
         Renderer(make_tokenizer(tmp_path), True, pairs="required").render(row)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+BAD_SINGLE_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "completion": "b"}, "has no `label`"),
+    ({"prompt": "a", "label": True}, "has no `completion`"),
+    ({"completion": "b", "label": True}, "needs a `prompt`"),
+    ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1; expected true (a good answer) or false"),
+    ({"prompt": "a", "completion": [USER, YES], "label": True}, "does not begin with a message of the assistant's"),
+    ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "nothing reads `score`"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "nothing reads `label`"),
+    ({"text": "a"}, "it is no preference pair (`chosen`, `rejected`) and no single answer"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_SINGLE_ROWS)
+def test_a_bad_single_answer_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(BadRow) as caught:
+        Renderer(make_tokenizer(tmp_path), True, pairs="required", singles=True).render(row)
+    assert reason in str(caught.value)
+
+
+def test_a_prompt_that_no_other_answer_fits_is_a_bad_row(tmp_path: Path) -> None:
+    row = {"prompt": "the same", "completion": " yes", "label": True}
+    path = pair_config(tmp_path, [{"kind": "kto"}], [row] * 10)
+    with pytest.raises(UserError, match=r"needs the answer of another row, .* the other row has the same prompt"):
+        one_step(path)
+    one_step(path, "--train.losses", "[{kind: kto, options: {baseline: zero}}]")
+    with pytest.raises(UserError, match=r"has kto, which reads answers one by one, and dpo, which reads them in pairs"):
+        load_config(path, ["--train.losses", "[{kind: kto}, {kind: dpo}]"])
 
 
 def test_without_a_loss_of_pairs_they_are_refused_with_one_other_rows_may_be_mixed(tmp_path: Path) -> None:
