@@ -11,6 +11,7 @@ HALF = Option(Annotated[float, Field(ge=0, lt=0.5)], "number >= 0, < 0.5")
 FROM_ZERO = Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000")
 CHUNKED = Option(bool, "true or false")
 REFERENCE = Option(str, "a Hugging Face folder")
+FOLDER = Option(Annotated[str, Field(min_length=1)], "a folder")
 LOSSES: dict[str, dict[str, Option]] = {
     "cross_entropy": {
         "label_smoothing": Option(Annotated[float, Field(ge=0, lt=1)], "number >= 0, < 1"),
@@ -25,6 +26,7 @@ LOSSES: dict[str, dict[str, Option]] = {
         "label_smoothing": HALF,
         "length_normalised": Option(bool, "true or false"),
         "reference": REFERENCE,
+        "reference_cache": FOLDER,
         "chunked": CHUNKED,
     },
     "kto": {
@@ -33,6 +35,7 @@ LOSSES: dict[str, dict[str, Option]] = {
         "undesirable_weight": FROM_ZERO,
         "baseline": Option(Literal["kl", "zero"], "kl or zero"),
         "reference": REFERENCE,
+        "reference_cache": FOLDER,
         "chunked": CHUNKED,
     },
     "orpo": {"beta": POSITIVE, "chunked": CHUNKED},

@@ -639,6 +639,21 @@ class Config(Section):
         return any(loss.kind == "kto" for loss in self.train.losses)
 
     @property
+    def known_answers(self) -> bool:
+        """Answers are told apart by their content: a loss keeps on disk what it has once computed of them."""
+        return any(loss.kind in PREFERENCES and loss.options.get("reference_cache") for loss in self.train.losses)
+
+    def without_cache(self) -> "Config":
+        """For trials with other weights: losses keep nothing on disk of what they compute of answers."""
+        losses = [
+            loss.model_copy(update={"options": {k: v for k, v in loss.options.items() if k != "reference_cache"}})
+            if loss.kind in PREFERENCES
+            else loss
+            for loss in self.train.losses
+        ]
+        return self.model_copy(update={"train": self.train.model_copy(update={"losses": losses})})
+
+    @property
     def mismatched_answers(self) -> bool:
         """Besides its own answer, each prompt needs that of another row: a loss compares with how likely it is."""
         return any(loss.kind == "kto" and loss.options.get("baseline") != "zero" for loss in self.train.losses)

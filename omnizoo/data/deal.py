@@ -43,6 +43,7 @@ class Batch:
     routes: dict[Port, Route]  # by port: where what it makes of them goes, and what comes to this rank's tokens
     weights: torch.Tensor | None = None  # [1, T] of the loss on each label; None: 1
     roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
+    keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content; "": of what is no answer
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def outgoing(rounds: Sequence[Round], own: dict[int, FlatPack], layout: Layout) 
                 if pack is not None:
                     some = {name: getattr(pack, name) for name in ("ids", "labels", "positions", "weights")}
                     arrays = {name: array for name, array in some.items() if array is not None}
-                    header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "roles")}
+                    header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "roles", "keys")}
                     for rank in range(d * layout.sp, (d + 1) * layout.sp):
                         to[rank].append((header, arrays))
                     for at, item in enumerate(pack.items, int(first_item[d * len(packs) + slot])):
@@ -133,6 +134,7 @@ def make_batch(
         positions = positions if positions.is_floating_point() else positions.long()  # some families count in real time
     weights = join_weights(packs)
     roles = [role for pack in packs for role in pack.roles or [""] * len(pack.lengths)]
+    keys = [key for pack in packs for key in pack.keys or [""] * len(pack.lengths)]
     real = [pack for pack in packs if pack.sample_ids]
     place = {id(pack): number for number, pack in enumerate(real)}
     pack_of_token = np.repeat([place.get(id(pack), -1) for pack in packs], [len(pack.ids) for pack in packs])
@@ -150,4 +152,5 @@ def make_batch(
         routes=routes or {},
         weights=None if weights is None else torch.from_numpy(weights)[None],
         roles=roles if any(roles) else (),
+        keys=keys if any(keys) else (),
     )

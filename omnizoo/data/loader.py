@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.fingerprint import content_of, reading_of
+from omnizoo.data.fingerprint import content_of, content_of_item, reading_of
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Renderer
@@ -59,6 +60,7 @@ class FlatPack:
     items: tuple[Item, ...] = ()  # prepared
     weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
     roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
+    keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content; "": of what is no answer
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,25 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
         roles=[role for sample in samples for role in sample.roles] if any(s.answers for s in samples) else (),
     )
-    return flat, bad
+    return replace(flat, keys=_keys(flat)) if reader.config.known_answers and flat.roles else flat, bad
+
+
+def _keys(pack: FlatPack) -> list[str]:
+    """Of all that the log-probability of an answer depends on but the model: tokens, targets, positions, media."""
+    media = [content_of_item(item) for item in pack.items]
+    keys, first = [], 0
+    for role, length in zip(pack.roles, pack.lengths, strict=True):
+        last = first + length
+        digest = xxhash.xxh3_128(pack.ids[first:last].tobytes() + pack.labels[first:last].tobytes())
+        if pack.positions is not None:
+            digest.update(pack.positions[:, first:last].tobytes())
+        for item, content in zip(pack.items, media, strict=True):
+            digest.update(
+                b"".join(f"{at - first},{n};{content}".encode() for at, n in item.spans if first <= at < last)
+            )
+        keys.append(digest.hexdigest() if role else "")
+        first = last
+    return keys
 
 
 def _starts(samples: Sequence[Sample]) -> list[int]:

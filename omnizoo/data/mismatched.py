@@ -41,4 +41,5 @@ def _only(pack: FlatPack, wanted: Callable[[str], bool]) -> FlatPack:
         items=tuple(items),
         weights=None if pack.weights is None else pack.weights[tokens],
         roles=list(compress(pack.roles, kept)),
+        keys=list(compress(pack.keys, kept)),
     )

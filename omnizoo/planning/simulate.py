@@ -90,7 +90,7 @@ class Drawn:
 def simulate(config: Config, place: Place) -> Result:
     """Two steps of `config`, of which the second is reported: the first has no state of the optimizer yet."""
     started = time.perf_counter()
-    config = config.model_copy(update={"model": without_weights(config.model)})
+    config = config.without_cache().model_copy(update={"model": without_weights(config.model)})
     learning_rate(config.train, 1)
     pretended = PretendedDevice()
     ledger = Ledger(pretended.device, place.rounded)

@@ -36,6 +36,7 @@ class LocalAnswers:
     samples: int  # of the micro-batch, which ranks may share
     sample_of_target: torch.Tensor  # [N]
     of_role: dict[str, torch.Tensor]  # the samples that are such answers; a pair's rejected one is next to its chosen
+    keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
     if batch.roles:
         places = {role: [i for i, own in enumerate(batch.roles) if own == role] for role in ROLES}
         of_role = {role: moved(torch.tensor(place, dtype=torch.int64)) for role, place in places.items()}
-        answers = LocalAnswers(len(lengths), moved(samples[kept]), of_role)
+        answers = LocalAnswers(len(lengths), moved(samples[kept]), of_role, batch.keys)
     return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, answers)
 
 

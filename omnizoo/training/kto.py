@@ -33,15 +33,16 @@ class KTO(OfAnswers):
         undesirable_weight: float = 1.0,
         baseline: str = "kl",
         reference: str | None = None,
+        reference_cache: str | None = None,
         chunked: bool | None = None,
     ) -> None:
         super().__init__(chunked)
         self.beta, self.weights = beta, (desirable_weight, undesirable_weight)
-        self.baseline, self.folder = baseline, reference
+        self.baseline, self.folders = baseline, (reference, reference_cache)
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
-        self.reference = Reference(self, "kto", self.folder, model, mesh, config)
+        self.reference = Reference(self, "kto", *self.folders, model, mesh, config)
         self.asked, self.total = Asked(model, self, KEY), mesh.total
         self.kl = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
@@ -53,6 +54,7 @@ class KTO(OfAnswers):
         return counts.get(metric, self.count(totals))
 
     def begin_step(self, step: Upcoming) -> None:
+        self.reference.begin_step(step)
         if self.baseline == "zero":
             return
         assert step.mismatched is not None

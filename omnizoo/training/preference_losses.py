@@ -20,13 +20,17 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model, Optimizer
 from omnizoo.data.plan import Totals
 from omnizoo.models.adapter import attached, switched_off
+from omnizoo.models.base_identity import base_identity
 from omnizoo.models.build import build_model
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.ops.linear_cross_entropy import CHUNK
 from omnizoo.ops.precision import exact
+from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.built_in_losses import AtHead
 from omnizoo.training.forward import Local, LocalAnswers, forward
+from omnizoo.training.loss_contract import Upcoming
+from omnizoo.training.reference_cache import ReferenceCache
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]  # over the ranks that share packs
 ROWS = 256  # through a head of unknown size at a time
@@ -104,17 +108,21 @@ class DPO(Preference):
         label_smoothing: float = 0.0,
         length_normalised: bool | None = None,
         reference: str | None = None,
+        reference_cache: str | None = None,
         chunked: bool | None = None,
     ) -> None:
         super().__init__(beta, chunked)
         if label_smoothing and loss != "sigmoid":
             raise UserError(f"label_smoothing: {label_smoothing:g} is for the loss sigmoid, not for {loss}")
-        self.loss, self.label_smoothing, self.folder = loss, label_smoothing, reference
+        self.loss, self.label_smoothing, self.folders = loss, label_smoothing, (reference, reference_cache)
         self.is_normalised = loss == "ipo" if length_normalised is None else length_normalised
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
-        self.reference = Reference(self, "dpo", self.folder, model, mesh, config)
+        self.reference = Reference(self, "dpo", *self.folders, model, mesh, config)
+
+    def begin_step(self, step: Upcoming) -> None:
+        self.reference.begin_step(step)
 
     def prepare(self, batch: Local) -> None:
         self.of_reference = self.reference.sums(batch)
@@ -168,23 +176,57 @@ class Asked:
 
 class Reference:
     """What a loss compares its model with: the folder of that name; without one, the base of the adapter, or a frozen
-    copy of the model as it is before the first step. `kind` is that of the loss."""
+    copy of the model as it is before the first step. `kind` is that of the loss.
+
+    With a folder `cache`, what it gives is kept there, and it is made only once there is something new to ask it.
+    """
 
     def __init__(
-        self, loss: OfAnswers, kind: str, folder: str | None, model: nn.Module, mesh: Mesh, config: Config
+        self,
+        loss: OfAnswers,
+        kind: str,
+        folder: str | None,
+        cache: str | None,
+        model: nn.Module,
+        mesh: Mesh,
+        config: Config,
     ) -> None:
-        self.model, self.kind, self.folder, adapter = model, kind, folder, attached(model)
-        is_base = adapter is not None and not adapter.saved and folder is None
-        self.without_adapter = partial(switched_off, model) if is_base else nullcontext
-        self.asked = Asked(model if is_base else self._copy(mesh, config), loss, f"train.losses: {kind}")
+        self.loss, self.kind, self.folder, self.model, self.mesh = loss, kind, folder, model, mesh
+        adapter = attached(model)
+        self.is_base = adapter is not None and not adapter.saved and folder is None
+        self.config, self.is_known = self._of_reference(config), False
+        self.cache: ReferenceCache | None = None
+        if cache is not None:
+            identity = agree(mesh, lambda: base_identity(self.config) if mesh.is_first else "")
+            name = f"{mesh.from_first(identity)}-{config.parallel.precision}"
+            key = f"train.losses: {kind}: reference_cache"
+            self.cache = agree(mesh, lambda: ReferenceCache(cache, name, mesh.sp_rank == 0, key))
+        self.asked = None if self.cache else self._build()
+
+    def begin_step(self, step: Upcoming) -> None:
+        """Whether all of a step is known is the same on all ranks, which share their models."""
+        if self.cache is None:
+            return
+        others = step.mismatched.batches if step.mismatched else []
+        misses = sum(self.cache.misses(batch.keys) for batch in (*step.batches, *others))
+        self.is_known = not self.mesh.sum([misses])[0]
 
     def sums(self, batch: Local) -> torch.Tensor:
         """Its log-probabilities of whole answers `[samples]`. Before the model itself runs: they may be one."""
-        with self.without_adapter():
-            return self.asked.sums(batch)
+        answers = batch.answers
+        if self.cache is not None and self.is_known:
+            found = [] if answers is None else self.cache.find(answers.keys)
+            return torch.tensor(found, dtype=torch.float64, device=self.mesh.device)
+        self.asked = self.asked or self._build()
+        with switched_off(self.model) if self.is_base else nullcontext():
+            sums = self.asked.sums(batch)
+        if self.cache is not None and answers is not None:
+            self.cache.add(answers.keys, sums.tolist())
+        return sums
 
-    def _copy(self, mesh: Mesh, config: Config) -> nn.Module:
-        if self.folder is None and config.checkpoint.resume.startswith("weights:"):
+    def _of_reference(self, config: Config) -> Config:
+        """The run's config, with the reference in place of its model."""
+        if not self.is_base and self.folder is None and config.checkpoint.resume.startswith("weights:"):
             raise UserError(
                 f"checkpoint.resume: {config.checkpoint.resume}: the reference of {self.kind} is not clear then; "
                 f"export that checkpoint, and name the folder in the option `reference` of {self.kind}"
@@ -192,12 +234,18 @@ class Reference:
         spec = config.model.model_copy(update={"adapter": None})
         if self.folder is not None:
             spec = Model(path=self.folder, attention=config.model.attention)
-        config = config.model_copy(update={"model": spec, "optimizer": Optimizer()})
-        copy = build_model(spec, config.parallel.precision).requires_grad_(False)
+        return config.model_copy(update={"model": spec, "optimizer": Optimizer()})
+
+    def _build(self) -> Asked:
+        model = self.model if self.is_base else self._copy()
+        return Asked(model, self.loss, f"train.losses: {self.kind}")
+
+    def _copy(self) -> nn.Module:
+        copy = build_model(self.config.model, self.config.parallel.precision).requires_grad_(False)
         own, other = (vocabulary(each) for each in (self.model, copy))
         if own != other:
             raise UserError(f"train.losses: the reference {self.folder} has {other} tokens, and the model {own}")
-        parallelize(copy, mesh, config)
+        parallelize(copy, self.mesh, self.config)
         return copy.eval()
 
 
