@@ -58,6 +58,7 @@ def test_a_second_run_is_the_same_and_has_no_reference(config: Path, monkeypatch
     plain = train(config, "plain", *without_cache(config))
     first = train(config, "first")
     assert first == plain
+    assert "eval/loss" in plain[-1]
     folder = config.parent / "cache"
     files = {file: file.read_bytes() for file in folder.rglob("*.arrows")}
     assert len(files) == 1

@@ -38,7 +38,8 @@ class Ahead:
         threads = torch.get_num_threads()
         ready = threading.Event()
         # A daemon: it may be waiting for a rank that is gone.
-        threading.Thread(target=self._work, args=(ready,), name="data", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(ready,), name="data", daemon=True)
+        self._thread.start()
         ready.wait()
         torch.set_num_threads(threads)  # of threads to come; the one that has just started keeps its own
         self._ask()
@@ -91,4 +92,5 @@ class Ahead:
             except queue.Empty:
                 return
         self._asked.put(None)
+        self._thread.join(PATIENCE)  # Python that ends while a thread is still at work in torch aborts the process
         self.loader.close()
