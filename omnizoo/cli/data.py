@@ -155,7 +155,8 @@ def all_pieces(found: "Found", reader: "Reader", most: int) -> "Iterator[tuple[s
     from omnizoo.data.inspect import parts, pieces, shorten
 
     def decode(ids: list[int]) -> str:
-        return reader.renderer.backend.decode(ids, skip_special_tokens=False)
+        text: str = reader.renderer.backend.decode(ids, skip_special_tokens=False)
+        return text
 
     for role, part in parts(found.sample):
         yield f"{role}:" if role else "", shorten(list(pieces(part, decode)), most)
