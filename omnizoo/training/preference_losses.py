@@ -6,7 +6,7 @@ added up over these ranks, so that loss and gradients are those of one process.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -201,7 +201,13 @@ class Reference:
             name = f"{mesh.from_first(identity)}-{config.parallel.precision}"
             key = f"train.losses: {kind}: reference_cache"
             self.cache = agree(mesh, lambda: ReferenceCache(cache, name, mesh.sp_rank == 0, key))
-        self.asked = None if self.cache else self._build()
+        if self.cache is None:
+            _ = self.asked
+
+    @cached_property
+    def asked(self) -> Asked:
+        """The reference itself. Made before a step begins, whose random numbers must not depend on it."""
+        return self._build()
 
     def begin_step(self, step: Upcoming) -> None:
         """Whether all of a step is known is the same on all ranks, which share their models."""
@@ -210,6 +216,8 @@ class Reference:
         others = step.mismatched.batches if step.mismatched else []
         misses = sum(self.cache.misses(batch.keys) for batch in (*step.batches, *others))
         self.is_known = not self.mesh.sum([misses])[0]
+        if not self.is_known:
+            _ = self.asked
 
     def sums(self, batch: Local) -> torch.Tensor:
         """Its log-probabilities of whole answers `[samples]`. Before the model itself runs: they may be one."""
@@ -217,7 +225,6 @@ class Reference:
         if self.cache is not None and self.is_known:
             found = [] if answers is None else self.cache.find(answers.keys)
             return torch.tensor(found, dtype=torch.float64, device=self.mesh.device)
-        self.asked = self.asked or self._build()
         with switched_off(self.model) if self.is_base else nullcontext():
             sums = self.asked.sums(batch)
         if self.cache is not None and answers is not None:
