@@ -19,7 +19,8 @@ from omnizoo.parallel.exchange import group_of_thread
 from omnizoo.training.losses import Objective
 from omnizoo.training.step import StepData, StepRead, deal_step, read_step
 
-PATIENCE = 3.0  # seconds that the end of a run waits for a step that nobody will train on
+PATIENCE = 60.0  # seconds that the end of a run waits for a step that nobody will train on
+PATIENCE_AFTER_ERROR = 3.0
 
 Read = tuple[StepRead, dict[str, Any]]  # and the state of the loader after it
 
@@ -86,11 +87,13 @@ class Ahead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """All ranks stop at the same step, so what the thread has begun comes to an end; unless a rank is gone."""
+        patience = PATIENCE if error is None else PATIENCE_AFTER_ERROR
         if self.is_working:
             try:
-                self._made.get(timeout=PATIENCE)
+                self._made.get(timeout=patience)
             except queue.Empty:
                 return
         self._asked.put(None)
-        self._thread.join(PATIENCE)  # Python that ends while a thread is still at work in torch aborts the process
+        # A thread that still lets go of tensors or groups while the interpreter ends would abort the process.
+        self._thread.join(patience)
         self.loader.close()
