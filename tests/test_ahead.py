@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def on_ranks(process: Process, path: Path) -> None:
             assert [seen(ahead.next(), ahead.state) for _ in range(STEPS)] == by_hand
             time.sleep(0.2)
             assert loader.state_dict() == ahead.state  # nothing is read beyond the last step
+        assert "data" not in [thread.name for thread in threading.enumerate()]  # it could abort the end of Python
 
         loader = build(process, path, workers)[1]
         spoilt = Spoilt(loader, UserError("a spoilt row") if process.rank == process.world_size - 1 else None)

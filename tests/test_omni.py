@@ -44,10 +44,18 @@ def disagreements(
     return [verdict.reason for layout in chosen if not (verdict := verdict_of(folder, layout)).passed]
 
 
+ROUTED = {"balance_loss": 0.01, "router_z_loss": 0.001}
+
+
 @pytest.mark.slow
 def test_all_modalities_in_and_out_agree_with_one_process_on_mixed_layouts(tmp_path: Path) -> None:
-    config = write_omni_config(tmp_path, train={"balance_loss": 0.01, "router_z_loss": 0.001})
+    config = write_omni_config(tmp_path, train=ROUTED)
     assert disagreements(config, 4, "rep2.dp2,uly2.ring2,dp2.uly2.ep4", tmp_path / "fp32") == []
+
+
+@pytest.mark.long
+def test_all_modalities_in_and_out_agree_in_fp64_on_eight_ranks(tmp_path: Path) -> None:
+    config = write_omni_config(tmp_path, train=ROUTED)
     assert disagreements(config, 8, "dp2.uly2.ring2.ep4", tmp_path / "fp64", precision="fp64") == []
 
 
@@ -143,19 +151,27 @@ def random_mixes(folder: Path, count: int, packs: int, dice: random.Random) -> l
     return mixes
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"ulysses": 2, "ep": 4},
+        pytest.param({"dp_replicate": 2}, marks=pytest.mark.long),
+        pytest.param({"ring": 4}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.slow
-def test_no_mix_of_media_makes_a_rank_wait_or_changes_a_loss(tmp_path: Path) -> None:
+def test_no_mix_of_media_makes_a_rank_wait_or_changes_a_loss(axes: dict[str, int], tmp_path: Path) -> None:
     config = write_omni_config(tmp_path, data={"pack_tokens": 256})
     write_rows(tmp_path / "rows.jsonl", [{"text": "never read"}])
     mixes = random_mixes(tmp_path, 12, 4, random.Random(1))
     with process_group() as process:
         train_on_mixes(process, config, {}, mixes)
     expected = torch.tensor(json.loads((tmp_path / "one.json").read_text()))
-    for axes in ({"dp_replicate": 2}, {"ulysses": 2, "ep": 4}, {"ring": 4}):
-        in_world(4, train_on_mixes, config, axes, mixes, timeout=240)
-        name = "-".join(f"{axis}{size}" for axis, size in axes.items())
-        found = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text()))
-        assert (found / expected - 1).abs().max() < 1e-5, name
+    in_world(4, train_on_mixes, config, axes, mixes, timeout=240)
+    name = "-".join(f"{axis}{size}" for axis, size in axes.items())
+    found = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert (found / expected - 1).abs().max() < 1e-5
 
 
 def test_without_media_encoders_get_exactly_zero_gradients(tmp_path: Path) -> None:

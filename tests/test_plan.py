@@ -128,6 +128,9 @@ FEW = ("gpt_oss", "deepseek_v3", "qwen3_omni_32k")  # at the larger world, for t
 OF_MEDIA = ("qwen3_vl_30b_a3b", "qwen3_omni_32k")
 
 
+Traced = dict[str, dict[str, Any]]  # by the name of the model
+
+
 def published(folder: Path, world: int) -> dict[str, Case]:
     cases = {}
     for family, settings in FAMILIES.items():
@@ -154,31 +157,27 @@ def published(folder: Path, world: int) -> dict[str, Case]:
     return cases
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
-    found = {}
-    for world in LAYOUTS:
-        folder = tmp_path_factory.mktemp("published")
-        cases = published(folder, world)
-        names = list(cases) if world == 8 else FEW
-        # DTensor remembers groups by the shape of their mesh: copies of a model after copies of another one find none.
-        together = [names] if world == 8 else [[name] for name in names]
-        for some in together:
-            planned = dry([cases[name] for name in some], world, folder)
-            found |= {(world, name): each for name, each in zip(some, planned, strict=True)}
+@pytest.fixture(scope="module", params=[8, pytest.param(128, marks=pytest.mark.long)])
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    world, folder = request.param, tmp_path_factory.mktemp("published")
+    cases = published(folder, world)
+    names = list(cases) if world == 8 else FEW
+    # DTensor remembers groups by the shape of their mesh: copies of a model after copies of another one find none.
+    together = [names] if world == 8 else [[name] for name in names]
+    found: Traced = {}
+    for some in together:
+        found |= zip(some, dry([cases[name] for name in some], world, folder), strict=True)
     return found
 
 
-def test_published_sizes_are_traced(traced: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_published_sizes_are_traced(traced: Traced) -> None:
     assert {name: each["error"] for name, each in traced.items() if "error" in each} == {}
     assert all(each["peak"] > 2**30 for each in traced.values())
     assert all("no data.sources" in each["data"] for each in traced.values())
 
 
-def test_published_sizes_compute_in_bf16_with_kernels_of_accelerators(
-    traced: dict[tuple[int, str], dict[str, Any]],
-) -> None:
-    for (_, family), each in traced.items():
+def test_published_sizes_compute_in_bf16_with_kernels_of_accelerators(traced: Traced) -> None:
+    for family, each in traced.items():
         flops: dict[str, int] = {}
         for name, dtype, _module, _calls, size in each["kernels"]:
             flops[dtype] = flops.get(dtype, 0) + size
@@ -190,9 +189,7 @@ def test_published_sizes_compute_in_bf16_with_kernels_of_accelerators(
         assert any(name == "_grouped_mm" for name, *_ in each["kernels"]) == experts, family
 
 
-def test_every_wait_of_the_host_is_in_the_budget(
-    one: Found, four: Found, traced: dict[tuple[int, str], dict[str, Any]]
-) -> None:
+def test_every_wait_of_the_host_is_in_the_budget(one: Found, four: Found, traced: Traced) -> None:
     planned = [dry for _, dry in (*one.values(), *four.values())] + list(traced.values())
     met = {wait for each in planned for wait in waits(each)}
     assert met - set(ALLOWED) == set()
