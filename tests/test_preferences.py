@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from fixtures import TEXT, make_tokenizer
 from omni import SENSOR, make_media, write_omni_config
+from PIL import Image
 from tiny import model_config, read_steps, write_config, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -449,6 +450,34 @@ def test_media_in_answers_are_refused(omni: Path) -> None:
         reader.renderer.render(
             {"messages": [USER], "chosen": picture, "rejected": NO}, find=partial(reader.sources[0].find, 0)
         )
+
+
+def test_an_answer_is_known_by_its_tokens_and_the_content_of_its_media(omni: Path) -> None:
+    numbers = range(12)
+    config = load_config(omni, ["--train.losses", "[{kind: dpo, options: {reference_cache: anywhere}}]"])
+    model = build_model(config.model, "fp32")
+    reader = build_reader(config, load_tokenizer(config.model), **read_modalities(model, config.model))
+    source = reader.sources[0]
+    files = [
+        [part["image"] for part in source.read(row)["messages"][0]["content"] if "image" in part] for row in numbers
+    ]
+    changed = next(name for names in files for name in names)
+
+    def keys(row: int, epoch: int) -> list[str]:
+        rendered = reader.renderer.render(source.read(row), (0, epoch, row), partial(source.find, row))
+        flat, bad = flatten(0, Pack(tuple(split(0, epoch, row, rendered, 240))), reader)
+        assert not bad
+        assert all(len(key) == 32 for key in flat.keys)
+        return list(flat.keys)
+
+    before = [keys(row, 0) for row in numbers]
+    assert len({key for each in before for key in each}) == 2 * len(numbers)
+    assert [keys(row, 1) for row in numbers] == before
+    path = source.find(0, changed)
+    assert isinstance(path, Path)
+    Image.eval(Image.open(path), lambda value: 255 - value).save(path)
+    after = [keys(row, 0) for row in numbers]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [changed in names for names in files]
 
 
 # Rows, and mistakes in one line.

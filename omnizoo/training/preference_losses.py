@@ -191,7 +191,7 @@ class Reference:
         mesh: Mesh,
         config: Config,
     ) -> None:
-        self.loss, self.kind, self.folder, self.model, self.mesh = loss, kind, folder, model, mesh
+        self.loss, self.kind, self.folder, self.policy, self.mesh = loss, kind, folder, model, mesh
         adapter = attached(model)
         self.is_base = adapter is not None and not adapter.saved and folder is None
         self.config, self.is_known = self._of_reference(config), False
@@ -225,7 +225,7 @@ class Reference:
         if self.cache is not None and self.is_known:
             found = [] if answers is None else self.cache.find(answers.keys)
             return torch.tensor(found, dtype=torch.float64, device=self.mesh.device)
-        with switched_off(self.model) if self.is_base else nullcontext():
+        with switched_off(self.policy) if self.is_base else nullcontext():
             sums = self.asked.sums(batch)
         if self.cache is not None and answers is not None:
             self.cache.add(answers.keys, sums.tolist())
@@ -244,12 +244,12 @@ class Reference:
         return config.model_copy(update={"model": spec, "optimizer": Optimizer()})
 
     def _build(self) -> Asked:
-        model = self.model if self.is_base else self._copy()
+        model = self.policy if self.is_base else self._copy()
         return Asked(model, self.loss, f"train.losses: {self.kind}")
 
     def _copy(self) -> nn.Module:
         copy = build_model(self.config.model, self.config.parallel.precision).requires_grad_(False)
-        own, other = (vocabulary(each) for each in (self.model, copy))
+        own, other = (vocabulary(each) for each in (self.policy, copy))
         if own != other:
             raise UserError(f"train.losses: the reference {self.folder} has {other} tokens, and the model {own}")
         parallelize(copy, self.mesh, self.config)
