@@ -453,14 +453,12 @@ def test_media_in_answers_are_refused(omni: Path) -> None:
 
 
 def test_an_answer_is_known_by_its_tokens_and_the_content_of_its_media(omni: Path) -> None:
-    numbers = range(12)
+    rows = range(12)
     config = load_config(omni, ["--train.losses", "[{kind: dpo, options: {reference_cache: anywhere}}]"])
     model = build_model(config.model, "fp32")
     reader = build_reader(config, load_tokenizer(config.model), **read_modalities(model, config.model))
     source = reader.sources[0]
-    files = [
-        [part["image"] for part in source.read(row)["messages"][0]["content"] if "image" in part] for row in numbers
-    ]
+    files = [[part["image"] for part in source.read(row)["messages"][0]["content"] if "image" in part] for row in rows]
     changed = next(name for names in files for name in names)
 
     def keys(row: int, epoch: int) -> list[str]:
@@ -470,9 +468,9 @@ def test_an_answer_is_known_by_its_tokens_and_the_content_of_its_media(omni: Pat
         assert all(len(key) == 32 for key in flat.keys)
         return list(flat.keys)
 
-    before = [keys(row, 0) for row in numbers]
-    assert len({key for each in before for key in each}) == 2 * len(numbers)
-    assert [keys(row, 1) for row in numbers] == before
+    before = [keys(row, 0) for row in rows]
+    assert len({key for each in before for key in each}) == 2 * len(rows)
+    assert [keys(row, 1) for row in rows] == before
     path = source.find(0, changed)
     assert isinstance(path, Path)
     Image.eval(Image.open(path), lambda value: 255 - value).save(path)
