@@ -474,7 +474,7 @@ def test_an_answer_is_known_by_its_tokens_and_the_content_of_its_media(omni: Pat
     path = source.find(0, changed)
     assert isinstance(path, Path)
     Image.eval(Image.open(path), lambda value: 255 - value).save(path)
-    after = [keys(row, 0) for row in numbers]
+    after = [keys(row, 0) for row in rows]
     assert [one != other for one, other in zip(before, after, strict=True)] == [changed in names for names in files]
 
 
