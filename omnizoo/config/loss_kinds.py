@@ -9,10 +9,17 @@ from omnizoo.config.options import Option
 POSITIVE = Option(Annotated[float, Field(gt=0, le=1000)], "number > 0, <= 1000")
 HALF = Option(Annotated[float, Field(ge=0, lt=0.5)], "number >= 0, < 0.5")
 CHUNKED = Option(bool, "true or false")
+FROM_ZERO = Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000")
+POLICY = {
+    "clip_low": Option(Annotated[float, Field(gt=0, le=1)], "number > 0, <= 1"),
+    "clip_high": POSITIVE,
+    "beta": FROM_ZERO,
+    "chunked": CHUNKED,
+}
 LOSSES: dict[str, dict[str, Option]] = {
     "cross_entropy": {
         "label_smoothing": Option(Annotated[float, Field(ge=0, lt=1)], "number >= 0, < 1"),
-        "z_loss": Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000"),
+        "z_loss": FROM_ZERO,
         "chunked": CHUNKED,
     },
     "balance": {},
@@ -28,10 +35,19 @@ LOSSES: dict[str, dict[str, Option]] = {
     "orpo": {"beta": POSITIVE, "chunked": CHUNKED},
     "simpo": {
         "beta": POSITIVE,
-        "gamma": Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000"),
+        "gamma": FROM_ZERO,
         "label_smoothing": HALF,
         "chunked": CHUNKED,
     },
+}
+# of rollouts
+LOSSES |= {
+    "grpo": POLICY
+    | {
+        "aggregation": Option(Literal["token", "sample", "constant"], "token, sample or constant"),
+        "length": Option(Annotated[int, Field(ge=1, le=10**9)], "integer >= 1"),
+    },
+    "gspo": POLICY,
 }
 PAIRWISE = ("dpo", "orpo", "simpo")  # of preference pairs
 OF_ROUTERS = ("balance", "router_z")

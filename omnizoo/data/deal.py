@@ -5,13 +5,13 @@ computes does not depend on any of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from omnizoo.data.loader import FlatPack, filler, join_weights
+from omnizoo.data.loader import FlatPack, filler, join_extra, join_weights
 from omnizoo.data.plan import Round, Totals, plan_step
 from omnizoo.data.told import Cost, Told, known_of, read_messages, starts, write_message
 from omnizoo.modalities.base import Inputs, Port
@@ -20,6 +20,8 @@ from omnizoo.parallel.exchange import Payload, ProcessGroup, exchange_payloads, 
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route
+
+EXTRA = "extra."  # before the names of further numbers, on the way
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Batch:
     routes: dict[Port, Route]  # by port: where what it makes of them goes, and what comes to this rank's tokens
     weights: torch.Tensor | None = None  # [1, T] of the loss on each label; None: 1
     pairs: torch.Tensor | None = None  # [P] of each preference pair: its chosen sample, before the rejected; None: none
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # by name: [1, T] numbers for each label
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def deal(
             inputs[number, at] = tensors
         else:
             arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
-            pack = FlatPack(**header, **arrays)
+            extra = {name.removeprefix(EXTRA): arrays.pop(name) for name in list(arrays) if name.startswith(EXTRA)}
+            pack = FlatPack(**header, **arrays, extra=extra)
             arrived[pack.index] = pack
     batches = []
     for number, each in enumerate(plan.rounds):
@@ -105,6 +109,7 @@ def outgoing(rounds: Sequence[Round], own: dict[int, FlatPack], layout: Layout) 
                 if pack is not None:
                     some = {name: getattr(pack, name) for name in ("ids", "labels", "positions", "weights")}
                     arrays = {name: array for name, array in some.items() if array is not None}
+                    arrays |= {EXTRA + name: numbers for name, numbers in pack.extra.items()}
                     header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "pairs")}
                     for rank in range(d * layout.sp, (d + 1) * layout.sp):
                         to[rank].append((header, arrays))
@@ -150,4 +155,5 @@ def make_batch(
         routes=routes or {},
         weights=None if weights is None else torch.from_numpy(weights)[None],
         pairs=torch.tensor(pairs) if pairs else None,
+        extra={name: torch.from_numpy(numbers)[None] for name, numbers in join_extra(packs).items()},
     )

@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class FlatPack:
     items: tuple[Item, ...] = ()  # prepared
     weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
     pairs: Sequence[int] = ()  # of each preference pair: the number of its chosen sample; the next one is rejected
+    extra: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by name: [T] numbers for each label
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         items=tuple(items),
         weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
         pairs=_pairs(samples),
+        extra={name: np.append(numbers[1:], 0.0) for name, numbers in join_extra(samples).items()},
     )
     return flat, bad
 
@@ -136,6 +138,12 @@ def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np
     if all(part.weights is None for part in parts):
         return None
     return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
+
+
+def join_extra(parts: Sequence[Sample] | Sequence[FlatPack]) -> dict[str, npt.NDArray[np.float64]]:
+    """The further numbers of samples or packs end to end, by name; 0 where one has none of that name."""
+    names = sorted({name for part in parts for name in part.extra})
+    return {name: np.concatenate([p.extra.get(name, np.zeros(len(p.ids))) for p in parts]) for name in names}
 
 
 def filler(index: int) -> FlatPack:
@@ -393,11 +401,13 @@ def build_reader(
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
     reserved: Sequence[int] = (),
+    sources: Sequence[RowSource] | None = None,
 ) -> Reader:
     """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
-    are `reserved` for media which nobody feeds."""
+    are `reserved` for media which nobody feeds. `sources` take the place of those of the config."""
     known = modalities or {}
-    sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
+    if sources is None:
+        sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
     data = config.data
     seed, pairs = config.train.seed, config.preference_pairs
     renderer = Renderer(tokenizer, data.append_eos, known, positions, seed, data.ignore, reserved, pairs)

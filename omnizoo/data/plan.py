@@ -29,6 +29,7 @@ class Totals:
     weight: float  # sum of the weights of the text's targets; as many as they are where no row has any
     flops: float  # of packs and media items
     pairs: int = 0  # preference pairs
+    answers: int = 0  # samples with a target of the text
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def count_totals(told: Told, ports: Sequence[Port]) -> Totals:
         weight=_sum(real["weight"]),
         flops=_sum(real["cost"]) + _sum(items["cost"]),
         pairs=int(real["pairs"].sum()),
+        answers=int(real["answers"].sum()),
     )
 
 
