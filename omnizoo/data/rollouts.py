@@ -179,8 +179,25 @@ def pack_all(samples: Sequence[Sample], pack_tokens: int) -> list[Pack]:
         packer.add(sample)
     packs = []
     while packer.buffer:
-        packs.append(packer.pop())
+        packs.append(_with_shared_media(packer.pop()))
     return packs
+
+
+def _with_shared_media(pack: Pack) -> Pack:
+    """`pack` with media of a prompt that several of its samples share at several places: they are encoded once."""
+    first: dict[int, tuple[int, int]] = {}  # by raw item: the sample that it comes first in, and its number there
+    items, starts, start = [list(sample.items) for sample in pack.samples], [], 0
+    for number, sample in enumerate(pack.samples):
+        starts.append(start)
+        start += len(sample.ids)
+        for at, item in enumerate(sample.items):
+            holder, place = first.setdefault(id(item.raw), (number, at))
+            if holder != number:
+                own = items[holder][place]
+                items[holder][place] = replace(own, spans=own.spans + item.moved(starts[number] - starts[holder]).spans)
+        items[number] = [item for at, item in enumerate(items[number]) if first[id(item.raw)] == (number, at)]
+    samples = zip(pack.samples, items, strict=True)
+    return Pack(tuple(replace(sample, items=tuple(own)) for sample, own in samples))
 
 
 def digest(samples: Sequence[Sample]) -> str:
