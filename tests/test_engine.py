@@ -80,10 +80,10 @@ def near(rollouts: list[Rollout], values: list[torch.Tensor]) -> list[Rollout]:
     ]
 
 
-def of_transformers(model: Any, rollout: Rollout) -> torch.Tensor:
+def of_transformers(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
     ids = torch.tensor([[*rollout.prompt, *rollout.answer]])
     logits = model(ids, use_cache=False).logits[0, len(rollout.prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1)[torch.arange(len(rollout.answer)), torch.tensor(rollout.answer)]
+    return torch.log_softmax(logits / temperature, -1)[torch.arange(len(rollout.answer)), torch.tensor(rollout.answer)]
 
 
 def loss_by_hand(model: Any, rollouts: list[Rollout]) -> torch.Tensor:
@@ -139,6 +139,34 @@ def test_log_probabilities_and_a_step_are_those_of_transformers_one_rollout_at_a
         assert (engine.steps, saved.name) == (2, "step_00000002")
         torch.testing.assert_close(engine.log_probabilities(rollouts), last, rtol=0, atol=0)
         torch.testing.assert_close(engine.log_probabilities(rollouts, reference=True), before, rtol=0, atol=0)
+
+
+def test_tempered_policies_and_the_answers_alone(tmp_path: Path) -> None:
+    """Log-probabilities at the temperature of the rollouts, of whole logits and in chunks; plain cross entropy."""
+    folder = make_folder(tmp_path / "model", model_config("gemma2"))  # which caps its logits, before that
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    rollouts = make_rollouts()
+    for chunked in (True, False):
+        losses = [{"kind": "grpo", "options": {"temperature": 0.6, "chunked": chunked}}]
+        with Engine.start(settings(folder, tmp_path / "run", train={"losses": losses})) as engine:
+            found = engine.log_probabilities(rollouts)
+        for rollout, values in zip(rollouts, found, strict=True):
+            expected = of_transformers(model, rollout, 0.6).detach()
+            torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+    with Engine.start(settings(folder, tmp_path / "run", train={"losses": [{"kind": "cross_entropy"}]})) as engine:
+        metrics = engine.step([Rollout(r.prompt, r.answer) for r in rollouts])
+        each = torch.cat([of_transformers(model, rollout) for rollout in rollouts])
+        assert metrics["loss/text"] == pytest.approx(-each.mean().item(), rel=1e-5)
+    apart = [{"kind": "grpo"}, {"kind": "gspo", "options": {"temperature": 0.5}}]
+    for losses, reason in (
+        (apart, r"the temperatures 1 \(train.losses.0.kind: grpo\), 0.5 \(train.losses.1.kind: gspo\) differ"),
+        ([{"kind": "dpo"}], "train.losses: one of them reads preference pairs, which rollouts are not"),
+    ):
+        with (
+            pytest.raises(UserError, match=reason),
+            Engine.start(settings(folder, tmp_path / "run", train={"losses": losses})),
+        ):
+            pass
 
 
 LAYOUTS = {

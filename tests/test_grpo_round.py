@@ -2,6 +2,8 @@
 weights streamed from the engine, on two ranks."""
 
 import json
+import re
+import runpy
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,3 +165,12 @@ def play(process: Process, given: str) -> None:
 def test_a_round_on_the_digits_demo_with_transformers_generate(tmp_path: Path) -> None:
     result = run_on_ranks(play, 2, str(make_demo(tmp_path)))
     assert result.code == 0, result.stderr
+
+
+def test_the_example_learns_what_it_is_rewarded_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[1] / "examples" / "grpo_tiny.py"
+    main = runpy.run_path(str(script))["main"]
+    main(["--log.dir", str(tmp_path)])
+    rewards = [float(found) for found in re.findall(r"reward (\S+)", capsys.readouterr().out)]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])

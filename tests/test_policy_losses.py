@@ -22,7 +22,7 @@ LOSSES: list[Policy] = [
     GRPO(aggregation="sample", beta=0.1),
     GRPO(aggregation="constant", length=16, beta=0.1),
     GSPO(),
-    GSPO(clip_low=0.1, clip_high=0.2, beta=0.2),
+    GSPO(clip_low=0.1, clip_high=0.2, beta=0.2, temperature=0.7),
 ]
 
 
@@ -52,7 +52,7 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     sample = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     logits = torch.randn(count, 11, generator=dice, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 11, (count,), generator=dice)
-    new = torch.log_softmax(logits, 1)[torch.arange(count), targets]
+    new = torch.log_softmax(logits / loss.temperature, 1)[torch.arange(count), targets]
     old, reference = (new.detach() + 0.3 * torch.randn(count, generator=dice, dtype=torch.float64) for _ in range(2))
     advantage = torch.randn(len(LENGTHS), generator=dice, dtype=torch.float64)[sample]
     given = LocalGiven(len(LENGTHS), sample, {"advantage": advantage, "old": old, "reference": reference})

@@ -14,6 +14,7 @@ POLICY = {
     "clip_low": Option(Annotated[float, Field(gt=0, le=1)], "number > 0, <= 1"),
     "clip_high": POSITIVE,
     "beta": FROM_ZERO,
+    "temperature": POSITIVE,
     "chunked": CHUNKED,
 }
 LOSSES: dict[str, dict[str, Option]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from omnizoo.config.errors import UserError
 from omnizoo.data.given_rows import GivenRows
@@ -116,8 +117,8 @@ class RolloutReader:
 
     def _ids(self, given: Any, key: str) -> Ids:
         try:
-            ids = np.asarray(given)
-        except (TypeError, ValueError, RuntimeError):
+            ids = np.asarray(_on_host(given))
+        except (TypeError, ValueError):
             ids = np.zeros((0, 0))
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise UserError(f"{key} is {given!r:.60}; expected token ids, at least one")
@@ -158,10 +159,16 @@ def _given(rollout: Rollout) -> dict[str, Any]:
     return numbers | dict(rollout.extra)
 
 
+def _on_host(given: Any) -> Any:
+    if not isinstance(given, torch.Tensor):
+        return given
+    return (given.double() if given.is_floating_point() else given).detach().cpu().numpy()
+
+
 def _numbers(given: Any, count: int, key: str) -> Numbers:
     try:
-        numbers = np.asarray(given, np.float64)
-    except (TypeError, ValueError, RuntimeError):
+        numbers = np.asarray(_on_host(given), np.float64)
+    except (TypeError, ValueError):
         numbers = np.zeros((0, 0))
     if numbers.shape != (count,):
         shown = f"{len(numbers)} numbers" if numbers.ndim == 1 else f"{given!r:.60}"

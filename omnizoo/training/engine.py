@@ -32,7 +32,7 @@ from omnizoo.parallel.shard import release
 from omnizoo.training.begin import begin, check_parts
 from omnizoo.training.loss_contract import NamedLoss, build_losses
 from omnizoo.training.losses import Objective
-from omnizoo.training.policy_losses import Recorded
+from omnizoo.training.policy_losses import Policy, Recorded
 from omnizoo.training.preference_losses import DPO, vocabulary
 from omnizoo.training.run import on_device, set_up_logging
 from omnizoo.training.step import StepData, StepRead, deal_step, train_step
@@ -48,6 +48,11 @@ class Engine:
         self.directory = Path(config.checkpoint.dir or Path(config.log.dir) / "checkpoints")
         check_parts(config)
         losses = build_losses(config)
+        self._temperature = temperature_of(losses)
+        if config.preference_pairs != "refused":
+            raise UserError(
+                "train.losses: one of them reads preference pairs, which rollouts are not; use grpo or gspo"
+            )
         assembled = agree(mesh, lambda: assemble(config))
         check_same_model(config, mesh)
         self.model: nn.Module = assembled.model
@@ -78,13 +83,17 @@ class Engine:
         read = load_config(config, overrides, notices=is_first, objects=objects, needs_data=False)
         with process_group() as process:
             read = on_device(read, process.device)
+            # A step is what it is given; any number that fits the ranks will do.
+            train = read.train.model_copy(update={"global_batch": process.world_size * read.train.micro_batch})
+            read = read.model_copy(update={"train": train})
             mesh = build_mesh(read, process)
             set_up_logging(mesh)
             yield cls(read, mesh)
 
     @torch.no_grad()
     def log_probabilities(self, rollouts: Sequence[Rollout], reference: bool = False) -> list[torch.Tensor]:
-        """Of each rollout, the log-probability of each token of its answer `[tokens]`, on the host, without dropout.
+        """Of each rollout, the log-probability of each token of its answer `[tokens]`, on the host, without dropout; at
+        the `temperature` of the losses.
 
         `reference`: under the model as it was before its first step: the base of the adapter, or a frozen copy, which
         is made when it is first asked for.
@@ -165,9 +174,18 @@ class Engine:
                 agree(self.mesh, lambda: dpo.set_up(self.model, self.mesh, self.config))
                 model = dpo.reference
             # As the losses of the steps see the head, so that a ratio of 1 is 1.
-            chunked = [getattr(loss.loss, "view", "") == "of_hidden" for loss in self._objective.of_text]
-            recorded = Recorded(chunked=any(chunked) or None)
+            chunked = any(loss.view == "of_hidden" for loss in self._objective.of_text)
+            recorded = Recorded(self._temperature, chunked or None)
             named = NamedLoss(recorded, "log_probabilities", "recorded", "recorded", 1.0, "of_logits")
             objective = agree(self.mesh, lambda: Objective(model, self.mesh, self.config, [named]))
             self._scoring[reference] = objective, recorded
         return self._scoring[reference]
+
+
+def temperature_of(losses: Sequence[NamedLoss]) -> float:
+    """The one that rollouts are drawn at."""
+    found = {loss.loss.temperature: loss.who for loss in losses if isinstance(loss.loss, Policy)}
+    if len(found) > 1:
+        listed = ", ".join(f"{temperature:g} ({who})" for temperature, who in found.items())
+        raise UserError(f"train.losses: the temperatures {listed} differ; expected the one that rollouts are drawn at")
+    return next(iter(found), 1.0)

@@ -24,7 +24,11 @@ ADVANTAGE, OLD, REFERENCE = "advantage", "old", "reference"
 
 
 class OfLogProbabilities(AtHead):
-    """Sees how likely each target is."""
+    """Sees how likely each target is, where tokens are drawn at that `temperature`."""
+
+    def __init__(self, temperature: float, chunked: bool | None) -> None:
+        super().__init__(chunked)
+        self.temperature = temperature
 
     def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
         """By the log-probability `each [N]` of this rank's targets."""
@@ -36,10 +40,14 @@ class OfLogProbabilities(AtHead):
         self.precision = config.parallel.precision
 
     def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
-        return self.of_tokens(log_probabilities(logits, batch.targets), batch)
+        return self.of_tokens(log_probabilities(self.tempered(logits), batch.targets), batch)
 
     def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
-        return self.of_tokens(in_chunks(hidden, head, batch.targets, self.precision), batch)
+        tempered = Logits(lambda rows: self.tempered(head(rows)), head.linear)
+        return self.of_tokens(in_chunks(hidden, tempered, batch.targets, self.precision), batch)
+
+    def tempered(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.temperature == 1 else logits / self.temperature
 
 
 class Policy(OfLogProbabilities):
@@ -49,8 +57,10 @@ class Policy(OfLogProbabilities):
     metrics: ClassVar[Sequence[str]] = ("ratio", "clipped", "kl", "reference_kl")
     is_by_answer = True  # values of tokens are averaged in each answer first
 
-    def __init__(self, clip_low: float, clip_high: float, beta: float, chunked: bool | None) -> None:
-        super().__init__(chunked)
+    def __init__(
+        self, clip_low: float, clip_high: float, beta: float, temperature: float, chunked: bool | None
+    ) -> None:
+        super().__init__(temperature, chunked)
         self.clip_low, self.clip_high, self.beta = clip_low, clip_high, beta
         self.needs = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
 
@@ -111,9 +121,10 @@ class GRPO(Policy):
         beta: float = 0.0,
         aggregation: str = "token",
         length: int | None = None,
+        temperature: float = 1.0,
         chunked: bool | None = None,
     ) -> None:
-        super().__init__(clip_low, clip_high, beta, chunked)
+        super().__init__(clip_low, clip_high, beta, temperature, chunked)
         if (length is None) == (aggregation == "constant"):
             expected = "expected a number of tokens" if length is None else "it is for aggregation: constant"
             raise UserError(f"length: {length} with aggregation: {aggregation}; {expected}")
@@ -138,9 +149,14 @@ class GSPO(Policy):
     its tokens, and one advantage, the mean of theirs. A mean over answers."""
 
     def __init__(
-        self, clip_low: float = 3e-4, clip_high: float = 4e-4, beta: float = 0.0, chunked: bool | None = None
+        self,
+        clip_low: float = 3e-4,
+        clip_high: float = 4e-4,
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        chunked: bool | None = None,
     ) -> None:
-        super().__init__(clip_low, clip_high, beta, chunked)
+        super().__init__(clip_low, clip_high, beta, temperature, chunked)
 
     def count(self, totals: Totals) -> float:
         return totals.answers
@@ -168,8 +184,8 @@ class Recorded(OfLogProbabilities):
 
     PLACE: ClassVar[str] = "place"
 
-    def __init__(self, chunked: bool | None) -> None:
-        super().__init__(chunked)
+    def __init__(self, temperature: float, chunked: bool | None) -> None:
+        super().__init__(temperature, chunked)
         self.values = torch.empty(0)
 
     def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
