@@ -22,6 +22,7 @@ from omnizoo.data.rollouts import Rollout
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process
 from omnizoo.training.engine import Engine
+from omnizoo.training.run import train
 from omnizoo.verification.trial import whole_gradients
 
 MOE = {"model_type": "qwen3_moe", **SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -139,6 +140,10 @@ def test_log_probabilities_and_a_step_are_those_of_transformers_one_rollout_at_a
         assert (engine.steps, saved.name) == (2, "step_00000002")
         torch.testing.assert_close(engine.log_probabilities(rollouts), last, rtol=0, atol=0)
         torch.testing.assert_close(engine.log_probabilities(rollouts, reference=True), before, rtol=0, atol=0)
+    rows = [{"text": f"{number} and so on"} for number in range(40)]
+    of_rows = settings(folder, tmp_path / "run", train={"losses": [{"kind": "cross_entropy"}]})
+    with pytest.raises(UserError, match=r"was saved by omnizoo.Engine, which reads no data"):
+        train(of_rows, data=rows)
 
 
 def test_tempered_policies_and_the_answers_alone(tmp_path: Path) -> None:
