@@ -12,6 +12,13 @@ FROM_ZERO = Option(Annotated[float, Field(ge=0, le=1000)], "number >= 0, <= 1000
 CHUNKED = Option(bool, "true or false")
 REFERENCE = Option(str, "a Hugging Face folder")
 FOLDER = Option(Annotated[str, Field(min_length=1)], "a folder")
+POLICY = {
+    "clip_low": Option(Annotated[float, Field(gt=0, le=1)], "number > 0, <= 1"),
+    "clip_high": POSITIVE,
+    "beta": FROM_ZERO,
+    "temperature": POSITIVE,
+    "chunked": CHUNKED,
+}
 LOSSES: dict[str, dict[str, Option]] = {
     "cross_entropy": {
         "label_smoothing": Option(Annotated[float, Field(ge=0, lt=1)], "number >= 0, < 1"),
@@ -45,6 +52,15 @@ LOSSES: dict[str, dict[str, Option]] = {
         "label_smoothing": HALF,
         "chunked": CHUNKED,
     },
+}
+# of rollouts
+LOSSES |= {
+    "grpo": POLICY
+    | {
+        "aggregation": Option(Literal["token", "sample", "constant"], "token, sample or constant"),
+        "length": Option(Annotated[int, Field(ge=1, le=10**9)], "integer >= 1"),
+    },
+    "gspo": POLICY,
 }
 PAIRWISE = ("dpo", "orpo", "simpo")  # of preference pairs
 PREFERENCES = (*PAIRWISE, "kto")  # kto: of single answers with a label; it reads pairs as two of them

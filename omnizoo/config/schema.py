@@ -380,6 +380,7 @@ class LossPart(Section):
     kind: Text = Field(
         "cross_entropy",
         description="`cross_entropy` of the text; `dpo`, `orpo`, `simpo`, `kto` of preferences (docs/preferences.md); "
+        "`grpo` and `gspo` of rollouts (docs/rl.md); "
         "`balance` and `router_z` of a mixture of experts; or `package.module:Class` of your own, a subclass of "
         "`omnizoo.Loss`",
     )

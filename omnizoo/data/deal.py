@@ -5,13 +5,13 @@ computes does not depend on any of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from omnizoo.data.loader import FlatPack, filler, join_weights
+from omnizoo.data.loader import FlatPack, filler, join_extra, join_weights
 from omnizoo.data.plan import Round, Totals, plan_step
 from omnizoo.data.told import Cost, Told, known_of, read_messages, starts, write_message
 from omnizoo.modalities.base import Inputs, Port
@@ -20,6 +20,8 @@ from omnizoo.parallel.exchange import Payload, ProcessGroup, exchange_payloads, 
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route
+
+EXTRA = "extra."  # before the names of further numbers, on the way
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Batch:
     weights: torch.Tensor | None = None  # [1, T] of the loss on each label; None: 1
     roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
     keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content; "": of what is no answer
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # by name: [1, T] numbers for each label
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def deal(
             inputs[number, at] = tensors
         else:
             arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
-            pack = FlatPack(**header, **arrays)
+            extra = {name.removeprefix(EXTRA): arrays.pop(name) for name in list(arrays) if name.startswith(EXTRA)}
+            pack = FlatPack(**header, **arrays, extra=extra)
             arrived[pack.index] = pack
     batches = []
     for number, each in enumerate(plan.rounds):
@@ -107,6 +111,7 @@ def outgoing(rounds: Sequence[Round], own: dict[int, FlatPack], layout: Layout) 
                 if pack is not None:
                     some = {name: getattr(pack, name) for name in ("ids", "labels", "positions", "weights")}
                     arrays = {name: array for name, array in some.items() if array is not None}
+                    arrays |= {EXTRA + name: numbers for name, numbers in pack.extra.items()}
                     header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "roles", "keys")}
                     for rank in range(d * layout.sp, (d + 1) * layout.sp):
                         to[rank].append((header, arrays))
@@ -153,4 +158,5 @@ def make_batch(
         weights=None if weights is None else torch.from_numpy(weights)[None],
         roles=roles if any(roles) else (),
         keys=keys if any(keys) else (),
+        extra={name: torch.from_numpy(numbers)[None] for name, numbers in join_extra(packs).items()},
     )

@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class FlatPack:
     weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
     roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
     keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content; "": of what is no answer
+    extra: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by name: [T] numbers for each label
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         items=tuple(items),
         weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
         roles=[role for sample in samples for role in sample.roles] if any(s.answers for s in samples) else (),
+        extra={name: np.append(numbers[1:], 0.0) for name, numbers in join_extra(samples).items()},
     )
     return replace(flat, keys=_keys(flat)) if reader.config.known_answers and flat.roles else flat, bad
 
@@ -151,6 +153,12 @@ def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np
     if all(part.weights is None for part in parts):
         return None
     return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
+
+
+def join_extra(parts: Sequence[Sample] | Sequence[FlatPack]) -> dict[str, npt.NDArray[np.float64]]:
+    """The further numbers of samples or packs end to end, by name; 0 where one has none of that name."""
+    names = sorted({name for part in parts for name in part.extra})
+    return {name: np.concatenate([p.extra.get(name, np.zeros(len(p.ids))) for p in parts]) for name in names}
 
 
 def filler(index: int) -> FlatPack:
@@ -410,11 +418,13 @@ def build_reader(
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
     reserved: Sequence[int] = (),
+    sources: Sequence[RowSource] | None = None,
 ) -> Reader:
     """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
-    are `reserved` for media which nobody feeds."""
+    are `reserved` for media which nobody feeds. `sources` take the place of those of the config."""
     known = modalities or {}
-    sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
+    if sources is None:
+        sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
     data = config.data
     how = (data.ignore, reserved, config.preference_pairs, config.single_answers)
     renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how)

@@ -42,4 +42,5 @@ def _only(pack: FlatPack, wanted: Callable[[str], bool]) -> FlatPack:
         weights=None if pack.weights is None else pack.weights[tokens],
         roles=list(compress(pack.roles, kept)),
         keys=list(compress(pack.keys, kept)),
+        extra={name: numbers[tokens] for name, numbers in pack.extra.items()},
     )

@@ -3,8 +3,8 @@
 The packer is a pure function of the samples it is given, in their order.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ class Sample:
     positions: npt.NDArray[Any] | None = None  # [R, L], for models with several positions per token
     weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
     answers: Answers = ()  # of a row with preferences, in order; each has a copy of the prompt before it
+    extra: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by name: numbers for each token
 
     @property
     def lengths(self) -> list[int]:

@@ -28,6 +28,7 @@ class Totals:
     targets: dict[str, int]  # of the text, and of each modality that is produced
     weight: float  # sum of the weights of the text's targets; as many as they are where no row has any
     flops: float  # of packs and media items
+    answers: int = 0  # samples with a target of the text
     # Of preferences:
     pairs: int = 0
     desirable: int = 0  # answers that are judged one by one
@@ -93,6 +94,7 @@ def count_totals(told: Told, ports: Sequence[Port]) -> Totals:
         targets=targets,
         weight=_sum(real["weight"]),
         flops=_sum(real["cost"]) + _sum(items["cost"]),
+        answers=int(real["answers"].sum()),
         **{name: int(real[name].sum()) for name in PREFERENCES},
     )
 

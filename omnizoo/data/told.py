@@ -32,6 +32,7 @@ PACK = np.dtype(
         ("labels", "i8"),  # text targets
         ("weight", "f8"),  # sum of their weights; as many as they are where no row has any
         *((name, "i8") for name in PREFERENCES),
+        ("answers", "i8"),  # samples with a text target
         ("cost", "f8"),  # FLOPs, but for those of its items
     ]
 )
@@ -57,6 +58,7 @@ class Known:
     is_filler: bool
     items: list[Item]  # their spans are within the pack
     preferences: tuple[int, ...] = (0,) * len(PREFERENCES)
+    answers: int = 0  # samples with a text target
 
     @property
     def tokens(self) -> int:
@@ -80,7 +82,9 @@ def known_of(pack: FlatPack) -> Known:
     weight = labels if pack.weights is None else float(pack.weights[is_target].sum(dtype=np.float64))
     is_filler = not pack.sample_ids
     preferences = tuple(list(pack.roles).count("chosen" if name == "pairs" else name) for name in PREFERENCES)
-    return Known(pack.index, pack.lengths, labels, weight, is_filler, list(pack.items), preferences)
+    ends = np.cumsum(pack.lengths)
+    answers = len(np.unique(np.searchsorted(ends, np.flatnonzero(is_target), side="right")))
+    return Known(pack.index, pack.lengths, labels, weight, is_filler, list(pack.items), preferences, answers)
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Told:
     @classmethod
     def of(cls, packs: Sequence[Known], ports: Sequence[Port], cost: Cost) -> "Told":
         items = [item for pack in packs for item in pack.items]
-        counts = [(len(p.lengths), len(p.items), p.labels, p.weight, *p.preferences) for p in packs]
+        counts = [(len(p.lengths), len(p.items), p.labels, p.weight, *p.preferences, p.answers) for p in packs]
         return cls(
             np.array([(p.index, p.is_filler, *of, cost(p)) for p, of in zip(packs, counts, strict=True)], PACK),
             np.array([length for pack in packs for length in pack.lengths], np.int64),

@@ -4,8 +4,8 @@ Sequence parallelism enters here and nowhere else: tokens, positions and labels 
 model's own attention is handed, through its keyword arguments, the function that attends across ranks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,15 @@ class LocalAnswers:
 
 
 @dataclass(frozen=True)
+class LocalGiven:
+    """Numbers that samples came with, for each target of this rank."""
+
+    samples: int  # of the micro-batch, which ranks may share
+    sample_of_target: torch.Tensor  # [N]
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by name: [N], float64
+
+
+@dataclass(frozen=True)
 class Local:
     """What of a micro-batch is this rank's."""
 
@@ -50,6 +59,7 @@ class Local:
     packs: int  # of the micro-batch, which ranks may share
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
     answers: LocalAnswers | None = None  # None: the micro-batch has no preferences
+    given: LocalGiven | None = None  # None: its samples came with no further numbers
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a value for each target, `[N]`, by the weights of the targets."""
@@ -67,6 +77,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
     weights, lengths = batch.weights, batch.cu_seqlens.diff()
     samples = torch.arange(len(lengths)).repeat_interleave(lengths)  # of each token
+    extra = batch.extra
     is_filler = False
     if mesh.layout.sp == 1:
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
@@ -76,6 +87,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
         samples = samples[index]
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
         weights = None if weights is None else weights[:, index]
+        extra = {name: numbers[:, index] for name, numbers in extra.items()}
         is_filler = not len(index)
         inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence.attend}
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
@@ -98,7 +110,11 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
         places = {role: [i for i, own in enumerate(batch.roles) if own == role] for role in ROLES}
         of_role = {role: moved(torch.tensor(place, dtype=torch.int64)) for role, place in places.items()}
         answers = LocalAnswers(len(lengths), moved(samples[kept]), of_role, batch.keys)
-    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, answers)
+    given = None
+    if extra:
+        numbers = {name: moved(values[0, kept]) for name, values in extra.items()}
+        given = LocalGiven(len(lengths), moved(samples[kept]), numbers)
+    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, answers, given)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ KINDS = {
     "router_z": "omnizoo.training.built_in_losses:RouterZ",
     "dpo": "omnizoo.training.preference_losses:DPO",
     "kto": "omnizoo.training.kto:KTO",
+    "grpo": "omnizoo.training.policy_losses:GRPO",
+    "gspo": "omnizoo.training.policy_losses:GSPO",
     "orpo": "omnizoo.training.preference_losses:ORPO",
     "simpo": "omnizoo.training.preference_losses:SimPO",
 }
@@ -53,11 +55,13 @@ class Loss:
     of each token `[T]` which pack it is of. A rank may have any part of a pack, so nothing but sums over targets or
     tokens comes out the same on every layout: `batch.sum(values)` of a value for each target is one.
 
-    `metrics` names further figures, sums as the loss is one, which each call leaves in `measured`, by name.
+    `metrics` names further figures, sums as the loss is one, which each call leaves in `measured`, by name. `needs`
+    names numbers for each token that samples have to come with, in `batch.given.extra`: those of `omnizoo.Rollout`.
     """
 
     metrics: ClassVar[Sequence[str]] = ()
     measured: dict[str, torch.Tensor]
+    needs: Sequence[str] = ()
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         """Called once before the first step, on all ranks. `model` is sharded already."""
@@ -154,6 +158,18 @@ class NamedLoss:
 def build_losses(config: Config) -> list[NamedLoss]:
     """The losses of `train.losses`; refuses what cannot be, before anything is loaded."""
     return [_build(f"train.losses.{i}", part.kind, part) for i, part in enumerate(config.train.losses)]
+
+
+def losses_of_rows(config: Config) -> list[NamedLoss]:
+    """The same, for a run that reads rows: they come with nothing that a loss could need besides."""
+    losses = build_losses(config)
+    for loss in losses:
+        if loss.loss.needs:
+            raise UserError(
+                f"{loss.who} needs {', '.join(loss.loss.needs)} of each sample, which rows do not have; it is for "
+                "omnizoo.Engine (docs/rl.md)"
+            )
+    return losses
 
 
 def _build(key: str, kind: str, part: Any) -> NamedLoss:

@@ -29,7 +29,7 @@ from omnizoo.parallel.exchange import ProcessGroup
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.built_in_losses import give_way
 from omnizoo.training.forward import Local, forward, localize
-from omnizoo.training.loss_contract import Upcoming, build_losses
+from omnizoo.training.loss_contract import NamedLoss, Upcoming, losses_of_rows
 from omnizoo.training.routers import RouterStatistics, update_bias
 
 log = logging.getLogger(__name__)
@@ -43,16 +43,16 @@ class LossTerm:
 
 
 class Objective:
-    """What is minimised: a model on a mesh and the terms its config asks for."""
+    """What is minimised: a model on a mesh and the terms its config asks for, or others that are given here."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, config: Config, losses: Sequence[NamedLoss] | None = None) -> None:
         self.model, self.mesh, self.config = model, mesh, config
         self.calls = media_model(model).calls
         self.ports = [port for call in self.calls for port in call]
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]
-        losses = build_losses(config)
+        losses = losses_of_rows(config) if losses is None else losses
         for loss in losses:
             loss.loss.set_up(model, mesh, config)
         self.of_text = [loss for loss in losses if loss.view != "of_routers"]
@@ -118,7 +118,11 @@ class Objective:
         terms += [LossTerm(name, self.weights.get(name, 1.0), loss) for name, loss in losses.items()]
         if local.is_filler:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]
-        self.statistics.add(records)
+        counted = records
+        if (batch.pack_of_token < 0).any():  # packs that only keep ranks in step
+            own = local.pack_of_token >= 0
+            counted = [replace(record, logits=record.logits[own], index=record.index[own]) for record in records]
+        self.statistics.add(counted)
         for loss in self.of_routers if records else ():
             terms.append(LossTerm(loss.name, loss.weight, loss.sum(records, local)))
         return terms

@@ -54,6 +54,11 @@ class StepResult:
     stop: bool  # some rank was asked to stop
     routers: dict[str, float]  # load and entropy of the routers; empty for dense models
 
+    def metrics(self) -> dict[str, float]:
+        """By the names that they are logged under."""
+        terms = {f"loss/{name}": mean for name, mean in self.terms.items()}
+        return {"loss": self.loss, **terms, "grad_norm": self.grad_norm, "lr": self.lr, **self.routers}
+
 
 @dataclass(frozen=True)
 class StepRead:
