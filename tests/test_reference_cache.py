@@ -20,15 +20,16 @@ from omnizoo.training.reference_cache import SCHEMA, ReferenceCache, read_file
 STEPS = ["--train.steps", "6", "--train.lr", "3e-3", "--train.eval_every", "3"]
 
 
-@pytest.fixture(params=["dpo", "kto"])
+@pytest.fixture(params=["dpo", "kto", "dpo of an adapter"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return make_config(tmp_path, request.param)
+    adapter = {"rank": 4, "targets": ["all-linear"]} if "adapter" in request.param else None
+    return make_config(tmp_path, request.param[:3], adapter)
 
 
-def make_config(folder: Path, kind: str) -> Path:
+def make_config(folder: Path, kind: str, adapter: dict[str, Any] | None = None) -> Path:
     rows = pair_rows(30) + (single_rows(30) if kind == "kto" else [])
     loss = {"kind": kind, "options": {"reference_cache": str(folder / "cache")}}
-    path = pair_config(folder, [loss], rows, checkpoint={"every": 3})
+    path = pair_config(folder, [loss], rows, checkpoint={"every": 3}, model={"adapter": adapter})
     held_out = write_rows(folder / "held_out.jsonl", pair_rows(12))
     path.write_text(path.read_text().replace("  lanes: 4\n", f"  lanes: 4\n  eval_sources: [{{path: {held_out}}}]\n"))
     return path
