@@ -85,9 +85,7 @@ class RolloutReader:
                 if name not in numbers:
                     why = "which the loss needs" if name in needs else "which other rollouts have"
                     raise UserError(f"{key} has no {name}, {why}; expected a number for each of its {count} tokens")
-            if isinstance(rollout.advantage, int | float):
-                numbers["advantage"] = [rollout.advantage] * count
-            extra = {name: _numbers(numbers[name], count, f"{key}.{name}") for name in wanted}
+            extra = {name: _numbers(numbers[name], count, f"{key}.{name}", name == "advantage") for name in wanted}
             samples.append(self._sample(number, prompt, answer, mask, extra))
         return samples
 
@@ -165,11 +163,13 @@ def _on_host(given: Any) -> Any:
     return (given.double() if given.is_floating_point() else given).detach().cpu().numpy()
 
 
-def _numbers(given: Any, count: int, key: str) -> Numbers:
+def _numbers(given: Any, count: int, key: str, may_be_one: bool = False) -> Numbers:
     try:
         numbers = np.asarray(_on_host(given), np.float64)
     except (TypeError, ValueError):
         numbers = np.zeros((0, 0))
+    if may_be_one and not numbers.ndim:
+        numbers = np.full(count, numbers)
     if numbers.shape != (count,):
         shown = f"{len(numbers)} numbers" if numbers.ndim == 1 else f"{given!r:.60}"
         raise UserError(f"{key}: {shown}; expected a number for each of the {count} tokens of the answer")

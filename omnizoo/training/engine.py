@@ -30,6 +30,7 @@ from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import release
 from omnizoo.training.begin import begin, check_parts
+from omnizoo.training.built_in_losses import AtHead
 from omnizoo.training.loss_contract import NamedLoss, build_losses
 from omnizoo.training.losses import Objective
 from omnizoo.training.policy_losses import Policy, Recorded
@@ -174,8 +175,8 @@ class Engine:
                 agree(self.mesh, lambda: dpo.set_up(self.model, self.mesh, self.config))
                 model = dpo.reference.asked.model
             # As the losses of the steps see the head, so that a ratio of 1 is 1.
-            chunked = any(loss.view == "of_hidden" for loss in self._objective.of_text)
-            recorded = Recorded(self._temperature, chunked or None)
+            asked = [loss.loss.chunked for loss in self._objective.of_text if isinstance(loss.loss, AtHead)]
+            recorded = Recorded(self._temperature, asked[0] if asked else None)
             named = NamedLoss(recorded, "log_probabilities", "recorded", "recorded", 1.0, "of_logits")
             objective = agree(self.mesh, lambda: Objective(model, self.mesh, self.config, [named]))
             self._scoring[reference] = objective, recorded
