@@ -45,7 +45,7 @@ WEIGHTS = "weights of the loss are read from `weight`, of a message or of the ro
 TOKENS = "rows that are tokenised already are not supported yet"
 COLUMNS = "prompts and answers in columns of their own are not supported yet: write them as `messages`"
 FEEDBACK = "scores of answers are not trained on yet"
-LABELS = "labels of answers are read from `label`, next to a `completion`, and only with kto in train.losses"
+LABELS = "labels of answers are not trained on without kto in train.losses, which reads `label` next to `completion`"
 # Fields that mean something, and are refused by name.
 MEANT = {
     **dict.fromkeys(
