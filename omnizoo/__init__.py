@@ -27,6 +27,8 @@ _HOME = {
     "save": "omnizoo.checkpoint.save",
     "load": "omnizoo.checkpoint.save",
     "train": "omnizoo.training.run",
+    "Engine": "omnizoo.training.engine",
+    "Rollout": "omnizoo.data.rollouts",
     "Callback": "omnizoo.training.callbacks",
     "Logger": "omnizoo.training.callbacks",
     "RowSource": "omnizoo.data.rows",

@@ -41,7 +41,7 @@ from omnizoo.data.fingerprint import content_of
 from omnizoo.data.sources import open_source
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.training import loggers, metrics, record, run
+from omnizoo.training import begin, loggers, metrics, record
 
 SHORT = {"steps": 2, "global_batch": 1}
 EVERY = ["--checkpoint.every", "1"]
@@ -242,7 +242,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_noticed_before_weights_are(
 ) -> None:
     free = 300_000  # bytes; the model has 29 K weights, so a checkpoint takes 350 K
     monkeypatch.setattr(ownership.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    monkeypatch.setattr(run, "parallelize", None)
+    monkeypatch.setattr(begin, "parallelize", None)
     line = error_of(capsys, "train", trained / "tiny.yaml", "--log.dir", tmp_path / "new")
     assert f"checkpoint.dir: {tmp_path / 'new' / 'checkpoints'} has 0.00 GB free" in line
     assert not (tmp_path / "new").exists()
@@ -255,7 +255,7 @@ def test_a_run_from_weights_begins_at_step_0_with_them_and_nothing_else(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[dict[str, torch.Tensor], int]] = []
-    load = run.load
+    load = begin.load
 
     def spy(origin: Any, model: Any, optimizer: Any, base: Any) -> Any:
         state = load(origin, model, optimizer, base)
@@ -263,7 +263,7 @@ def test_a_run_from_weights_begins_at_step_0_with_them_and_nothing_else(
         seen.append((weights, len(optimizer.state)))
         return state
 
-    monkeypatch.setattr(run, "load", spy)
+    monkeypatch.setattr(begin, "load", spy)
     wanted = f"weights:{trained / 'run'}"
     args = ["train", str(trained / "tiny.yaml"), "--log.dir", str(tmp_path / "new"), "--checkpoint.resume", wanted]
     # other rows, another seed: a resume would refuse both

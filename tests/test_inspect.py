@@ -160,6 +160,24 @@ def test_bins_of_the_histogram_touch_and_hold_every_sample(lengths: list[int]) -
 # The command
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_answers_of_a_row_with_preferences_are_shown_by_what_they_are(
+    kind: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"what {i}"}], "chosen": "good", "rejected": "bad"} for i in "ab"]
+    source = write_rows(tmp_path / "pairs.jsonl", rows)
+    argv = ["data", "inspect", str(text), "--samples", "1", "--data.sources", json.dumps([{"path": str(source)}])]
+    argv += ["--train.losses", f"[{{kind: {kind}}}]", "--data.pack_tokens", "128", "--data.shuffle", "false"]
+    assert main([*argv, "--out", str(tmp_path / "page.html")]) == 0
+    said, page = capsys.readouterr().out, Page(tmp_path / "page.html")
+    prompt = "<|im_start|>user↵\nwhat a<|im_end|>↵\n<|im_start|>assistant↵\n"
+    roles = ("chosen", "rejected") if kind == "dpo" else ("desirable", "undesirable")
+    for role, answer in zip(roles, ("good", "bad"), strict=True):
+        assert f"\n{role}:\n{prompt}⟦{answer}<|im_end|>⟧" in said
+        assert f"{role}:{prompt}{answer}<|im_end|>" in page.text
+    assert (f"\nmismatched:\n{prompt}good<|im_end|>" in said) == (kind == "kto")  # of the other row, and not learnt
+
+
 def test_terminal_and_page_show_samples_figures_and_thumbnails(
     omni: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -348,7 +348,7 @@ def test_a_router_loss_of_a_model_without_routers_is_left_out_and_said(
 
 LINES = {
     "{kind: cross_entropi}": "'cross_entropi' is no built-in loss (cross_entropy, balance, router_z, dpo, "
-    "orpo, simpo), and one of your own is `package.module:name`; did you mean cross_entropy?",
+    "kto, orpo, simpo, grpo, gspo), and one of your own is `package.module:name`; did you mean cross_entropy?",
     "{kind: cross_entropy}, {kind: cross_entropy}": "train.losses.1 (cross_entropy) is called 'text', as",
     "{options: {label_smoothing: 1}}": "train.losses.0.options.label_smoothing is 1; expected number >= 0, < 1",
     "{options: {smoothing: 0.1}}": "train.losses.0.options.smoothing is no option of cross_entropy (label_smoothing",

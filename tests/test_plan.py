@@ -38,6 +38,14 @@ def in_4_bits(found: Case) -> Case:
     return path, [*settings, "--model.adapter.base", "nf4"]
 
 
+def preferences(path: str, batch: int, kind: str, **parallel: Any) -> Case:
+    """With an adapter, whose base is asked before each micro-batch, and for kto before the step."""
+    source = ROOT / "examples/data/tiny/preferences.jsonl"
+    settings = ["--train.losses", f"[{{kind: {kind}}}]", "--data.sources", f"[{{path: {source}}}]"]
+    config, overrides = case(path, batch, **parallel)
+    return config, [*overrides, *settings, "--model.adapter", "{rank: 4, targets: [all-linear]}"]
+
+
 ONE = {
     "dense": case(DENSE, 2),
     "dense, recomputing": case(DENSE, 1, recompute="full"),
@@ -64,6 +72,8 @@ FOUR = {
 }
 # Which experts are chosen is not known before: what is sent to them is compared in sum only where it is even.
 ROUTED = {"experts spread": case(MOE, 4, ep=2)}
+# Of many micro-batches three are run, and packs are not equally long.
+MANY = {"preferences": preferences(DENSE, 8, "kto", ulysses=2)}
 Found = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
@@ -98,7 +108,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return both(FOUR | ROUTED, 4, tmp_path_factory.mktemp("four"))
+    return both(FOUR | ROUTED | MANY, 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -119,6 +129,14 @@ def test_what_is_sent_is_what_a_real_run_sends(four: Found, name: str) -> None:
     real, dry = four[name]
     assert dry["calls"] == real["calls"]
     assert dry["bytes"] == real["bytes"]
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_micro_batches_that_are_not_run_are_counted(four: Found, name: str) -> None:
+    real, dry = four[name]
+    assert dry["peak"] == pytest.approx(real["peak"], rel=0.02)
+    assert dry["calls"] == real["calls"]
+    assert dry["bytes"] == pytest.approx(real["bytes"], rel=0.01)
 
 
 # Published sizes are the defaults of most families' configs in transformers; layers are alike, so two are enough.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from fixtures import TEXT, make_tokenizer
 from omni import SENSOR, make_media, write_omni_config
+from PIL import Image
 from tiny import model_config, read_steps, write_config, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +32,8 @@ from omnizoo.data.rows import BadRow
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.training.forward import Local, LocalPairs, forward, localize
+from omnizoo.training.forward import Local, LocalAnswers, forward, localize
+from omnizoo.training.kto import KTO
 from omnizoo.training.loss_contract import KINDS
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
@@ -88,8 +90,11 @@ def test_losses_are_the_published_ones_in_float64(loss: Preference) -> None:
     logits = torch.randn(len(sample), 11, generator=dice, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 11, (len(sample),), generator=dice)
     reference = torch.randn(len(sample), generator=dice, dtype=torch.float64)
-    loss.sharing, loss.add_up, loss.of_reference = 1, lambda tensor: tensor, reference
-    batch = Local({}, targets, None, torch.zeros(0), 1, pairs=LocalPairs(6, sample, torch.tensor([1, 3])))
+    loss.sharing, loss.add_up = 1, lambda tensor: tensor
+    if isinstance(loss, DPO):
+        loss.of_reference = torch.stack([part.sum() for part in reference.split(lengths)])
+    answers = LocalAnswers(6, sample, {"chosen": torch.tensor([1, 3])})
+    batch = Local({}, targets, None, torch.zeros(0), 1, answers=answers)
     found = loss.of_logits(logits, batch)
     (gradient,) = torch.autograd.grad(found, logits)
 
@@ -104,6 +109,31 @@ def test_losses_are_the_published_ones_in_float64(loss: Preference) -> None:
     for name, value in zip(loss.metrics, (*rewards, rewards[0] - rewards[1]), strict=False):
         torch.testing.assert_close(loss.measured[name], value.detach())
     assert loss.measured["accuracy"] == (chosen > rejected).sum()
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.7])
+def test_kto_is_the_published_one_in_float64(kl: float) -> None:
+    dice = torch.Generator().manual_seed(0)
+    lengths = [3, 5, 4, 2]
+    sample = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    each = torch.randn(len(sample), generator=dice, dtype=torch.float64, requires_grad=True)
+    loss = KTO(beta=0.4, desirable_weight=1.5, undesirable_weight=0.5)
+    loss.sharing, loss.add_up, loss.kl = 1, lambda tensor: tensor, torch.tensor(kl, dtype=torch.float64)
+    loss.of_reference = torch.randn(4, generator=dice, dtype=torch.float64)
+    roles = {"desirable": torch.tensor([1]), "undesirable": torch.tensor([0, 3])}  # sample 2 is no answer
+    answers = LocalAnswers(4, sample, roles)
+    found = loss.of_tokens(each, Local({}, sample, None, torch.zeros(0), 1, answers=answers))
+    rewards = [part.sum() - other for part, other in zip(each.split(lengths), loss.of_reference, strict=True)]
+    value = {1: 1.5 * torch.sigmoid(0.4 * (rewards[1] - kl))} | {
+        i: 0.5 * torch.sigmoid(0.4 * (kl - rewards[i])) for i in (0, 3)
+    }
+    expected = sum((0.5 if i != 1 else 1.5) - v for i, v in value.items())  # lambda - value, formula 8 of the paper
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(total, each)[0] for total in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+    assert loss.measured["rewards/desirable"] == pytest.approx(0.4 * rewards[1].item())
+    assert loss.measured["rewards/undesirable"] == pytest.approx(0.4 * (rewards[0] + rewards[3]).item())
+    assert loss.measured["kl"] == pytest.approx(3 * kl)
 
 
 # Packs of pairs, one process.
@@ -130,6 +160,18 @@ def pair_rows(count: int = 60) -> list[dict[str, Any]]:
                 "rejected": [*asked, turns[1]],
             },
         ]
+    return rows
+
+
+def single_rows(count: int) -> list[dict[str, Any]]:
+    dice, words = random.Random(1), TEXT.split()
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        asked, said = (" ".join(dice.choices(words, k=dice.randint(1, 5))) for _ in range(2))
+        if i % 2:
+            rows.append({"prompt": f"{i} {asked}", "completion": f" {said}", "label": i % 3 > 0})
+        else:
+            rows.append({"messages": [USER | {"content": asked}], "completion": said, "label": i % 3 > 0})
     return rows
 
 
@@ -250,6 +292,51 @@ def test_a_run_goes_on_exactly_and_learns_what_is_preferred(tmp_path: Path) -> N
     assert [[step[name] for name in figures] for step in again] == [[step[name] for name in figures] for step in steps]
 
 
+def test_single_answers_and_pairs_go_on_exactly_and_are_evaluated(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for i in range(40):
+        asked = [USER | {"content": f"question {i}"}]
+        rows += [
+            {"prompt": asked, "completion": [YES], "label": True},
+            {"messages": asked, "completion": "no, maybe", "label": False},
+            {"messages": [USER | {"content": f"what {i}"}], "chosen": "yes", "rejected": "no, maybe"},
+        ]
+    loss = {"kind": "kto", "options": {"beta": 0.5, "undesirable_weight": 0.1}}
+    path = pair_config(tmp_path, [loss], rows, checkpoint={"every": 4, "keep": 3})
+    overrides = ["--train.steps", "8", "--train.lr", "3e-3", "--train.eval_every", "8", "--train.eval_packs", "4"]
+    overrides += ["--data.eval_sources", f"[{{path: {tmp_path / 'pairs.jsonl'}}}]"]
+    assert main(["train", str(path), *overrides]) == 0
+    steps = read_steps(tmp_path / "run")
+    first, last = steps[0], steps[-1]
+    assert first["loss"] == pytest.approx((0.5 + 0.5 * 0.1) / 2, rel=0.2)  # the reference is the model as it begins
+    assert first["loss/kto/kl"] == pytest.approx(0, abs=1e-6)
+    assert last["loss/kto/kl"] >= 0
+    assert last["eval/loss/kto/kl"] >= 0
+    assert last["eval/loss/kto/rewards/desirable"] > last["eval/loss/kto/rewards/undesirable"]
+    assert last["eval/loss"] < first["loss"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008", ignore_errors=False)
+    assert main(["train", str(path), *overrides]) == 0
+    figures = ("step", "loss", "grad_norm", "tokens", "loss/kto/kl", "loss/kto/rewards/desirable")
+    again = read_steps(tmp_path / "run")
+    assert [[step[name] for name in figures] for step in again] == [[step[name] for name in figures] for step in steps]
+
+
+def test_answers_of_other_rows_follow_each_prompt_and_are_dealt_apart(tmp_path: Path) -> None:
+    path = pair_config(tmp_path, [{"kind": "kto"}], pair_rows(30) + single_rows(30))
+    result, _, data = one_step(path, "--data.pack_tokens", "256")
+    seen = [(name, batch) for batch in data.micro_batches for name in batch.sample_ids]
+    others = [(name, batch) for batch in data.mismatched.batches for name in batch.sample_ids]
+    roles = [name.rpartition("/")[2] for name, _ in seen]
+    assert {"desirable", "undesirable"} == set(roles)
+    assert roles.count("desirable") == data.totals.desirable > 4
+    assert roles.count("undesirable") == data.totals.undesirable > 4
+    assert {name.rpartition("/")[2] for name, _ in others} == {"mismatched"}
+    assert len(others) == data.mismatched.totals.mismatched > 4
+    assert {name.rpartition("/")[0] for name, _ in seen} == {name.rpartition("/")[0] for name, _ in others}
+    assert data.totals.mismatched == data.mismatched.totals.desirable == 0
+    assert result.terms.keys() == {"kto", *(f"kto/{name}" for name in KTO.metrics)}
+
+
 # On every layout.
 
 KINDS_AT_ONCE = [
@@ -278,6 +365,13 @@ def test_verify_passes_with_pairs_and_the_base_of_an_adapter(capfd: pytest.Captu
 def test_verify_passes_with_pairs_and_a_frozen_copy(capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("qwen3_moe_tiny.yaml", [{"kind": "dpo"}], "uly2.ring2,dp2.uly2.ep4") == 0
     assert "2 of 2 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_verify_passes_with_single_answers_and_a_baseline_of_the_whole_step(capfd: pytest.CaptureFixture[str]) -> None:
+    losses = [{"kind": "kto", "options": {"beta": 0.5}}, {"kind": "cross_entropy", "weight": 0.1}]
+    assert verify("lora_tiny.yaml", losses, "rep2.dp2,uly2.ring2,dp2.uly2.ep4") == 0
+    assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 
 # Media in the prompt.
@@ -334,9 +428,17 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
 
 
 @pytest.mark.slow
-def test_media_of_prompts_agree_with_one_process(omni: Path, tmp_path: Path) -> None:
-    layouts = prepare(load_config(omni, []), 4, "uly2.ring2,dp2.uly2.ep4", "fp32", tmp_path / "verify")
-    assert [verdict_of(tmp_path / "verify", layout).reason for layout in layouts] == ["", ""]
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ([], "uly2.ring2,dp2.uly2.ep4"),
+        (["--train.losses", "[{kind: kto}]", "--data.pack_tokens", "400"], "dp2.uly2.ep4"),
+    ],
+    ids=["dpo", "kto"],
+)
+def test_media_of_prompts_agree_with_one_process(overrides: list[str], asked: str, omni: Path, tmp_path: Path) -> None:
+    layouts = prepare(load_config(omni, overrides), 4, asked, "fp32", tmp_path / "verify")
+    assert {verdict_of(tmp_path / "verify", layout).reason for layout in layouts} == {""}
 
 
 def test_media_in_answers_are_refused(omni: Path) -> None:
@@ -348,6 +450,32 @@ def test_media_in_answers_are_refused(omni: Path) -> None:
         reader.renderer.render(
             {"messages": [USER], "chosen": picture, "rejected": NO}, find=partial(reader.sources[0].find, 0)
         )
+
+
+def test_an_answer_is_known_by_its_tokens_and_the_content_of_its_media(omni: Path) -> None:
+    rows = range(12)
+    config = load_config(omni, ["--train.losses", "[{kind: dpo, options: {reference_cache: anywhere}}]"])
+    model = build_model(config.model, "fp32")
+    reader = build_reader(config, load_tokenizer(config.model), **read_modalities(model, config.model))
+    source = reader.sources[0]
+    files = [[part["image"] for part in source.read(row)["messages"][0]["content"] if "image" in part] for row in rows]
+    changed = next(name for names in files for name in names)
+
+    def keys(row: int, epoch: int) -> list[str]:
+        rendered = reader.renderer.render(source.read(row), (0, epoch, row), partial(source.find, row))
+        flat, bad = flatten(0, Pack(tuple(split(0, epoch, row, rendered, 240))), reader)
+        assert not bad
+        assert all(len(key) == 32 for key in flat.keys)
+        return list(flat.keys)
+
+    before = [keys(row, 0) for row in rows]
+    assert len({key for each in before for key in each}) == 2 * len(rows)
+    assert [keys(row, 1) for row in rows] == before
+    path = source.find(0, changed)
+    assert isinstance(path, Path)
+    Image.eval(Image.open(path), lambda value: 255 - value).save(path)
+    after = [keys(row, 0) for row in rows]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [changed in names for names in files]
 
 
 # Rows, and mistakes in one line.
@@ -366,11 +494,13 @@ def test_rows_of_every_form_have_the_loss_on_their_answers(tmp_path: Path) -> No
         {"conversations": chat, "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}},
     ):
         found = renderer.render(row)
-        halves = slice(0, found.first), slice(found.first, None)
+        first = found.answers[0][1]
+        halves = slice(0, first), slice(first, None)
         assert [tokenizer.decode(found.ids[h][found.targets[h]]) for h in halves] == ["yes<|im_end|>", "no<|im_end|>"]
         assert len({tokenizer.decode(found.ids[h][~found.targets[h]]) for h in halves}) == 1
     found = renderer.render({"prompt": "and so on", "chosen": " yes", "rejected": " no"})
-    assert tokenizer.decode(found.ids[: found.first][found.targets[: found.first]]) == " yes<|endoftext|>"
+    half = slice(0, found.answers[0][1])
+    assert tokenizer.decode(found.ids[half][found.targets[half]]) == " yes<|endoftext|>"
     with pytest.raises(
         BadRow, match=r"preference pair are longer than data.pack_tokens \(8\), and a pair is never cut"
     ):
@@ -409,11 +539,40 @@ def test_a_bad_pair_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
+BAD_SINGLE_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "completion": "b"}, "has no `label`"),
+    ({"prompt": "a", "label": True}, "has no `completion`"),
+    ({"completion": "b", "label": True}, "needs a `prompt`"),
+    ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1; expected true (a good answer) or false"),
+    ({"prompt": "a", "completion": [USER, YES], "label": True}, "does not begin with a message of the assistant's"),
+    ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "nothing reads `score`"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "nothing reads `label`"),
+    ({"text": "a"}, "it is no preference pair (`chosen`, `rejected`) and no single answer"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_SINGLE_ROWS)
+def test_a_bad_single_answer_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(BadRow) as caught:
+        Renderer(make_tokenizer(tmp_path), True, pairs="required", singles=True).render(row)
+    assert reason in str(caught.value)
+
+
+def test_a_prompt_that_no_other_answer_fits_is_a_bad_row(tmp_path: Path) -> None:
+    row = {"prompt": "the same", "completion": " yes", "label": True}
+    path = pair_config(tmp_path, [{"kind": "kto"}], [row] * 10)
+    with pytest.raises(UserError, match=r"needs the answer of another row, .* the other row has the same prompt"):
+        one_step(path)
+    one_step(path, "--train.losses", "[{kind: kto, options: {baseline: zero}}]")
+    with pytest.raises(UserError, match=r"has kto, which reads answers one by one, and dpo, which reads them in pairs"):
+        load_config(path, ["--train.losses", "[{kind: kto}, {kind: dpo}]"])
+
+
 def test_without_a_loss_of_pairs_they_are_refused_with_one_other_rows_may_be_mixed(tmp_path: Path) -> None:
     row = {"messages": [USER], "chosen": "yes", "rejected": "no"}
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(
-        BadRow, match=r"`chosen`, `rejected`: .* not trained on without dpo, orpo, simpo in train.losses"
+        BadRow, match=r"`chosen`, `rejected`: .* not trained on without dpo, orpo, simpo, kto in train.losses"
     ):
         Renderer(tokenizer, True).render(row)
     losses = [{"kind": "dpo"}, {"kind": "cross_entropy"}]

@@ -32,6 +32,7 @@ from omnizoo.assembly.writer import load_writer
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
+from omnizoo.data.rollouts import Rollout
 from omnizoo.modalities.base import Item, Modality, Port, Sampling
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.models import attention
@@ -43,6 +44,7 @@ from omnizoo.ops.precision import exact
 from omnizoo.recipes import qwen_towers
 from omnizoo.recipes.base import read_facts, recipe_of
 from omnizoo.recipes.qwen_towers import Tower
+from omnizoo.training.engine import Engine
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker")
 MARKS = {
@@ -609,3 +611,43 @@ def test_generate_writes_what_transformers_own_generate_writes(
     asked = ["generate", str(tmp_path / "model"), "--messages", str(tmp_path / "question.json")]
     assert main([*asked, "--temperature", "0", "--max-tokens", "16"]) == 0
     assert capsys.readouterr().out.strip() == writer.tokenizer.decode(answers[-1], skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_omni_moe_thinker"])
+def test_an_engine_scores_what_transformers_own_generate_wrote_about_media(family: str, tmp_path: Path) -> None:
+    reference = publish(family, tmp_path / "model")
+    media = make_media(tmp_path / "media", random.Random(0), count=2)
+    soundfile.write(tmp_path / media["audio"][0], np.random.default_rng(0).normal(0, 0.1, 22_000), 16_000)
+    kinds = [name for name in ("image", "video", "audio") if name in recipe_of(family).towers]
+    parts = [{"type": kind, kind: str(tmp_path / media[kind][0])} for kind in kinds]
+    words = {"type": "text", "text": "What is the capital of France?"}
+    config: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "log": {"dir": str(tmp_path / "run")}}
+    config |= {"data": {"pack_tokens": 1024}, "train": {"losses": [{"kind": "gspo"}]}}
+    with Engine.start(config) as engine:
+        renderer = engine._reader.renderer
+        rollouts, expected = [], []
+        for content in ([words], [parts[0], words], [*reversed(parts), words]):
+            messages = [{"role": "user", "content": content}]
+            prompt = renderer.prompt(messages)
+            items = [replace(i, inputs=i.port.module(engine._reader.modalities).prepare(i.media)) for i in prompt.items]
+            torch.manual_seed(0)
+            out = reference.generate(
+                **generation_inputs(reference, prompt.ids.tolist(), items),
+                do_sample=True,
+                top_k=0,
+                num_return_sequences=3,
+                max_new_tokens=8,
+                suppress_tokens=renderer.placeholders,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            answers = out.sequences[:, len(prompt.ids) :]
+            each = torch.stack(out.logits, 1).log_softmax(-1).gather(2, answers[..., None]).squeeze(2)
+            rollouts += [Rollout(messages, answer) for answer in answers]
+            expected += list(each)
+        found = engine.log_probabilities(rollouts)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+        full = [
+            replace(r, advantage=(-1.0) ** i, old=own) for i, (r, own) in enumerate(zip(rollouts, found, strict=True))
+        ]
+        assert engine.step(full)["loss/gspo/ratio"] == pytest.approx(1, abs=1e-5)

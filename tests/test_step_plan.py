@@ -76,14 +76,14 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
-    pack = replace(random_pack(3, np.random.default_rng(seed)), pairs=seed % 3)
+    known = random_pack(3, np.random.default_rng(seed))
+    pack = replace(known, preferences=(seed % 3, 1, seed % 2, 2), answers=seed % 5)
     message = write_message(Told.of([pack], PORTS, cost), {"error": None})
     nothing = write_message(Told.of([], PORTS, cost), "nothing to say")
     heard, notes = read_messages([np.frombuffer(each, np.uint8) for each in (nothing, message)])
     assert notes == ["nothing to say", {"error": None}]
-    assert heard.packs.tolist() == [
-        (3, False, len(pack.lengths), len(pack.items), pack.labels, pack.weight, pack.pairs, cost(pack))
-    ]
+    counted = (pack.labels, pack.weight, *pack.preferences, pack.answers)
+    assert heard.packs.tolist() == [(3, False, len(pack.lengths), len(pack.items), *counted, cost(pack))]
     assert heard.lengths.tolist() == pack.lengths
     assert heard.items.tolist() == [
         (PORTS.index(i.port), i.size.places, i.targets, len(i.spans), i.size.cost) for i in pack.items

@@ -1,5 +1,6 @@
 """What a run is made of before it has weights: tokenizer, model on meta, what the model reads, the loader of rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Given
 from omnizoo.data.fingerprint import content_of
 from omnizoo.data.loader import Loader, Reader, build_loader, build_reader, held_out_config
+from omnizoo.data.rows import RowSource
 from omnizoo.models.build import build_model, check_vocabulary, given_model, load_tokenizer, tensors_of
 from omnizoo.parallel.agree import rank_apart
 from omnizoo.parallel.mesh import Mesh
@@ -27,8 +29,9 @@ class Assembly:
         """What the model reads besides text. Ask for it, or for what reads rows, before the model is sharded."""
         return read_modalities(self.model, self.config.model)
 
-    def reader(self) -> Reader:
-        return build_reader(self.config, self.tokenizer, **self.media)
+    def reader(self, sources: Sequence[RowSource] | None = None) -> Reader:
+        """Reads the rows of the config, or of other `sources`."""
+        return build_reader(self.config, self.tokenizer, **self.media, sources=sources)
 
     def held_out(self) -> Reader | None:
         """Reads held-out rows; None if the run never evaluates."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omnizoo.data.loader import Reader
     from omnizoo.modalities.base import Item
 
-LOSS, NO_LOSS = "bold green", "dim"
+LOSS, NO_LOSS, ROLE = "bold green", "dim", "bold underline"
 COLOURS = ("blue", "magenta", "cyan", "yellow", "red", "white")  # of modalities, in the order of the config
 HUES = (215, 290, 180, 40, 0, 100)
 ON_TERMINAL, ON_PAGE = 300, 4000  # tokens of a sample that are shown
@@ -150,11 +150,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def all_pieces(found: "Found", reader: "Reader", most: int) -> "list[Piece]":
-    from omnizoo.data.inspect import pieces, shorten
+def all_pieces(found: "Found", reader: "Reader", most: int) -> "Iterator[tuple[str, list[Piece]]]":
+    """Of a sample; or of each answer of a row with preferences, after what it is."""
+    from omnizoo.data.inspect import parts, pieces, shorten
 
-    backend = reader.renderer.backend
-    return shorten(list(pieces(found.sample, lambda ids: backend.decode(ids, skip_special_tokens=False))), most)
+    def decode(ids: list[int]) -> str:
+        text: str = reader.renderer.backend.decode(ids, skip_special_tokens=False)
+        return text
+
+    for role, part in parts(found.sample):
+        yield f"{role}:" if role else "", shorten(list(pieces(part, decode)), most)
 
 
 # On the terminal
@@ -170,7 +175,10 @@ def describe(inspection: "Inspection", reader: "Reader", plain: bool) -> Iterato
     yield Text(" ").join(Text(*part) for part in legend)
     for found in inspection.shown:
         yield Text(f"\n{visible(describe_sample(found))}", "bold")
-        yield colour_tokens(all_pieces(found, reader, ON_TERMINAL), colours, plain)
+        for title, shown in all_pieces(found, reader, ON_TERMINAL):
+            if title:
+                yield Text(title, ROLE)
+            yield colour_tokens(shown, colours, plain)
     yield ""
     grid = Table.grid(padding=(0, 2))
     for name, (value, note) in facts(inspection).items():
@@ -265,8 +273,19 @@ def page(name: str, body: Sequence[str], style: str = "") -> str:
 def draw_sample(found: "Found", reader: "Reader", numbers: dict[str, int]) -> str:
     from omnizoo.data.inspect import visible
 
+    texts = "".join(
+        f"{f'<h3>{role}</h3>' if role else ''}<p class=tokens>{draw_tokens(shown, numbers)}</p>"
+        for role, shown in all_pieces(found, reader, ON_PAGE)
+    )
+    items = "".join(draw_item(item, reader, numbers) for item in found.sample.items)
+    media = f"<div class=media>{items}</div>" if items else ""
+    title = escape(visible(describe_sample(found)))
+    return f"<section><small>{title}</small>{texts}{media}</section>"
+
+
+def draw_tokens(shown: "Sequence[Piece]", numbers: dict[str, int]) -> str:
     tokens = []
-    for piece in all_pieces(found, reader, ON_PAGE):
+    for piece in shown:
         tag = "b" if piece.has_loss else "i"
         text = escape(piece.text).replace("\n", "↵\n")
         if piece.item is not None:
@@ -274,10 +293,7 @@ def draw_sample(found: "Found", reader: "Reader", numbers: dict[str, int]) -> st
             tokens.append(f'<u class="{look}">{text}</u>')
         else:
             tokens.append(f"<{tag}>{text}</{tag}>")
-    items = "".join(draw_item(item, reader, numbers) for item in found.sample.items)
-    media = f"<div class=media>{items}</div>" if items else ""
-    title = escape(visible(describe_sample(found)))
-    return f"<section><small>{title}</small><p class=tokens>{''.join(tokens)}</p>{media}</section>"
+    return "".join(tokens)
 
 
 def draw_item(item: "Item", reader: "Reader", numbers: dict[str, int], where: str = "") -> str:
@@ -318,6 +334,7 @@ section{background:var(--card);border:1px solid var(--rule);border-radius:10px;p
 .tokens{font:13px/1.9 ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:6px 0}
 .tokens>*{font-style:normal;font-weight:400;text-decoration:none;padding:2px 0;border-right:1px solid var(--card)}
 .tokens i{color:var(--soft)}
+section h3{font-size:13px;margin:10px 0 0}
 .tokens b{color:var(--done);background:color-mix(in srgb,var(--done) 14%,transparent)}
 .tokens u{padding:2px 5px;border-radius:5px;background:hsl(var(--hue) 70% 50%/.18);
 box-shadow:inset 0 0 0 1px hsl(var(--hue) 70% 50%/.45)}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from omnizoo.config.doors import check_name, check_own_name
-from omnizoo.config.loss_kinds import LOSSES, OF_ROUTERS, PAIRWISE, default_name
+from omnizoo.config.loss_kinds import LOSSES, OF_ROUTERS, PAIRWISE, PREFERENCES, default_name
 from omnizoo.config.optimizers import OPTIMIZERS, check_optimizer_options
 from omnizoo.config.options import check_options
 
@@ -385,7 +385,8 @@ class EarlyStop(Section):
 class LossPart(Section):
     kind: Text = Field(
         "cross_entropy",
-        description="`cross_entropy` of the text; `dpo`, `orpo` and `simpo` of preference pairs (docs/preferences.md); "
+        description="`cross_entropy` of the text; `dpo`, `orpo`, `simpo`, `kto` of preferences (docs/preferences.md); "
+        "`grpo` and `gspo` of rollouts (docs/rl.md); "
         "`balance` and `router_z` of a mixture of experts; or `package.module:Class` of your own, a subclass of "
         "`omnizoo.Loss`",
     )
@@ -464,6 +465,12 @@ class Train(Section):
                     f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as train.losses.{other} is; give one of "
                     "them another `name`"
                 )
+        kinds = [loss.kind for loss in self.losses]
+        if "kto" in kinds and (others := [kind for kind in kinds if kind in PAIRWISE]):
+            raise ValueError(
+                f"train.losses has kto, which reads answers one by one, and {others[0]}, which reads them in pairs; "
+                "leave one of them out"
+            )
         return self
 
 
@@ -625,13 +632,38 @@ class Config(Section):
 
     @property
     def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
-        """What becomes of rows with two answers, by the losses: one of them must read pairs, and if all do, there is
+        """What becomes of rows with preferences, by the losses: one of them must read these, and if all do, there is
         nothing to learn from other rows."""
         kinds = {loss.kind for loss in self.train.losses}
-        if kinds.isdisjoint(PAIRWISE):
+        if kinds.isdisjoint(PREFERENCES):
             return "refused"
         produces = any(modality.decoder is not None for modality in self.model.modalities.values())
-        return "allowed" if kinds - {*PAIRWISE, *OF_ROUTERS} or produces else "required"
+        return "allowed" if kinds - {*PREFERENCES, *OF_ROUTERS} or produces else "required"
+
+    @property
+    def single_answers(self) -> bool:
+        """Answers are judged one by one, each by its label, and not in pairs."""
+        return any(loss.kind == "kto" for loss in self.train.losses)
+
+    @property
+    def known_answers(self) -> bool:
+        """Answers are told apart by their content: a loss keeps on disk what it has once computed of them."""
+        return any(loss.kind in PREFERENCES and loss.options.get("reference_cache") for loss in self.train.losses)
+
+    def without_cache(self) -> "Config":
+        """For trials with other weights: losses keep nothing on disk of what they compute of answers."""
+        losses = [
+            loss.model_copy(update={"options": {k: v for k, v in loss.options.items() if k != "reference_cache"}})
+            if loss.kind in PREFERENCES
+            else loss
+            for loss in self.train.losses
+        ]
+        return self.model_copy(update={"train": self.train.model_copy(update={"losses": losses})})
+
+    @property
+    def mismatched_answers(self) -> bool:
+        """Besides its own answer, each prompt needs that of another row: a loss compares with how likely it is."""
+        return any(loss.kind == "kto" and loss.options.get("baseline") != "zero" for loss in self.train.losses)
 
     @model_validator(mode="before")
     @classmethod

@@ -5,13 +5,13 @@ computes does not depend on any of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from omnizoo.data.loader import FlatPack, filler, join_weights
+from omnizoo.data.loader import FlatPack, filler, join_extra, join_weights
 from omnizoo.data.plan import Round, Totals, plan_step
 from omnizoo.data.told import Cost, Told, known_of, read_messages, starts, write_message
 from omnizoo.modalities.base import Inputs, Port
@@ -20,6 +20,8 @@ from omnizoo.parallel.exchange import Payload, ProcessGroup, exchange_payloads, 
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.route import Route
+
+EXTRA = "extra."  # before the names of further numbers, on the way
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Batch:
     media: dict[Port, list[Inputs]]  # by port: the items this rank works on
     routes: dict[Port, Route]  # by port: where what it makes of them goes, and what comes to this rank's tokens
     weights: torch.Tensor | None = None  # [1, T] of the loss on each label; None: 1
-    pairs: torch.Tensor | None = None  # [P] of each preference pair: its chosen sample, before the rejected; None: none
+    roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
+    keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content; "": of what is no answer
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # by name: [1, T] numbers for each label
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Dealt:
     totals: Totals
     imbalance: dict[str, float]  # busiest rank / mean over ranks: of packs (`tokens`), and of each port
     notes: list[Any]  # what each rank had to say besides
+    mismatched: "Dealt | None" = None  # answers to other prompts, which are only looked at
 
 
 def deal(
@@ -81,7 +86,8 @@ def deal(
             inputs[number, at] = tensors
         else:
             arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
-            pack = FlatPack(**header, **arrays)
+            extra = {name.removeprefix(EXTRA): arrays.pop(name) for name in list(arrays) if name.startswith(EXTRA)}
+            pack = FlatPack(**header, **arrays, extra=extra)
             arrived[pack.index] = pack
     batches = []
     for number, each in enumerate(plan.rounds):
@@ -105,7 +111,8 @@ def outgoing(rounds: Sequence[Round], own: dict[int, FlatPack], layout: Layout) 
                 if pack is not None:
                     some = {name: getattr(pack, name) for name in ("ids", "labels", "positions", "weights")}
                     arrays = {name: array for name, array in some.items() if array is not None}
-                    header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "pairs")}
+                    arrays |= {EXTRA + name: numbers for name, numbers in pack.extra.items()}
+                    header = {name: getattr(pack, name) for name in ("index", "lengths", "sample_ids", "roles", "keys")}
                     for rank in range(d * layout.sp, (d + 1) * layout.sp):
                         to[rank].append((header, arrays))
                     for at, item in enumerate(pack.items, int(first_item[d * len(packs) + slot])):
@@ -131,8 +138,8 @@ def make_batch(
         positions = torch.from_numpy(np.concatenate(rows, axis=1))[:, None]
         positions = positions if positions.is_floating_point() else positions.long()  # some families count in real time
     weights = join_weights(packs)
-    before = starts(np.array([len(pack.lengths) for pack in packs]))
-    pairs = [first + int(number) for pack, number in zip(packs, before, strict=False) for first in pack.pairs]
+    roles = [role for pack in packs for role in pack.roles or [""] * len(pack.lengths)]
+    keys = [key for pack in packs for key in pack.keys or [""] * len(pack.lengths)]
     real = [pack for pack in packs if pack.sample_ids]
     place = {id(pack): number for number, pack in enumerate(real)}
     pack_of_token = np.repeat([place.get(id(pack), -1) for pack in packs], [len(pack.ids) for pack in packs])
@@ -149,5 +156,7 @@ def make_batch(
         media=media or {},
         routes=routes or {},
         weights=None if weights is None else torch.from_numpy(weights)[None],
-        pairs=torch.tensor(pairs) if pairs else None,
+        roles=roles if any(roles) else (),
+        keys=keys if any(keys) else (),
+        extra={name: torch.from_numpy(numbers)[None] for name, numbers in join_extra(packs).items()},
     )

@@ -23,12 +23,23 @@ from omnizoo.data.parquet_rows import ParquetRows
 from omnizoo.data.rows import BadRow, RowSource
 from omnizoo.data.sources import Concatenation
 from omnizoo.data.tar_samples import TarSamples
+from omnizoo.modalities.base import Item
 
 WHOLE = 256 << 20  # bytes
 BLOCK = 256 << 10
 BLOCKS = 256  # of a source that is larger
 DATASET_ROWS = 512  # of what `datasets` has opened, or code of the user's reads
 GIVEN_ROWS = 100_000  # of what is in memory
+
+
+def content_of_item(item: Item) -> str:
+    """A hash of a prepared item: of what its encoder is given."""
+    assert item.inputs is not None
+    digest = xxhash.xxh3_128(str(item.port).encode())
+    for name, tensor in sorted(item.inputs.items()):
+        digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def content_of(source: RowSource) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Facts only; the command shows them. Rows are read, rendered and packed by the co
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,7 +55,8 @@ class Found:
 
     @property
     def loss_tokens(self) -> int:
-        text = int(self.sample.targets[1:].sum())  # nothing stands before the first one to predict it from
+        # Nothing stands before the first one of a text to predict it from.
+        text = sum(int(part.targets[1:].sum()) for _, part in parts(self.sample))
         return text + sum(item.size.places for item in self.sample.items if item.is_target)
 
 
@@ -202,6 +203,27 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     edges = np.unique(np.rint(spread(low, high + 1, BINS + 1)).astype(np.int64))
     counts, _ = np.histogram(lengths, edges)
     return [(int(first), int(after) - 1, int(n)) for first, after, n in zip(edges[:-1], edges[1:], counts, strict=True)]
+
+
+def parts(sample: Sample) -> Iterator[tuple[str, Sample]]:
+    """What does not see each other: the answers of a row with preferences, each with its role; or the sample itself.
+    The loss is on no answer to another row's prompt."""
+    if not sample.answers:
+        yield "", sample
+    first = 0
+    for role, length in sample.answers:
+        last = first + length
+        spans = [[(at - first, n) for at, n in item.spans if first <= at < last] for item in sample.items]
+        yield (
+            role,
+            Sample(
+                sample.id,
+                sample.ids[first:last],
+                sample.targets[first:last] & (role != "mismatched"),
+                tuple(replace(item, spans=tuple(own)) for item, own in zip(sample.items, spans, strict=True)),
+            ),
+        )
+        first = last
 
 
 def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[Piece]:

@@ -16,9 +16,10 @@ from omnizoo.config import schema
 from omnizoo.config.errors import UserError
 from omnizoo.data.packing import Pack, Packer, Sample, SampleId, split
 from omnizoo.data.render import Renderer
-from omnizoo.data.rows import BadRow, Rows, RowSource
+from omnizoo.data.rows import BadRow, Row, Rows, RowSource
 
 PIECE = 256  # most rows dealt to a lane in one go
+TRIES = 8  # other rows, to find an answer that fits a prompt
 
 
 def draws(count: int, *key: int) -> npt.NDArray[np.uint64]:
@@ -78,6 +79,12 @@ class EpochOrder:
         return rows[np.argsort(draws(len(rows), *self.key, 2, self.lane, window), kind="stable")]
 
 
+def other_rows(row: int, rows: int) -> list[int]:
+    """Rows to take an answer from, best first. They are the same in every epoch, on every layout and after a resume."""
+    found = dict.fromkeys((draws(2 * TRIES, row) % rows).tolist())
+    return [other for other in found if other != row][:TRIES]
+
+
 @dataclass
 class Cursor:
     """How far a lane is in one source."""
@@ -107,6 +114,7 @@ class Lane:
     lane: int
     once: bool = False
     patience: int = 0  # bad rows to list before `data.on_bad_row: error` stops
+    mismatched: bool = False  # prompts also get the answers of other rows
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # skipped since they were last taken
 
@@ -191,8 +199,21 @@ class Lane:
 
     def _read_samples(self, i: int, epoch: int, row: int) -> list[Sample]:
         source = self.sources[i]
-        rendered = self.renderer.render(source.read(row), (i, epoch, row), partial(source.find, row))
-        return list(split(i, epoch, row, rendered, self.data.pack_tokens))
+        given, where, find = source.read(row), (i, epoch, row), partial(source.find, row)
+
+        def samples(*other: Row) -> list[Sample]:
+            return list(split(*where, self.renderer.render(given, where, find, *other), self.data.pack_tokens))
+
+        if not self.mismatched:
+            return samples()
+        reason = ""
+        for number in other_rows(row, len(source)):
+            try:
+                return samples(source.read(number))
+            except BadRow as bad:
+                samples()  # which says if it is the row itself
+                reason = str(bad)
+        raise BadRow(f"its prompt needs the answer of another row, and none of those tried is of use: {reason}")
 
     def state(self) -> dict[str, Any]:
         """JSON-able, and small: samples are named, not stored."""

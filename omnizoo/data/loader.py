@@ -17,18 +17,19 @@ import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.fingerprint import content_of, reading_of
+from omnizoo.data.fingerprint import content_of, content_of_item, reading_of
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Renderer
@@ -54,11 +55,13 @@ class FlatPack:
     ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     lengths: list[int]
-    sample_ids: list[str]  # source/epoch/row/part, of pairs /chosen or /rejected; none: a filler, which counts nowhere
+    sample_ids: list[str]  # source/epoch/row/part, of preferences /role; none: a filler, which counts nowhere
     positions: npt.NDArray[Any] | None = None  # [R, T], of models with several positions per token
     items: tuple[Item, ...] = ()  # prepared
     weights: npt.NDArray[np.float32] | None = None  # [T] of the loss on each label; None: 1
-    pairs: Sequence[int] = ()  # of each preference pair: the number of its chosen sample; the next one is rejected
+    roles: Sequence[str] = ()  # of each sample, in preferences: what kind of answer it is; "": of none
+    keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content; "": of what is no answer
+    extra: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by name: [T] numbers for each label
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,28 @@ def flatten(index: int, pack: Pack, reader: "Reader") -> tuple[FlatPack, list[st
         positions=np.concatenate(positions, axis=1) if positions else None,
         items=tuple(items),
         weights=None if weights is None else np.append(weights[1:], np.float32(0)),  # shifted as labels are
-        pairs=_pairs(samples),
+        roles=[role for sample in samples for role in sample.roles] if any(s.answers for s in samples) else (),
+        extra={name: np.append(numbers[1:], 0.0) for name, numbers in join_extra(samples).items()},
     )
-    return flat, bad
+    return replace(flat, keys=_keys(flat)) if reader.config.known_answers and flat.roles else flat, bad
+
+
+def _keys(pack: FlatPack) -> list[str]:
+    """Of all that the log-probability of an answer depends on but the model: tokens, targets, positions, media."""
+    media = [content_of_item(item) for item in pack.items]
+    keys, first = [], 0
+    for role, length in zip(pack.roles, pack.lengths, strict=True):
+        last = first + length
+        digest = xxhash.xxh3_128(pack.ids[first:last].tobytes() + pack.labels[first:last].tobytes())
+        if pack.positions is not None:
+            digest.update(pack.positions[:, first:last].tobytes())
+        for item, content in zip(pack.items, media, strict=True):
+            digest.update(
+                b"".join(f"{at - first},{n};{content}".encode() for at, n in item.spans if first <= at < last)
+            )
+        keys.append(digest.hexdigest() if role else "")
+        first = last
+    return keys
 
 
 def _starts(samples: Sequence[Sample]) -> list[int]:
@@ -126,16 +148,17 @@ def _starts(samples: Sequence[Sample]) -> list[int]:
     return list(itertools.accumulate(lengths[:-1], initial=0))
 
 
-def _pairs(samples: Sequence[Sample]) -> list[int]:
-    numbers = itertools.accumulate((len(sample.lengths) for sample in samples), initial=0)
-    return [number for sample, number in zip(samples, numbers, strict=False) if sample.first]
-
-
 def join_weights(parts: Sequence[Sample] | Sequence[FlatPack]) -> npt.NDArray[np.float32] | None:
     """The weights of samples or packs end to end; None if none of them has any."""
     if all(part.weights is None for part in parts):
         return None
     return np.concatenate([np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts])
+
+
+def join_extra(parts: Sequence[Sample] | Sequence[FlatPack]) -> dict[str, npt.NDArray[np.float64]]:
+    """The further numbers of samples or packs end to end, by name; 0 where one has none of that name."""
+    names = sorted({name for part in parts for name in part.extra})
+    return {name: np.concatenate([p.extra.get(name, np.zeros(len(p.ids))) for p in parts]) for name in names}
 
 
 def filler(index: int) -> FlatPack:
@@ -165,7 +188,9 @@ class Reader:
         return item.cut(parts) if len(parts) > 1 else [replace(item, raw=None, inputs=inputs)]
 
     def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
-        return Lane(self.config.data, self.sources, self.renderer, self.config.train.seed, number, once, patience)
+        config = self.config
+        some = (number, once, patience, config.mismatched_answers)
+        return Lane(config.data, self.sources, self.renderer, config.train.seed, *some)
 
 
 @dataclass(frozen=True)
@@ -393,14 +418,16 @@ def build_reader(
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
     reserved: Sequence[int] = (),
+    sources: Sequence[RowSource] | None = None,
 ) -> Reader:
     """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
-    are `reserved` for media which nobody feeds."""
+    are `reserved` for media which nobody feeds. `sources` take the place of those of the config."""
     known = modalities or {}
-    sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
+    if sources is None:
+        sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
     data = config.data
-    seed, pairs = config.train.seed, config.preference_pairs
-    renderer = Renderer(tokenizer, data.append_eos, known, positions, seed, data.ignore, reserved, pairs)
+    how = (data.ignore, reserved, config.preference_pairs, config.single_answers)
+    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how)
     return Reader(config, sources, renderer, known)
 
 
@@ -482,9 +509,16 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
         "what train.losses makes of preference pairs": config.preference_pairs.replace("refused", ""),
+        "what train.losses makes of single answers": _single_answers(config),
         "model.tokenizer": reading_of(reader.renderer.tokenizer, tokenizer_folder(config.model)),
         "sources": specs,
     }
+
+
+def _single_answers(config: Config) -> str:
+    if config.mismatched_answers:
+        return "each is also tried with another row's prompt"
+    return "read" if config.single_answers else ""
 
 
 def _reading(config: Config) -> dict[str, Any]:

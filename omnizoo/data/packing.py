@@ -3,14 +3,14 @@
 The packer is a pure function of the samples it is given, in their order.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.data.rendered import Rendered
+from omnizoo.data.rendered import Answers, Rendered
 from omnizoo.data.rows import BadRow
 from omnizoo.modalities.base import Item
 
@@ -33,16 +33,22 @@ class Sample:
     items: tuple[Item, ...] = ()  # media, in order; their spans are within the sample
     positions: npt.NDArray[Any] | None = None  # [R, L], for models with several positions per token
     weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
-    first: int = 0  # of a preference pair: how many tokens are of the chosen half; 0: it is no pair
+    answers: Answers = ()  # of a row with preferences, in order; each has a copy of the prompt before it
+    extra: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by name: numbers for each token
 
     @property
     def lengths(self) -> list[int]:
-        """Of what does not see each other: itself, or the halves of a pair."""
-        return [self.first, len(self.ids) - self.first] if self.first else [len(self.ids)]
+        """Of what does not see each other: itself, or its answers."""
+        return [length for _, length in self.answers] or [len(self.ids)]
 
     @property
     def names(self) -> list[str]:
-        return [f"{self.id}/chosen", f"{self.id}/rejected"] if self.first else [str(self.id)]
+        return [f"{self.id}/{role}" for role, _ in self.answers] or [str(self.id)]
+
+    @property
+    def roles(self) -> list[str]:
+        """Of its answers; of a row without preferences, nothing."""
+        return [role for role, _ in self.answers] or [""]
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
             f"{len(ids)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never cut; "
             f"its largest item, {largest.media.name}, takes {largest.size.places}"
         )
-    if rendered.first and len(ids) > pack_tokens:
+    if rendered.answers and len(ids) > pack_tokens:
         raise BadRow(
             f"the {len(ids)} tokens of this preference pair are longer than data.pack_tokens ({pack_tokens}), and a "
             "pair is never cut"
@@ -73,7 +79,7 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
         own = None if positions is None else positions[:, piece] - (positions[:, [start]] if part else 0)
         weights = None if rendered.weights is None else rendered.weights[piece]
         id, targets = SampleId(source, epoch, row, part), rendered.targets[piece]
-        yield Sample(id, ids[piece], targets, items, own, weights, rendered.first)
+        yield Sample(id, ids[piece], targets, items, own, weights, rendered.answers)
 
 
 class Packer:

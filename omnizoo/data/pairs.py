@@ -1,12 +1,14 @@
-"""Preference pairs: a row with a `chosen` and a `rejected` answer becomes two conversations with the same prompt."""
+"""Rows with preferences: each answer, of a pair or a single one, becomes a conversation that begins with the prompt."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from omnizoo.data.messages import CALLS, SPEAKERS
-from omnizoo.data.rows import PROMPTS, SIDES, BadRow, Row
+from omnizoo.data.rows import PROMPTS, SIDES, SINGLE, BadRow, Row
 
 ABOUT_LOSS = ("loss", "train", "weight")  # keys of a message
+PAIR = "a preference pair needs `chosen` and `rejected`"
+DESIRED = ("desirable", "undesirable")  # answers that are judged one by one
 Messages = list[dict[str, Any]]
 
 
@@ -14,35 +16,82 @@ Messages = list[dict[str, Any]]
 class Side:
     """A row with `messages`, of which the last are the answer; or with a `text`, which begins with `prompt`."""
 
+    role: str
     row: Row
     prompt: str = ""
 
 
-def sides_of(given: Row) -> list[Side]:
-    """What a pair says, `given`, as two rows: with the chosen answer and with the rejected one."""
-    for side in SIDES:
-        if side not in given:
-            raise BadRow(f"a preference pair needs `chosen` and `rejected`; this row has no `{side}`")
+@dataclass(frozen=True)
+class Preference:
+    """What a row says, as plain texts or as messages."""
+
+    prompt: str | Messages
+    answers: dict[str, str | Messages]  # by role
+    rest: Row  # what else goes with each answer: media, tools ...
+
+    def sides(self) -> list[Side]:
+        return [self.side(role, answer) for role, answer in self.answers.items()]
+
+    def side(self, role: str, answer: str | Messages) -> Side:
+        if isinstance(self.prompt, str):
+            assert isinstance(answer, str)
+            return Side(role, {**self.rest, "text": self.prompt + answer}, self.prompt)
+        assert not isinstance(answer, str)
+        told = ({key: value for key, value in m.items() if key not in ABOUT_LOSS} for m in self.prompt)
+        return Side(role, {**self.rest, "messages": [*(message | {"loss": False} for message in told), *answer]})
+
+
+def sides_of(given: Row, singles: bool = False) -> list[Side]:
+    """What a row says, `given`, as one row for each of its answers. `singles`: they are judged one by one."""
+    return _read(given, singles).sides()
+
+
+def mismatched_sides(given: Row, other: Row) -> list[Side]:
+    """The prompt of `given`, with the answers of a row that has another one."""
+    own, there = (_read(row, singles=True) for row in (given, other))
+    if type(own.prompt) is not type(there.prompt):
+        raise BadRow("one of them is of plain texts, the other of messages")
+    if own.prompt == there.prompt:
+        raise BadRow("the other row has the same prompt")
+    return [own.side("mismatched", answer) for answer in there.answers.values()]
+
+
+def _read(given: Row, singles: bool) -> Preference:
     found = [name for name in PROMPTS if name in given]
     if len(found) > 1:
         raise BadRow(f"it has `{found[0]}` and `{found[1]}`, and only one is read; name the other in data.ignore")
-    prompt = given[found[0]] if found else None
-    if given["chosen"] == given["rejected"]:
-        raise BadRow("`chosen` and `rejected` are the same: nothing is preferred")
-    others = (*SIDES, *PROMPTS, "text", "weight")  # the last two: left out by a pattern of data.ignore
+    prompt, names = given[found[0]] if found else None, _answers(given, singles)
+    others = (*SIDES, *SINGLE, *PROMPTS, "text", "weight")  # the last two: left out by a pattern of data.ignore
     rest = {name: value for name, value in given.items() if name not in others}
-    if isinstance(prompt, str) and all(isinstance(given[side], str) for side in SIDES):
+    if isinstance(prompt, str) and all(isinstance(given[name], str) for name in names.values()):
         if rest.keys() & {"system", "tools"}:
             raise BadRow("a preference pair of plain texts has no `system` and no `tools`; write it as messages")
-        return [Side({**rest, "text": prompt + given[side]}, prompt) for side in SIDES]
-    answers = [_messages(given[side], "assistant", f"`{side}`") for side in SIDES]
+        return Preference(prompt, {role: given[name] for role, name in names.items()}, rest)
+    answers = [_messages(given[name], "assistant", f"`{name}`") for name in names.values()]
     before = None if prompt is None else _messages(prompt, "user", f"`{found[0]}`")
     if not all(_is_answer(answer[0]) for answer in answers):
+        if len(answers) == 1:
+            raise BadRow("`completion` does not begin with a message of the assistant's; what comes before is `prompt`")
         before, answers = _with_prompts(answers, before, isinstance(prompt, str))
     if not before:
         raise BadRow("a preference pair needs a `prompt`, or `messages` that its answers follow")
-    asked = [{key: value for key, value in m.items() if key not in ABOUT_LOSS} | {"loss": False} for m in before]
-    return [Side({**rest, "messages": [*asked, *answer]}) for answer in answers]
+    return Preference(before, dict(zip(names, answers, strict=True)), rest)
+
+
+def _answers(given: Row, singles: bool) -> dict[str, str]:
+    """The roles of a row's answers, and the fields that they are in."""
+    is_single = singles and not any(side in given for side in SIDES)
+    for name in SINGLE if is_single else SIDES:
+        if name not in given:
+            what = "a single answer needs `completion` and `label`" if is_single else PAIR
+            raise BadRow(f"{what}; this row has no `{name}`")
+    if is_single:
+        if not isinstance(given["label"], bool):
+            raise BadRow(f"`label` is {given['label']!r}; expected true (a good answer) or false")
+        return {DESIRED[not given["label"]]: "completion"}
+    if given["chosen"] == given["rejected"]:
+        raise BadRow("`chosen` and `rejected` are the same: nothing is preferred")
+    return dict(zip(DESIRED if singles else SIDES, SIDES, strict=True))
 
 
 def _messages(value: Any, role: str, what: str) -> Messages:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnizoo.data.loader import filler
-from omnizoo.data.told import Cost, Numbers, Told, known_of, ranges
+from omnizoo.data.told import PREFERENCES, Cost, Numbers, Told, known_of, ranges
 from omnizoo.modalities.base import Port
 from omnizoo.parallel.assign import assign_items_near, assign_packs
 from omnizoo.parallel.layout import Layout
@@ -28,7 +28,12 @@ class Totals:
     targets: dict[str, int]  # of the text, and of each modality that is produced
     weight: float  # sum of the weights of the text's targets; as many as they are where no row has any
     flops: float  # of packs and media items
-    pairs: int = 0  # preference pairs
+    answers: int = 0  # samples with a target of the text
+    # Of preferences:
+    pairs: int = 0
+    desirable: int = 0  # answers that are judged one by one
+    undesirable: int = 0
+    mismatched: int = 0  # answers to other prompts
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ def count_totals(told: Told, ports: Sequence[Port]) -> Totals:
         targets=targets,
         weight=_sum(real["weight"]),
         flops=_sum(real["cost"]) + _sum(items["cost"]),
-        pairs=int(real["pairs"].sum()),
+        answers=int(real["answers"].sum()),
+        **{name: int(real[name].sum()) for name in PREFERENCES},
     )
 
 

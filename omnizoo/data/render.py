@@ -23,8 +23,8 @@ from transformers.utils.chat_template_utils import render_jinja_template  # give
 from omnizoo.config.errors import UserError
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.messages import Conventions, Message, read_list, read_messages, read_weight
-from omnizoo.data.pairs import sides_of
-from omnizoo.data.rendered import Rendered, pair_of
+from omnizoo.data.pairs import mismatched_sides, sides_of
+from omnizoo.data.rendered import Rendered, join_answers
 from omnizoo.data.row_fields import Fields, Pairs
 from omnizoo.data.row_media import Find, Notation, RowMedia
 from omnizoo.data.rows import CONVERSATION, BadRow, Folder, Row
@@ -61,9 +61,10 @@ class Renderer:
         ignore: Sequence[str] = (),
         reserved: Sequence[int] = (),
         pairs: Pairs = "refused",
+        singles: bool = False,
     ) -> None:
         """`ignore`: fields of rows that may be left out. `reserved`: ids that stand for media which nobody feeds.
-        `pairs`: what becomes of preference pairs, by the losses of the run."""
+        `pairs`, `singles`: what becomes of preferences, by the losses of the run."""
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path} is a slow one ({type(tokenizer).__name__}): it cannot tell which "
@@ -76,7 +77,7 @@ class Renderer:
         self.backend.no_padding()
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
-        self.fields = Fields(modalities or {}, ignore, pairs)
+        self.fields = Fields(modalities or {}, ignore, pairs, singles)
         self.notation, self.positions, self.seed = Notation(modalities or {}, self.fields), positions, seed
         self.placeholders, self.reserved = self._check_marks(), list(reserved)
         self.conventions: dict[str, Conventions] = {}  # by chat template
@@ -93,12 +94,20 @@ class Renderer:
                     )
         return sorted({added[modality.placeholder] for modality in modalities.values()})
 
-    def render(self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find) -> Rendered:
-        """`key` is (source, epoch, row), which random numbers of its media depend on; `find` opens what it names."""
+    def render(
+        self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find, other: Row | None = None
+    ) -> Rendered:
+        """`key` is (source, epoch, row), which random numbers of its media depend on; `find` opens what it names.
+        `other`: a row whose answers are to follow the prompt of this one, too."""
         given = self.fields.given(row)
-        if self.fields.is_pair(given):
-            chosen, rejected = (self._render_one(side.row, key, find, side.prompt) for side in sides_of(given))
-            return pair_of(chosen, rejected)
+        if self.fields.has_preference(given):
+            sides = sides_of(given, self.fields.singles)
+            if other is not None:
+                there = self.fields.given(other)
+                if not self.fields.has_preference(there):
+                    raise BadRow("the other row has no answers")
+                sides += mismatched_sides(given, there)
+            return join_answers([(each.role, self._render_one(each.row, key, find, each.prompt)) for each in sides])
         self.fields.conversation(given, row)
         return self._render_one(given, key, find)
 

@@ -1,5 +1,6 @@
-"""A row as the model sees it: token ids, the tokens the loss is on, media items; or two of them, a preference pair."""
+"""A row as the model sees it: token ids, the tokens the loss is on, media items; or several answers to one prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,11 @@ from omnizoo.data.rows import BadRow
 from omnizoo.modalities.base import Item
 from omnizoo.models.media_model import Ids
 
+# What an answer of a row with preferences is. A mismatched one is the answer to another row's prompt.
+ROLES = ("chosen", "rejected", "desirable", "undesirable", "mismatched")
+LEARNT = ("chosen", "desirable")  # by losses of single tokens, such as cross entropy
+Answers = tuple[tuple[str, int], ...]  # of each: its role, and how many tokens it has with its prompt
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -18,32 +24,35 @@ class Rendered:
     items: tuple[Item, ...] = ()
     positions: npt.NDArray[Any] | None = None  # [R, L]
     weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
-    first: int = 0  # of a preference pair: how many tokens are of the chosen half; 0: it is no pair
+    answers: Answers = ()  # of a row with preferences, in order; each has a copy of the prompt before it
 
 
-def pair_of(chosen: Rendered, rejected: Rendered) -> Rendered:
-    """Two rows with one prompt as one, in which media of the prompt are at two places: they are encoded once.
+def join_answers(sides: Sequence[tuple[str, Rendered]]) -> Rendered:
+    """Rows with one prompt as one row, in which media of the prompt are at several places: they are encoded once.
 
-    The weights are for losses of single tokens (cross entropy): these are on the chosen half only.
+    The weights are for losses of single tokens (cross entropy): these are on good answers only.
     """
-    first = len(chosen.ids)
-    for half in (chosen, rejected):
-        if half.weights is not None:
+    starts = np.cumsum([0, *(len(side.ids) for _, side in sides)]).tolist()
+    for _, side in sides:
+        if side.weights is not None:
             raise BadRow("a preference pair has no weights; a message of it has a `weight` other than 0 and 1")
-        begins = int(half.targets.argmax())
-        if any(start + count > begins for item in half.items for start, count in item.spans):
+        begins = int(side.targets.argmax())
+        if any(start + count > begins for item in side.items for start, count in item.spans):
             raise BadRow("media in the answers of a preference pair are not supported yet, only in its prompt")
-    assert [item.size for item in chosen.items] == [item.size for item in rejected.items], "one prompt, the same media"
-    both = zip(chosen.items, rejected.items, strict=True)
-    targets = np.concatenate([chosen.targets, rejected.targets])
-    weights = targets.astype(np.float32)
-    weights[first:] = 0
-    positions = [half.positions for half in (chosen, rejected) if half.positions is not None]
+    sizes = [[item.size for item in side.items] for _, side in sides]
+    assert all(each == sizes[0] for each in sizes), "one prompt, the same media"
+    moved = [[item.moved(start) for item in side.items] for (_, side), start in zip(sides, starts, strict=False)]
+    positions = [side.positions for _, side in sides if side.positions is not None]
+    learnt = [side.targets.astype(np.float32) * (role in LEARNT) for role, side in sides]
     return Rendered(
-        ids=np.concatenate([chosen.ids, rejected.ids]),
-        targets=targets,
-        items=tuple(replace(one, spans=one.spans + other.moved(first).spans) for one, other in both),
+        ids=np.concatenate([side.ids for _, side in sides]),
+        targets=np.concatenate([side.targets for _, side in sides]),
+        items=tuple(_at_all_places(copies) for copies in zip(*moved, strict=True)),
         positions=np.concatenate(positions, axis=1) if positions else None,
-        weights=weights,
-        first=first,
+        weights=np.concatenate(learnt),
+        answers=tuple((role, len(side.ids)) for role, side in sides),
     )
+
+
+def _at_all_places(copies: Sequence[Item]) -> Item:
+    return replace(copies[0], spans=tuple(span for item in copies for span in item.spans))

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from omnizoo.config.loss_kinds import PAIRWISE
-from omnizoo.data.rows import CONVERSATION, PROMPTS, SIDES, BadRow, Row
+from omnizoo.config.loss_kinds import PREFERENCES
+from omnizoo.data.rows import CONVERSATION, PROMPTS, SIDES, SINGLE, BadRow, Row
 from omnizoo.modalities.item import WELL_KNOWN
 
 # What other tools write about a row: who it is, where it comes from, what it is about. docs/data.md lists these.
@@ -39,18 +39,20 @@ REMEMBERED = 4096  # sets of fields; data with more of them is checked anew
 
 Pairs = Literal["refused", "allowed", "required"]  # what becomes of preference pairs, by the losses of the run
 
-PAIRS = f"it is one of a preference pair, which is not trained on without {', '.join(PAIRWISE)} in train.losses"
+PAIRS = f"it is one of a preference pair, which is not trained on without {', '.join(PREFERENCES)} in train.losses"
 READ_PAIRS = "preference pairs are read from `chosen` and `rejected`"
 WEIGHTS = "weights of the loss are read from `weight`, of a message or of the row; this is not supported yet"
 TOKENS = "rows that are tokenised already are not supported yet"
 COLUMNS = "prompts and answers in columns of their own are not supported yet: write them as `messages`"
-FEEDBACK = "labels and scores of answers are not trained on yet"
+FEEDBACK = "scores of answers are not trained on yet"
+LABELS = "labels of answers are not trained on without kto in train.losses, which reads `label` next to `completion`"
 # Fields that mean something, and are refused by name.
 MEANT = {
     **dict.fromkeys(
         ("chosen", "chosen_*", "rejected", "rejected_*", "*_chosen", "*_rejected", "preferred", "dispreferred"), PAIRS
     ),
-    **dict.fromkeys(("kto_tag", "label", "reward", "rewards", "score", "scores", "margin"), FEEDBACK),
+    **dict.fromkeys(("reward", "rewards", "score", "scores", "margin"), FEEDBACK),
+    **dict.fromkeys(("label", "kto_tag"), LABELS),
     **dict.fromkeys(("weights", "*_weight", "loss_scale", "loss_mask"), WEIGHTS),
     **dict.fromkeys(("input_ids", "token_ids", "tokens", "labels", "attention_mask", "position_ids"), TOKENS),
     **dict.fromkeys(
@@ -73,10 +75,17 @@ def says_nothing(value: Any) -> bool:
 
 
 class Fields:
-    """What is read of a row by a model with these modalities; `ignore` (data.ignore) are names and glob patterns."""
+    """What is read of a row by a model with these modalities; `ignore` (data.ignore) are names and glob patterns.
+    `singles`: answers may also come one by one, each with a label."""
 
-    def __init__(self, modalities: Collection[str] = (), ignore: Sequence[str] = (), pairs: Pairs = "refused") -> None:
-        self.modalities, self.pairs = sorted(modalities), pairs
+    def __init__(
+        self,
+        modalities: Collection[str] = (),
+        ignore: Sequence[str] = (),
+        pairs: Pairs = "refused",
+        singles: bool = False,
+    ) -> None:
+        self.modalities, self.pairs, self.singles = sorted(modalities), pairs, singles
         self.names = frozenset(ignore)
         self.patterns = [pattern for pattern in ignore if any(sign in pattern for sign in "*?[")]
         self.media = {column for name in modalities for column in (name, f"{name}s")}
@@ -92,11 +101,16 @@ class Fields:
             there |= {name: row[name] for name in CONVERSATION if row.get(name) is not None and name not in self.names}
         return there
 
-    def is_pair(self, given: Row) -> bool:
-        """Whether the row is to be read as a preference pair; whatever nothing reads of one is a bad row."""
-        if self.pairs == "refused" or not any(side in given for side in SIDES):
+    def has_preference(self, given: Row) -> bool:
+        """Whether the row is to be read as a preference, a pair or a single answer; whatever nothing reads of one is a
+        bad row."""
+        if self.pairs == "refused":
             return False
-        read = {*SIDES, *PROMPTS, *self.media, "system", "tools"}
+        forms = (SIDES, SINGLE) if self.singles else (SIDES,)
+        form = next((form for form in forms if any(name in given for name in form)), None)
+        if form is None:
+            return False
+        read = {*form, *PROMPTS, *self.media, "system", "tools"}
         if unread := [name for name in given if name not in read and name not in HARMLESS and not self.ignores(name)]:
             raise BadRow(self.unread(unread))
         return True
@@ -104,7 +118,10 @@ class Fields:
     def conversation(self, given: Row, row: Row) -> str:
         """The field that is the text or chat of the row; whatever else nothing reads is a bad row."""
         if self.pairs == "required":
-            raise BadRow("it is no preference pair (`chosen`, `rejected`), and the losses of the run are of pairs only")
+            single = " and no single answer (`completion`, `label`)" if self.singles else ""
+            raise BadRow(
+                f"it is no preference pair (`chosen`, `rejected`){single}, and the losses of the run read nothing else"
+            )
         key = tuple(given)
         verdict = self.verdicts.get(key)
         if verdict is None:

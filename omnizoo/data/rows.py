@@ -19,10 +19,11 @@ Row = dict[str, Any]
 Rows = npt.NDArray[np.int64]
 EXTENT = 256  # rows of an extent where any row is equally cheap to reach
 SIDES = ("chosen", "rejected")  # the answers of a preference pair
+SINGLE = ("completion", "label")  # an answer, and whether it is a good one
 PROMPTS = ("prompt", "messages", "conversations")  # what they follow
 CONVERSATION = ("messages", "conversations", "text")  # what a row is read from, the first one that it has
 # Fields that are, or may be, lists of objects.
-STRUCTS = ("messages", "conversations", "tools", "prompt", "chosen", "rejected")
+STRUCTS = ("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion")
 
 
 class BadRow(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)

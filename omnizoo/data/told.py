@@ -21,6 +21,8 @@ Rows = npt.NDArray[np.void]
 
 HEADER = 5 * 8  # bytes of a message before its parts: their sizes
 
+# What a pack has of preferences: pairs, and answers that are judged one by one or follow another row's prompt.
+PREFERENCES = ("pairs", "desirable", "undesirable", "mismatched")
 PACK = np.dtype(
     [
         ("index", "i8"),  # in the run
@@ -29,7 +31,8 @@ PACK = np.dtype(
         ("items", "i8"),  # how many
         ("labels", "i8"),  # text targets
         ("weight", "f8"),  # sum of their weights; as many as they are where no row has any
-        ("pairs", "i8"),  # preference pairs
+        *((name, "i8") for name in PREFERENCES),
+        ("answers", "i8"),  # samples with a text target
         ("cost", "f8"),  # FLOPs, but for those of its items
     ]
 )
@@ -54,7 +57,8 @@ class Known:
     weight: float  # sum of their weights; as many as they are where no row has any
     is_filler: bool
     items: list[Item]  # their spans are within the pack
-    pairs: int = 0  # preference pairs
+    preferences: tuple[int, ...] = (0,) * len(PREFERENCES)
+    answers: int = 0  # samples with a text target
 
     @property
     def tokens(self) -> int:
@@ -77,7 +81,10 @@ def known_of(pack: FlatPack) -> Known:
     labels = int(is_target.sum())
     weight = labels if pack.weights is None else float(pack.weights[is_target].sum(dtype=np.float64))
     is_filler = not pack.sample_ids
-    return Known(pack.index, pack.lengths, labels, weight, is_filler, list(pack.items), len(pack.pairs))
+    preferences = tuple(list(pack.roles).count("chosen" if name == "pairs" else name) for name in PREFERENCES)
+    ends = np.cumsum(pack.lengths)
+    answers = len(np.unique(np.searchsorted(ends, np.flatnonzero(is_target), side="right")))
+    return Known(pack.index, pack.lengths, labels, weight, is_filler, list(pack.items), preferences, answers)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Told:
     @classmethod
     def of(cls, packs: Sequence[Known], ports: Sequence[Port], cost: Cost) -> "Told":
         items = [item for pack in packs for item in pack.items]
-        counts = [(len(p.lengths), len(p.items), p.labels, p.weight, p.pairs) for p in packs]
+        counts = [(len(p.lengths), len(p.items), p.labels, p.weight, *p.preferences, p.answers) for p in packs]
         return cls(
             np.array([(p.index, p.is_filler, *of, cost(p)) for p, of in zip(packs, counts, strict=True)], PACK),
             np.array([length for pack in packs for length in pack.lengths], np.int64),

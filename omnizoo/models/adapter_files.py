@@ -157,6 +157,11 @@ def _to_file(tensor: torch.Tensor, name: str, found: Attached) -> torch.Tensor:
     return tensor.permute(2, 1, 0).reshape(width, rank * experts)
 
 
+def published_factor(name: str, tensor: torch.Tensor, found: Attached) -> tuple[str, torch.Tensor]:
+    """A trained parameter, whole, as PEFT's file has it."""
+    return file_names(found)[name], _to_file(tensor, name, found)
+
+
 def _from_file(tensor: torch.Tensor, name: str, found: Attached) -> torch.Tensor:
     if not _is_of_experts(name, found):
         return tensor

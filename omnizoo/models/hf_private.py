@@ -6,7 +6,7 @@ buffers that packing must not have.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    revert_weight_conversion,
+)
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
@@ -101,6 +107,35 @@ class Loaded:
 def conversion_mapping(model: nn.Module) -> list[Any]:
     """How published keys become the model's own. Ask before `fully_shard`, which renames the classes it looks at."""
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
+
+
+class PublishedKeys:
+    """How a model's own weights become those of its published files, as `save_pretrained` writes them. Make it before
+    `fully_shard`, which renames the classes that transformers looks at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        known = get_model_conversion_mapping(model, add_legacy=False) if isinstance(model, PreTrainedModel) else []
+        self.conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+        self.left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+    def groups(self, names: Iterable[str]) -> list[list[str]]:
+        """`names` of weights, those together that only make sense together in the files."""
+        conversions = [conversion for conversion in self.conversions[::-1] if isinstance(conversion, WeightConverter)]
+        converters: list[Any] = [conversion.reverse_transform() for conversion in conversions]
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            if name not in self.left_out:
+                groups.setdefault(apply_converters(name, converters)[0], []).append(name)
+        return list(groups.values())
+
+    def convert(self, model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A group of weights by their published names."""
+        if not self.conversions:
+            return weights
+        assert isinstance(model, PreTrainedModel)
+        with patch.object(model, "_weight_conversions", self.conversions, create=True):
+            converted: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
+        return converted
 
 
 def drop_prefix(files: list[Path], model: PreTrainedModel) -> list[Any]:

@@ -115,6 +115,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of `tensor`, on every rank: all of them must call."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def release(model: nn.Module) -> None:
+    """Free gathered weights that a forward pass without a backward pass has left behind."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local` as this rank's part of a tensor that is sharded as `tensor` is."""
     if not isinstance(tensor, DTensor):

@@ -21,19 +21,20 @@ from omnizoo.assembly.parts import saved_bytes
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import NO_DATA
 from omnizoo.config.schema import Config, Model, Part
+from omnizoo.data.deal import Batch
 from omnizoo.data.loader import IGNORE, FlatPack, Step, build_loader
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 from omnizoo.models.initial import initial_weights
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import pretended_group
 from omnizoo.parallel.shard import fill
-from omnizoo.planning.backend import PretendedDevice, Sync, short_name
+from omnizoo.planning.backend import PretendedDevice, Sync, replaced, short_name
 from omnizoo.planning.devices import Device
 from omnizoo.planning.kernels import stand_ins
 from omnizoo.planning.ledger import Ledger, Peak, Timeline
 from omnizoo.planning.traffic import Collective, Traffic
 from omnizoo.planning.work import Kernel
-from omnizoo.training.losses import Objective
+from omnizoo.training.losses import LossTerm, Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.probe import FAILURES
 from omnizoo.training.run import on_device
@@ -92,7 +93,7 @@ class Drawn:
 def simulate(config: Config, place: Place) -> Result:
     """Two steps of `config`, of which the second is reported: the first has no state of the optimizer yet."""
     started = time.perf_counter()
-    config = config.model_copy(update={"model": without_weights(config.model)})
+    config = config.without_cache().model_copy(update={"model": without_weights(config.model)})
     learning_rate(config.train, 1)
     pretended = PretendedDevice()
     ledger = Ledger(pretended.device, place.rounded)
@@ -128,7 +129,7 @@ def simulate(config: Config, place: Place) -> Result:
             ledger.begin_step()
             traffic = Traffic(mesh, place.device.per_node)
             counted = (traffic.count, traffic.sent, pretended.syncs, ledger.work.calls, ledger.work.flops)
-            with traffic, periods.watching(model, *counted):
+            with traffic, periods.watching(objective, *counted):
                 train_step(objective, optimizer, replace(data, micro_batches=data.micro_batches[:most]), step)
             ledger.end_step(model)
         count, sent, syncs, calls, flops = periods.totals()
@@ -159,13 +160,16 @@ class Periods:
         self._starts: list[list[Counter[Any]]] = []
 
     @contextmanager
-    def watching(self, model: nn.Module, *counters: Counter[Any]) -> Iterator[None]:
-        self._counters, self._starts = counters, []
-        hook = model.register_forward_pre_hook(lambda *_: self._starts.append([Counter(c) for c in self._counters]))
-        try:
+    def watching(self, objective: Objective, *counters: Counter[Any]) -> Iterator[None]:
+        """A loss may have the model run several times in a micro-batch, so it is not the model that is watched."""
+        self._counters, self._starts, terms = counters, [], objective.terms
+
+        def watched(batch: Batch) -> list[LossTerm]:
+            self._starts.append([Counter(c) for c in self._counters])
+            return terms(batch)
+
+        with replaced((objective, "terms", watched)):
             yield
-        finally:
-            hook.remove()
 
     def totals(self) -> list[Counter[Any]]:
         if not self.left_out:

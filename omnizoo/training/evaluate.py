@@ -46,6 +46,7 @@ def evaluate(objective: Objective, held_out: Dealt) -> dict[str, float]:
     counts = objective.counts(held_out.totals)
     sums, weights = dict.fromkeys(counts, 0.0), dict.fromkeys(counts, 0.0)
     model.eval()
+    objective.begin_step(held_out.batches, held_out.mismatched)
     for batch in held_out.batches:
         with exact(objective.config.parallel.precision):
             terms = objective.terms(batch)

@@ -4,8 +4,8 @@ Sequence parallelism enters here and nowhere else: tokens, positions and labels 
 model's own attention is handed, through its keyword arguments, the function that attends across ranks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from omnizoo.config.schema import Parallel
 from omnizoo.data.deal import Batch
 from omnizoo.data.loader import IGNORE
+from omnizoo.data.rendered import ROLES
 from omnizoo.modalities.base import Port
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch
 from omnizoo.ops.attention import Pattern
@@ -29,12 +30,22 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfl
 
 
 @dataclass(frozen=True)
-class LocalPairs:
-    """Which targets of this rank are whose in preference pairs."""
+class LocalAnswers:
+    """Which targets of this rank are of which answers, in preferences."""
 
     samples: int  # of the micro-batch, which ranks may share
     sample_of_target: torch.Tensor  # [N]
-    chosen: torch.Tensor  # [P] the sample of each pair's chosen answer; the next one is its rejected answer
+    of_role: dict[str, torch.Tensor]  # the samples that are such answers; a pair's rejected one is next to its chosen
+    keys: Sequence[str] = ()  # of each sample, if asked for: a hash of its content
+
+
+@dataclass(frozen=True)
+class LocalGiven:
+    """Numbers that samples came with, for each target of this rank."""
+
+    samples: int  # of the micro-batch, which ranks may share
+    sample_of_target: torch.Tensor  # [N]
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by name: [N], float64
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,8 @@ class Local:
     pack_of_token: torch.Tensor  # [T] which pack of the micro-batch
     packs: int  # of the micro-batch, which ranks may share
     is_filler: bool = False  # this rank has no token of its own; the one it runs counts nowhere
-    pairs: LocalPairs | None = None  # None: the micro-batch has no preference pairs
+    answers: LocalAnswers | None = None  # None: the micro-batch has no preferences
+    given: LocalGiven | None = None  # None: its samples came with no further numbers
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a value for each target, `[N]`, by the weights of the targets."""
@@ -65,6 +77,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
     weights, lengths = batch.weights, batch.cu_seqlens.diff()
     samples = torch.arange(len(lengths)).repeat_interleave(lengths)  # of each token
+    extra = batch.extra
     is_filler = False
     if mesh.layout.sp == 1:
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
@@ -74,6 +87,7 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
         samples = samples[index]
         ids, positions, labels, packs = ids[:, index], positions[..., index], labels[:, index], packs[index]
         weights = None if weights is None else weights[:, index]
+        extra = {name: numbers[:, index] for name, numbers in extra.items()}
         is_filler = not len(index)
         inputs = NO_CACHE | {"attend": Filler(sequence) if is_filler else sequence}
         if is_filler:  # models cannot run on no token at all: give them one that nobody sees
@@ -91,10 +105,16 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
             dtype=COMPUTE_DTYPE[parallel.precision],
         )
     weights = None if weights is None else moved(weights[0, kept])
-    pairs = None
-    if batch.pairs is not None:
-        pairs = LocalPairs(len(lengths), moved(samples[kept]), moved(batch.pairs))
-    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, pairs)
+    answers = None
+    if batch.roles:
+        places = {role: [i for i, own in enumerate(batch.roles) if own == role] for role in ROLES}
+        of_role = {role: moved(torch.tensor(place, dtype=torch.int64)) for role, place in places.items()}
+        answers = LocalAnswers(len(lengths), moved(samples[kept]), of_role, batch.keys)
+    given = None
+    if extra:
+        numbers = {name: moved(values[0, kept]) for name, values in extra.items()}
+        given = LocalGiven(len(lengths), moved(samples[kept]), numbers)
+    return Local(inputs, moved(labels[0, kept]), weights, moved(packs), len(batch.packs), is_filler, answers, given)
 
 
 @dataclass(frozen=True)

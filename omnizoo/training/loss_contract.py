@@ -5,7 +5,7 @@ of the step before the first forward pass. So each loss is a plain mean over the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config
+from omnizoo.data.deal import Batch, Dealt
 from omnizoo.data.plan import Totals
 from omnizoo.models.head import Logits
 from omnizoo.models.routing import RouterRecord
@@ -27,11 +28,23 @@ KINDS = {
     "balance": "omnizoo.training.built_in_losses:Balance",
     "router_z": "omnizoo.training.built_in_losses:RouterZ",
     "dpo": "omnizoo.training.preference_losses:DPO",
+    "kto": "omnizoo.training.kto:KTO",
+    "grpo": "omnizoo.training.policy_losses:GRPO",
+    "gspo": "omnizoo.training.policy_losses:GSPO",
     "orpo": "omnizoo.training.preference_losses:ORPO",
     "simpo": "omnizoo.training.preference_losses:SimPO",
 }
 VIEWS = {"of_logits": 2, "of_hidden": 3, "of_routers": 2}  # methods, of which a loss has one, and their arguments
 EXPECTED = "a subclass of omnizoo.Loss with one of of_logits(logits, batch), of_hidden(hidden, head, batch), of_routers"
+
+
+@dataclass(frozen=True)
+class Upcoming:
+    """The step that comes next, on this rank."""
+
+    batches: Sequence[Batch]
+    mismatched: Dealt | None  # answers to other prompts, if a loss has asked for them
+    local: Callable[[Batch], Local]
 
 
 class Loss:
@@ -42,11 +55,13 @@ class Loss:
     of each token `[T]` which pack it is of. A rank may have any part of a pack, so nothing but sums over targets or
     tokens comes out the same on every layout: `batch.sum(values)` of a value for each target is one.
 
-    `metrics` names further figures, sums as the loss is one, which each call leaves in `measured`, by name.
+    `metrics` names further figures, sums as the loss is one, which each call leaves in `measured`, by name. `needs`
+    names numbers for each token that samples have to come with, in `batch.given.extra`: those of `omnizoo.Rollout`.
     """
 
     metrics: ClassVar[Sequence[str]] = ()
     measured: dict[str, torch.Tensor]
+    needs: Sequence[str] = ()
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         """Called once before the first step, on all ranks. `model` is sharded already."""
@@ -55,6 +70,13 @@ class Loss:
         """What the sum over all ranks and micro-batches is divided by: here, the number of the text's targets, each by
         its weight, as `batch.sum` adds them up."""
         return totals.weight
+
+    def count_of(self, metric: str, totals: Totals) -> float:
+        """What the sum of a metric is divided by."""
+        return self.count(totals)
+
+    def begin_step(self, step: Upcoming) -> None:
+        """Called before the first micro-batch of a step or an evaluation, on all ranks and without gradients."""
 
     def prepare(self, batch: Local) -> None:
         """Called before the model's forward pass of each micro-batch, on all ranks."""
@@ -119,6 +141,9 @@ class NamedLoss:
             raise UserError(f"{self.who}: count(totals) is {shown}; {wanted}")
         return count
 
+    def metric_counts(self, totals: Totals) -> dict[str, float]:
+        return {f"{self.name}/{metric}": self.loss.count_of(metric, totals) for metric in self.loss.metrics}
+
     def sum(self, *seen: Any) -> torch.Tensor:
         total = getattr(self.loss, self.view)(*seen)
         if not isinstance(total, torch.Tensor) or total.ndim or not total.is_floating_point():
@@ -133,6 +158,18 @@ class NamedLoss:
 def build_losses(config: Config) -> list[NamedLoss]:
     """The losses of `train.losses`; refuses what cannot be, before anything is loaded."""
     return [_build(f"train.losses.{i}", part.kind, part) for i, part in enumerate(config.train.losses)]
+
+
+def losses_of_rows(config: Config) -> list[NamedLoss]:
+    """The same, for a run that reads rows: they come with nothing that a loss could need besides."""
+    losses = build_losses(config)
+    for loss in losses:
+        if loss.loss.needs:
+            raise UserError(
+                f"{loss.who} needs {', '.join(loss.loss.needs)} of each sample, which rows do not have; it is for "
+                "omnizoo.Engine (docs/rl.md)"
+            )
+    return losses
 
 
 def _build(key: str, kind: str, part: Any) -> NamedLoss:

@@ -5,7 +5,10 @@ term is a plain mean over the whole step, whatever the layout.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +17,19 @@ from omnizoo.assembly.flops import count_flops
 from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import Batch
+from omnizoo.data.deal import Batch, Dealt, deal
+from omnizoo.data.loader import FlatPack
+from omnizoo.data.mismatched import apart
 from omnizoo.data.plan import TEXT, Totals
 from omnizoo.data.told import Known
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
+from omnizoo.ops.precision import exact
+from omnizoo.parallel.exchange import ProcessGroup
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.built_in_losses import give_way
 from omnizoo.training.forward import Local, forward, localize
-from omnizoo.training.loss_contract import build_losses
+from omnizoo.training.loss_contract import NamedLoss, Upcoming, losses_of_rows
 from omnizoo.training.routers import RouterStatistics, update_bias
 
 log = logging.getLogger(__name__)
@@ -36,16 +43,16 @@ class LossTerm:
 
 
 class Objective:
-    """What is minimised: a model on a mesh and the terms its config asks for."""
+    """What is minimised: a model on a mesh and the terms its config asks for, or others that are given here."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, config: Config, losses: Sequence[NamedLoss] | None = None) -> None:
         self.model, self.mesh, self.config = model, mesh, config
         self.calls = media_model(model).calls
         self.ports = [port for call in self.calls for port in call]
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]
-        losses = build_losses(config)
+        losses = losses_of_rows(config) if losses is None else losses
         for loss in losses:
             loss.loss.set_up(model, mesh, config)
         self.of_text = [loss for loss in losses if loss.view != "of_routers"]
@@ -76,9 +83,27 @@ class Objective:
         """What each term's sum runs over, all ranks together."""
         counts: dict[str, float] = {}
         for loss in self.of_text:
-            counts |= dict.fromkeys((loss.name, *loss.metrics), loss.count(totals))
+            counts |= {loss.name: loss.count(totals)} | loss.metric_counts(totals)
         counts |= {name: totals.targets.get(name, 0) for name in self.produced}
         return counts | {loss.name: loss.count(totals) for loss in self.of_routers}
+
+    def deal(
+        self, packs: Sequence[FlatPack], micro_batch: int, note: Any = None, group: ProcessGroup | None = None
+    ) -> Dealt:
+        """Deal out the packs that all ranks have read; every rank must call. `group`: of the thread that calls."""
+        if not self.config.mismatched_answers:
+            return deal(packs, self.mesh, micro_batch, self.calls, self.cost, note, group)
+        own, others = apart(packs)
+        dealt = deal(own, self.mesh, micro_batch, self.calls, self.cost, note, group)
+        return replace(dealt, mismatched=deal(others, self.mesh, micro_batch, self.calls, self.cost, group=group))
+
+    @torch.no_grad()
+    def begin_step(self, batches: Sequence[Batch], mismatched: Dealt | None) -> None:
+        """Before the first of a step's micro-batches, for losses that have to know something of all of them."""
+        local = partial(localize, mesh=self.mesh, parallel=self.config.parallel, ports=self.ports)
+        with exact(self.config.parallel.precision):
+            for loss in self.of_text:
+                loss.loss.begin_step(Upcoming(batches, mismatched, local))
 
     def terms(self, batch: Batch) -> list[LossTerm]:
         """Forward one packed micro-batch on this rank."""
@@ -93,7 +118,11 @@ class Objective:
         terms += [LossTerm(name, self.weights.get(name, 1.0), loss) for name, loss in losses.items()]
         if local.is_filler:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]
-        self.statistics.add(records)
+        counted = records
+        if (batch.pack_of_token < 0).any():  # packs that only keep ranks in step
+            own = local.pack_of_token >= 0
+            counted = [replace(record, logits=record.logits[own], index=record.index[own]) for record in records]
+        self.statistics.add(counted)
         for loss in self.of_routers if records else ():
             terms.append(LossTerm(loss.name, loss.weight, loss.sum(records, local)))
         return terms

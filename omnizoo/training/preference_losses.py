@@ -6,7 +6,7 @@ added up over these ranks, so that loss and gradients are those of one process.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -20,23 +20,59 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model, Optimizer
 from omnizoo.data.plan import Totals
 from omnizoo.models.adapter import attached, switched_off
+from omnizoo.models.base_identity import base_identity
 from omnizoo.models.build import build_model
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.ops.linear_cross_entropy import CHUNK
 from omnizoo.ops.precision import exact
+from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.built_in_losses import AtHead
-from omnizoo.training.forward import Local, forward
+from omnizoo.training.forward import Local, LocalAnswers, forward
+from omnizoo.training.loss_contract import Upcoming
+from omnizoo.training.reference_cache import ReferenceCache
 
+AddUp = Callable[[torch.Tensor], torch.Tensor]  # over the ranks that share packs
 ROWS = 256  # through a head of unknown size at a time
 
 
-class Preference(AtHead):
+class OfAnswers(AtHead):
+    """A loss of whole answers, by their log-probabilities: sums over tokens, which ranks may share."""
+
+    def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
+        super().set_up(model, mesh, config)
+        self.sharing, self.add_up = mesh.layout.sp, partial(mesh.sum_along, "sp")
+        self.precision = config.parallel.precision
+
+    def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
+        return self.of_tokens(log_probabilities(logits, batch.targets), batch)
+
+    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
+        return self.of_tokens(in_chunks(hidden, head, batch.targets, self.precision), batch)
+
+    def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
+        """By the log-probability `each [N]` of this rank's targets. Ranks that share answers return equal shares."""
+        if batch.answers is None:
+            self.measured = {name: each.new_zeros(()) for name in self.metrics}
+            return 0 * each.sum()
+        total, measured = self.of_sums(sums_of_answers(each, batch.answers, self.add_up), batch.answers)
+        self.measured = {name: value.detach().to(each.dtype) / self.sharing for name, value in measured.items()}
+        # The value is shared among ranks, the gradient is that of each rank's own tokens.
+        return total.detach().to(each.dtype) / self.sharing + (total - total.detach()).to(each.dtype)
+
+    def of_sums(self, sums: torch.Tensor, answers: LocalAnswers) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss, and its metrics, of whole answers: `sums[0]` are their log-probabilities, `sums[1]` their
+        lengths."""
+        raise NotImplementedError
+
+
+class Preference(OfAnswers):
     """A loss of pairs; a mean over them. What answers are compared by is their log-probability, over `length` if the
     loss says so; `beta` times that is an answer's reward."""
 
     metrics: ClassVar[Sequence[str]] = ("rewards/chosen", "rewards/rejected", "margin", "accuracy")
     is_normalised = True
+    of_reference: torch.Tensor | None = None  # [samples] what is taken from their log-probabilities
 
     def __init__(self, beta: float, chunked: bool | None = None) -> None:
         super().__init__(chunked)
@@ -46,48 +82,23 @@ class Preference(AtHead):
         """The loss of each pair `[P]`, by the log-probabilities of its answers `[P]`."""
         raise NotImplementedError
 
-    def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        super().set_up(model, mesh, config)
-        self.sharing, self.add_up = mesh.layout.sp, partial(mesh.sum_along, "sp")
-        self.precision = config.parallel.precision
-
     def count(self, totals: Totals) -> float:
         return totals.pairs
 
-    def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
-        return self.of_tokens(log_probabilities(logits, batch.targets), batch)
-
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
-        return self.of_tokens(in_chunks(hidden, head, batch.targets, self.precision), batch)
-
-    def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
-        """By the log-probability `each [N]` of this rank's targets. Ranks that share pairs return equal shares."""
-        pairs = batch.pairs
-        if pairs is None:
-            self.measured = {name: each.new_zeros(()) for name in self.metrics}
-            return 0 * each.sum()
-        # In fp64: long sums, of which differences are taken.
-        own = each.new_zeros(2, pairs.samples, dtype=torch.float64)
-        values = torch.stack([each.double(), torch.ones_like(each, dtype=torch.float64)])
-        own = own.index_add(1, pairs.sample_of_target, values)
-        # The value is that of all ranks, the gradient goes to this rank's own tokens.
-        sums = self.add_up(own.detach().clone()) + (own - own.detach())
-        answers = sums[0] / sums[1].clamp(min=1) if self.is_normalised else sums[0]
-        chosen, rejected = answers[pairs.chosen], answers[pairs.chosen + 1]
-        total = self.of_pairs(chosen, rejected).sum()
-        good, bad = self.beta * chosen.detach(), self.beta * rejected.detach()
+    def of_sums(self, sums: torch.Tensor, answers: LocalAnswers) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        each = sums[0] if self.of_reference is None else sums[0] - self.of_reference
+        each = each / sums[1].clamp(min=1) if self.is_normalised else each
+        chosen, rejected = each[answers.of_role["chosen"]], each[answers.of_role["chosen"] + 1]
+        good, bad = self.beta * chosen, self.beta * rejected
         measured = (good.sum(), bad.sum(), (good - bad).sum(), (good > bad).double().sum())
-        shares = [value.to(each.dtype) / self.sharing for value in (total.detach(), *measured)]
-        self.measured = dict(zip(self.metrics, shares[1:], strict=True))
-        return shares[0] + (total - total.detach()).to(each.dtype)
+        return self.of_pairs(chosen, rejected).sum(), dict(zip(self.metrics, measured, strict=True))
 
 
 class DPO(Preference):
     """Direct preference optimisation (Rafailov et al., 2023): by how much more likely an answer is than to a reference.
 
     `loss`: `sigmoid`, with `label_smoothing` as in conservative DPO; `ipo` (Azar et al., 2023), of means over tokens
-    unless `length_normalised` is false; or `hinge` (Zhao et al., 2023). The reference is the folder of that name;
-    without one, the base of the adapter, or a frozen copy of the model as it is before the first step.
+    unless `length_normalised` is false; or `hinge` (Zhao et al., 2023). For `reference`, see `Reference`.
     """
 
     def __init__(
@@ -97,75 +108,24 @@ class DPO(Preference):
         label_smoothing: float = 0.0,
         length_normalised: bool | None = None,
         reference: str | None = None,
+        reference_cache: str | None = None,
         chunked: bool | None = None,
     ) -> None:
         super().__init__(beta, chunked)
         if label_smoothing and loss != "sigmoid":
             raise UserError(f"label_smoothing: {label_smoothing:g} is for the loss sigmoid, not for {loss}")
-        self.loss, self.label_smoothing, self.folder = loss, label_smoothing, reference
+        self.loss, self.label_smoothing, self.folders = loss, label_smoothing, (reference, reference_cache)
         self.is_normalised = loss == "ipo" if length_normalised is None else length_normalised
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
-        self.model, adapter = model, attached(model)
-        self.reference = model
-        if adapter is None or adapter.saved or self.folder is not None:
-            self.reference = self._copy(mesh, config)
-        self.head: Head | None = None
-        if self.view == "of_hidden":
-            self.head = Head(self.reference, "train.losses: dpo")
+        self.reference = Reference(self, "dpo", *self.folders, model, mesh, config)
 
-    def _copy(self, mesh: Mesh, config: Config) -> nn.Module:
-        if self.folder is None and config.checkpoint.resume.startswith("weights:"):
-            raise UserError(
-                f"checkpoint.resume: {config.checkpoint.resume}: the reference of dpo is not clear then; export that "
-                "checkpoint, and name the folder in the option `reference` of dpo"
-            )
-        spec = config.model.model_copy(update={"adapter": None})
-        if self.folder is not None:
-            spec = Model(path=self.folder, attention=config.model.attention)
-        config = config.model_copy(update={"model": spec, "optimizer": Optimizer()})
-        copy = build_model(spec, config.parallel.precision).requires_grad_(False)
-        own, other = (vocabulary(each) for each in (self.model, copy))
-        if own != other:
-            raise UserError(f"train.losses: the reference {self.folder} has {other} tokens, and the model {own}")
-        parallelize(copy, mesh, config)
-        return copy.eval()
+    def begin_step(self, step: Upcoming) -> None:
+        self.reference.begin_step(step)
 
-    @torch.no_grad()
     def prepare(self, batch: Local) -> None:
-        """What the reference gives, before the model itself runs: they may be one."""
-        if self.reference is not self.model:
-            self.of_reference = self._ask(batch)
-            return
-        is_training = self.model.training
-        self.model.eval()  # no dropout
-        with switched_off(self.model):
-            self.of_reference = self._ask(batch)
-        self.model.train(is_training)
-
-    def _ask(self, batch: Local) -> torch.Tensor:
-        """The reference's log-probability of each target `[N]`."""
-        if self.head is None:
-            return log_probabilities(forward(self.reference, batch)[0], batch.targets)
-        found: list[torch.Tensor] = []
-
-        def work(hidden: torch.Tensor, head: Logits) -> None:
-            found.append(in_chunks(hidden, head, batch.targets, self.precision))
-
-        with self.head.doing(work) as anchor:
-            logits, _ = forward(self.reference, batch)
-        try:
-            anchor(logits)
-        except OddHeadError:  # in the first forward pass of a run
-            if self.chunked:
-                raise
-            self.head = None
-            return self._ask(batch)
-        return found[0]
-
-    def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
-        return super().of_tokens(each - self.of_reference, batch)
+        self.of_reference = self.reference.sums(batch)
 
     def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         apart = chosen - rejected
@@ -174,6 +134,128 @@ class DPO(Preference):
         if self.loss == "hinge":
             return F.relu(1 - self.beta * apart)
         return unlikeliness(self.beta * apart, self.label_smoothing)
+
+
+class Asked:
+    """A model that is asked how likely it finds targets, without gradients and dropout. `loss` is who asks."""
+
+    def __init__(self, model: nn.Module, loss: OfAnswers, key: str) -> None:
+        self.model, self.loss = model, loss
+        self.head = Head(model, key) if loss.view == "of_hidden" else None
+
+    @torch.no_grad()
+    def sums(self, batch: Local) -> torch.Tensor:
+        """The log-probabilities of whole answers `[samples]`, in fp64. All ranks must call, also those without any."""
+        is_training = self.model.training
+        self.model.eval()
+        each = self._each(batch)
+        self.model.train(is_training)
+        if batch.answers is None:
+            return each.new_zeros(0, dtype=torch.float64)
+        return sums_of_answers(each, batch.answers, self.loss.add_up)[0]
+
+    def _each(self, batch: Local) -> torch.Tensor:
+        if self.head is None:
+            return log_probabilities(forward(self.model, batch)[0], batch.targets)
+        found: list[torch.Tensor] = []
+
+        def work(hidden: torch.Tensor, head: Logits) -> None:
+            found.append(in_chunks(hidden, head, batch.targets, self.loss.precision))
+
+        with self.head.doing(work) as anchor:
+            logits, _ = forward(self.model, batch)
+        try:
+            anchor(logits)
+        except OddHeadError:  # in the first forward pass of a run
+            if self.loss.chunked:
+                raise
+            self.head = None
+            return self._each(batch)
+        return found[0]
+
+
+class Reference:
+    """What a loss compares its model with: the folder of that name; without one, the base of the adapter, or a frozen
+    copy of the model as it is before the first step. `kind` is that of the loss.
+
+    With a folder `cache`, what it gives is kept there, and it is made only once there is something new to ask it.
+    """
+
+    def __init__(
+        self,
+        loss: OfAnswers,
+        kind: str,
+        folder: str | None,
+        cache: str | None,
+        model: nn.Module,
+        mesh: Mesh,
+        config: Config,
+    ) -> None:
+        self.loss, self.kind, self.folder, self.policy, self.mesh = loss, kind, folder, model, mesh
+        adapter = attached(model)
+        self.is_base = adapter is not None and not adapter.saved and folder is None
+        self.config, self.is_known = self._of_reference(config), False
+        self.cache: ReferenceCache | None = None
+        if cache is not None:
+            identity = agree(mesh, lambda: base_identity(self.config) if mesh.is_first else "")
+            # A base that is held in few bits, where adapters have that, gives other values.
+            held = getattr(config.model.adapter, "base", None) if self.is_base else None
+            name = "-".join(filter(None, (mesh.from_first(identity), config.parallel.precision, held)))
+            key = f"train.losses: {kind}: reference_cache"
+            self.cache = agree(mesh, lambda: ReferenceCache(cache, name, mesh.sp_rank == 0, key))
+        if self.cache is None:
+            _ = self.asked
+
+    @cached_property
+    def asked(self) -> Asked:
+        """The reference itself. Made before a step begins, whose random numbers must not depend on it."""
+        return self._build()
+
+    def begin_step(self, step: Upcoming) -> None:
+        """Whether all of a step is known is the same on all ranks, which share their models."""
+        if self.cache is None:
+            return
+        others = step.mismatched.batches if step.mismatched else []
+        misses = sum(self.cache.misses(batch.keys) for batch in (*step.batches, *others))
+        self.is_known = not self.mesh.sum([misses])[0]
+        if not self.is_known:
+            _ = self.asked
+
+    def sums(self, batch: Local) -> torch.Tensor:
+        """Its log-probabilities of whole answers `[samples]`. Before the model itself runs: they may be one."""
+        answers = batch.answers
+        if self.cache is not None and self.is_known:
+            found = [] if answers is None else self.cache.find(answers.keys)
+            return torch.tensor(found, dtype=torch.float64, device=self.mesh.device)
+        with switched_off(self.policy) if self.is_base else nullcontext():
+            sums = self.asked.sums(batch)
+        if self.cache is not None and answers is not None:
+            self.cache.add(answers.keys, sums.tolist())
+        return sums
+
+    def _of_reference(self, config: Config) -> Config:
+        """The run's config, with the reference in place of its model."""
+        if not self.is_base and self.folder is None and config.checkpoint.resume.startswith("weights:"):
+            raise UserError(
+                f"checkpoint.resume: {config.checkpoint.resume}: the reference of {self.kind} is not clear then; "
+                f"export that checkpoint, and name the folder in the option `reference` of {self.kind}"
+            )
+        spec = config.model.model_copy(update={"adapter": None})
+        if self.folder is not None:
+            spec = Model(path=self.folder, attention=config.model.attention)
+        return config.model_copy(update={"model": spec, "optimizer": Optimizer()})
+
+    def _build(self) -> Asked:
+        model = self.policy if self.is_base else self._copy()
+        return Asked(model, self.loss, f"train.losses: {self.kind}")
+
+    def _copy(self) -> nn.Module:
+        copy = build_model(self.config.model, self.config.parallel.precision).requires_grad_(False)
+        own, other = (vocabulary(each) for each in (self.policy, copy))
+        if own != other:
+            raise UserError(f"train.losses: the reference {self.folder} has {other} tokens, and the model {own}")
+        parallelize(copy, self.mesh, self.config)
+        return copy.eval()
 
 
 class SimPO(Preference):
@@ -200,6 +282,15 @@ class ORPO(Preference):
     def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         log_odds = [answer - torch.log(-torch.expm1(answer)) for answer in (chosen, rejected)]
         return -chosen + self.beta * unlikeliness(log_odds[0] - log_odds[1])
+
+
+def sums_of_answers(each: torch.Tensor, answers: LocalAnswers, add_up: AddUp) -> torch.Tensor:
+    """`[2, samples]`: sums over the targets of each sample of all ranks that share it, and how many these are. Their
+    gradient goes to this rank's own targets. In fp64: long sums, of which differences are taken."""
+    own = each.new_zeros(2, answers.samples, dtype=torch.float64)
+    values = torch.stack([each.double(), torch.ones_like(each, dtype=torch.float64)])
+    own = own.index_add(1, answers.sample_of_target, values)
+    return add_up(own.detach().clone()) + (own - own.detach())
 
 
 def unlikeliness(apart: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -12,19 +12,18 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from omnizoo.assembly.adapters import adapter_record, describe_adapter
+from omnizoo.assembly.adapters import describe_adapter
 from omnizoo.assembly.assemble import assemble, check_same_model, check_same_rows
-from omnizoo.assembly.parallelize import check_memory, parallelize
+from omnizoo.assembly.parallelize import check_memory
 from omnizoo.assembly.parts import saved_bytes
 from omnizoo.assembly.published import media_model
 from omnizoo.checkpoint.folder import checkpoints, clean, folder_of
 from omnizoo.checkpoint.ownership import check_space, hold
-from omnizoo.checkpoint.save import SaveError, load, save
-from omnizoo.checkpoint.start import Origin, find
-from omnizoo.config.errors import TrainingError
+from omnizoo.checkpoint.save import SaveError, save
+from omnizoo.checkpoint.start import Origin
+from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
-from omnizoo.data.deal import deal
 from omnizoo.data.loader import merge_states, read_held_out
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
@@ -35,18 +34,17 @@ from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
 from omnizoo.parallel.shard import local_bytes
 from omnizoo.training.ahead import Ahead
+from omnizoo.training.begin import begin, check_parts
 from omnizoo.training.best import check_metrics, watchers
 from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_callbacks
 from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
 from omnizoo.training.interrupt import StopRequest
 from omnizoo.training.loggers import built_in_loggers
-from omnizoo.training.loss_contract import build_losses
+from omnizoo.training.loss_contract import losses_of_rows
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
-from omnizoo.training.optimizer import build_optimizer, check_optimizer
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
-from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import train_step
 
 log = logging.getLogger(__name__)
@@ -92,9 +90,8 @@ def _train(
             mesh, lambda: [*built_in_loggers(config, run), *user_callbacks(config, callbacks)] if mesh.is_first else []
         )
 
-        check_optimizer(config)
-        build_losses(config)  # one of the user's own may be a mistake
-        learning_rate(config.train, 1)  # a schedule of the user's own may be a mistake
+        check_parts(config)
+        losses_of_rows(config)  # one of the user's own may be a mistake
         assembled = agree(mesh, lambda: assemble(config))
         check_same_model(config, mesh)
         model, name = assembled.model, type(assembled.model).__name__  # FSDP renames the class
@@ -112,17 +109,19 @@ def _train(
             mesh, lambda: read_held_out(held_out_reader, mesh.rank, mesh.layout.world) if held_out_reader else []
         )
         peak = peak_flops(mesh.device, config.parallel.precision)
-        origin = find(config, directory, mesh)
-        adapter = mesh.from_first(agree(mesh, lambda: adapter_record(model, config) if mesh.is_first else None))
-        agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None or adapter is not None))
-        optimizer = agree(mesh, lambda: build_optimizer(model, config))
-        model.train()
+        begun = begin(model, mesh, config, directory)
+        origin, optimizer, state = begun.origin, begun.optimizer, begun.state
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
-        if state := load(origin, model, optimizer, adapter and adapter["base"]):
+        if state:
             start, tokens_seen = state["step"], state.get("tokens_seen", 0)
             bad_steps, bad_in_a_row = state.get("bad_steps", 0), state.get("bad_in_a_row", 0)
             saved = state["loader"]
+            if saved is None:
+                raise UserError(
+                    f"{origin.checkpoint} was saved by omnizoo.Engine, which reads no data: it has no place in them; "
+                    f"start a new run from its weights (checkpoint.resume: weights:{origin.checkpoint})"
+                )
             agree(mesh, lambda: loader.load_state_dict(saved))
         watching = Callbacks([*watchers(config, origin.run), *own] if mesh.is_first else [], active=mesh.is_first)
         watching.load_state_dict(state.get("callbacks", {}))
@@ -134,7 +133,7 @@ def _train(
 
         fetching = time.perf_counter()
         objective = agree(mesh, lambda: Objective(model, mesh, config))
-        eval_data = deal(held_out, mesh, 1, objective.calls, objective.cost)
+        eval_data = objective.deal(held_out, 1)
         if config.train.eval_every:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))
@@ -142,8 +141,8 @@ def _train(
         data = ahead.next()  # before anything is written: unusable data leaves no trace
         facts = describe(config, mesh, model, name, run, directory, origin)
         facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
-        begun = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
-        with agree(mesh, lambda: Recorder(config, run, begun, facts, origin, watching)) as recorder:
+        started = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
+        with agree(mesh, lambda: Recorder(config, run, started, facts, origin, watching)) as recorder:
             if heed(mesh, watching).stop:
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
@@ -173,10 +172,8 @@ def _train(
                     recorder.bad_rows(step, sorted(set(data.bad_rows)))
 
                 metrics: dict[str, float | None] = {
+                    **result.metrics(),
                     "loss": result.loss if is_learnt else None,
-                    **{f"loss/{name}": mean for name, mean in result.terms.items()},
-                    "grad_norm": result.grad_norm,
-                    "lr": result.lr,
                     "tokens": data.tokens,
                     "tokens_seen": tokens_seen,
                     "tokens_per_sec": data.tokens / seconds,
@@ -188,7 +185,6 @@ def _train(
                     **{f"imbalance/{part}": figure for part, figure in data.imbalance.items() if objective.ports},
                     "bad_steps": bad_steps,
                     **data.counters,
-                    **result.routers,
                 }
                 is_evaluated = bool(config.train.eval_every) and step % config.train.eval_every == 0
                 found = evaluate(objective, eval_data) if is_evaluated else {}
@@ -205,11 +201,9 @@ def _train(
                 last = step == config.train.steps or result.stop or asked.stop
                 if last or asked.save or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     recorder.flush()
-                    state = {"run": origin.run, "tokens_seen": tokens_seen}
+                    state = begun.saved() | {"tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
                     state["callbacks"] = watching.state_dict()
-                    if adapter is not None:
-                        state["adapter"] = adapter
                     lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.data.deal import Batch, deal
+from omnizoo.data.deal import Batch, Dealt
 from omnizoo.data.loader import FlatPack, Loader
 from omnizoo.data.plan import Totals
 from omnizoo.ops.device import Reading, is_host
@@ -37,6 +37,7 @@ class StepData:
     imbalance: dict[str, float]  # busiest rank / mean over ranks: of tokens, and of each encoder and decoder
     counters: dict[str, int]  # rows skipped, samples dropped or split, since the start of the run
     bad_rows: Sequence[str]  # of this step, on all ranks
+    mismatched: Dealt | None = None  # answers to other prompts, which are only looked at
 
     @property
     def tokens(self) -> int:
@@ -52,6 +53,11 @@ class StepResult:
     finite: bool  # False: the update was skipped
     stop: bool  # some rank was asked to stop
     routers: dict[str, float]  # load and entropy of the routers; empty for dense models
+
+    def metrics(self) -> dict[str, float]:
+        """By the names that they are logged under."""
+        terms = {f"loss/{name}": mean for name, mean in self.terms.items()}
+        return {"loss": self.loss, **terms, "grad_norm": self.grad_norm, "lr": self.lr, **self.routers}
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,8 @@ def read_step(loader: Loader) -> StepRead:
 
 def deal_step(read: StepRead, objective: Objective, group: ProcessGroup | None = None) -> StepData:
     """What all ranks have read becomes what each trains on; all must call. `group`: of the thread that calls."""
-    micro_batch, note = objective.config.train.micro_batch, read.note
-    dealt = deal(read.packs, objective.mesh, micro_batch, objective.calls, objective.cost, note, group)
+    note = read.note
+    dealt = objective.deal(read.packs, objective.config.train.micro_batch, note, group)
     raise_first(told["error"] for told in dealt.notes)
     return StepData(
         micro_batches=dealt.batches,
@@ -89,6 +95,7 @@ def deal_step(read: StepRead, objective: Objective, group: ProcessGroup | None =
         imbalance=dealt.imbalance,
         counters={name: sum(told["counters"][name] for told in dealt.notes) for name in note["counters"]},
         bad_rows=[message for told in dealt.notes for message in told["bad_rows"]],
+        mismatched=dealt.mismatched,
     )
 
 
@@ -102,6 +109,7 @@ def train_step(
     optimizer.zero_grad()
     sums: dict[str, torch.Tensor] = {}
     weights: dict[str, float] = {}
+    objective.begin_step(data.micro_batches, data.mismatched)
     for i, batch in enumerate(data.micro_batches):
         last = i == len(data.micro_batches) - 1
         set_gradient_sync(model, last, reduce_each)

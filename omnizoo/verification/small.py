@@ -36,6 +36,7 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     if config.parallel.reshard_after_forward is None:  # the small model would never need to
         parallel["reshard_after_forward"] = True
     train = {"steps": 3, "global_batch": world, "micro_batch": 1, "warmup_steps": 0}
+    config = config.without_cache()
     return config.model_copy(
         update={
             "model": _with_adapter(shrink_model(config.model, probed.shrinking), config.model),
