@@ -421,7 +421,7 @@ def on_one_rank(case: Case, mesh: Mesh, traffic: Traffic) -> dict[str, Any]:
     got = [out.detach(), *torch.autograd.grad(out, leaves, own_grad)]
     backward = traffic.take()
     other = SequenceParallel(mesh, case.lengths, overlap=True)
-    again = run(lambda q, k, v, p: checkpoint(other.attend, q, k, v, p, use_reentrant=False), own, pattern, own_grad)
+    again = run(lambda q, k, v, p: checkpoint(other, q, k, v, p, use_reentrant=False), own, pattern, own_grad)
     same = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     return {
         "index": sequence.index,
