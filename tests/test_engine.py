@@ -273,6 +273,18 @@ def stream(process: Process, out: str) -> None:
             save_file(weights, root / f"{name}.adapter.safetensors")
 
 
+def test_a_quantised_base_is_stepped_on_and_not_streamed(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model", MOE)
+    adapter = {"rank": 2, "targets": ["all-linear"], "base": "nf4"}
+    config = settings(tmp_path / "model", tmp_path / "run", model={"path": str(tmp_path / "model"), "adapter": adapter})
+    with Engine.start(config) as engine:
+        metrics = engine.step(make_rollouts())
+        assert metrics["grad_norm"] > 0
+        assert all("lora" in name for name, _ in engine.weights(adapter_only=True))
+        with pytest.raises(UserError, match="weights: the base is held as nf4"):
+            engine.weights()
+
+
 def test_weights_are_those_of_the_exported_folder_bit_for_bit(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", MOE)
     result = run_on_ranks(stream, 2, str(tmp_path))

@@ -142,6 +142,12 @@ class Engine:
         is_kept = everywhere or self.mesh.is_first
         if adapter_only:
             return stream_adapter(self.model, dtype, is_kept)
+        adapter = self.config.model.adapter
+        if adapter is not None and adapter.base is not None:
+            raise UserError(
+                f"weights: the base is held as {adapter.base} (model.adapter.base), and no longer as it was published; "
+                "ask for adapter_only=True, and let the rollout engine have the base from its folder"
+            )
         return stream_weights(self.model, self._keys, dtype, is_kept)
 
     def save(self) -> Path:
