@@ -5,49 +5,16 @@ policy gave it when it wrote it (`old`), and that of a frozen reference (`refere
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config
 from omnizoo.data.plan import TEXT, Totals
-from omnizoo.models.head import Logits
-from omnizoo.parallel.mesh import Mesh
-from omnizoo.training.built_in_losses import AtHead
 from omnizoo.training.forward import Local, LocalGiven
-from omnizoo.training.preference_losses import in_chunks, log_probabilities
+from omnizoo.training.likelihood import OfLogProbabilities
 
 ADVANTAGE, OLD, REFERENCE = "advantage", "old", "reference"
-
-
-class OfLogProbabilities(AtHead):
-    """Sees how likely each target is, where tokens are drawn at that `temperature`."""
-
-    def __init__(self, temperature: float, chunked: bool | None) -> None:
-        super().__init__(chunked)
-        self.temperature = temperature
-
-    def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
-        """By the log-probability `each [N]` of this rank's targets."""
-        raise NotImplementedError
-
-    def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        super().set_up(model, mesh, config)
-        self.sharing, self.add_up = mesh.layout.sp, partial(mesh.sum_along, "sp")
-        self.precision = config.parallel.precision
-
-    def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
-        return self.of_tokens(log_probabilities(self.tempered(logits), batch.targets), batch)
-
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
-        tempered = Logits(lambda rows: self.tempered(head(rows)), head.linear)
-        return self.of_tokens(in_chunks(hidden, tempered, batch.targets, self.precision), batch)
-
-    def tempered(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self.temperature == 1 else logits / self.temperature
 
 
 class Policy(OfLogProbabilities):
@@ -60,7 +27,7 @@ class Policy(OfLogProbabilities):
     def __init__(
         self, clip_low: float, clip_high: float, beta: float, temperature: float, chunked: bool | None
     ) -> None:
-        super().__init__(temperature, chunked)
+        super().__init__(chunked, temperature)
         self.clip_low, self.clip_high, self.beta = clip_low, clip_high, beta
         self.needs = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
 
@@ -91,13 +58,7 @@ class Policy(OfLogProbabilities):
     def lengths(self, given: LocalGiven) -> torch.Tensor:
         """Targets in the sample of each target, those of other ranks included, `[N]`."""
         ones = torch.ones_like(given.extra[OLD])[None]
-        return self.sums_of_answers(ones, given)[0, given.sample_of_target]
-
-    def sums_of_answers(self, values: torch.Tensor, given: LocalGiven) -> torch.Tensor:
-        """`values [K, N]` of targets, added up for each sample: `[K, samples]`. The value is that of all ranks which
-        share it, the gradient goes to this rank's own targets."""
-        own = values.new_zeros(len(values), given.samples).index_add(1, given.sample_of_target, values)
-        return self.add_up(own.detach().clone()) + (own - own.detach())
+        return self.sums_of(ones, given)[0, given.sample_of_target]
 
     def clipped(self, ratio: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and whether it is one that a change of the ratio does nothing to."""
@@ -165,7 +126,7 @@ class GSPO(Policy):
         self, log_ratio: torch.Tensor, given: LocalGiven, parts: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         values = torch.stack([log_ratio, given.extra[ADVANTAGE], torch.ones_like(log_ratio)])
-        sums = self.sums_of_answers(values, given)
+        sums = self.sums_of(values, given)
         log_ratio, advantage = sums[:2] / sums[2].clamp(min=1)  # a sample without targets has an advantage of 0
         ratio = log_ratio.exp()
         loss, is_clipped = self.clipped(ratio, advantage)
@@ -185,7 +146,7 @@ class Recorded(OfLogProbabilities):
     PLACE: ClassVar[str] = "place"
 
     def __init__(self, temperature: float, chunked: bool | None) -> None:
-        super().__init__(temperature, chunked)
+        super().__init__(chunked, temperature)
         self.values = torch.empty(0)
 
     def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:

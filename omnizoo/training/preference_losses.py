@@ -1,18 +1,16 @@
 """Losses of preference pairs: DPO and its kin, on how likely two answers to one prompt are.
 
-Ranks may share the tokens of a pair. Each adds up its own log-probabilities; their sums, one number per answer, are
-added up over these ranks, so that loss and gradients are those of one process.
+The answers of a pair share a pack, and ranks may share both (training/likelihood.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.parallelize import parallelize
@@ -23,39 +21,23 @@ from omnizoo.models.adapter import attached, switched_off
 from omnizoo.models.base_identity import base_identity
 from omnizoo.models.build import build_model
 from omnizoo.models.head import Head, Logits, OddHeadError
-from omnizoo.ops.linear_cross_entropy import CHUNK
-from omnizoo.ops.precision import exact
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.training.built_in_losses import AtHead
 from omnizoo.training.forward import Local, LocalAnswers, forward
+from omnizoo.training.likelihood import OfLogProbabilities, in_chunks, log_probabilities
 from omnizoo.training.loss_contract import Upcoming
 from omnizoo.training.reference_cache import ReferenceCache
 
-AddUp = Callable[[torch.Tensor], torch.Tensor]  # over the ranks that share packs
-ROWS = 256  # through a head of unknown size at a time
 
-
-class OfAnswers(AtHead):
+class OfAnswers(OfLogProbabilities):
     """A loss of whole answers, by their log-probabilities: sums over tokens, which ranks may share."""
-
-    def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        super().set_up(model, mesh, config)
-        self.sharing, self.add_up = mesh.layout.sp, partial(mesh.sum_along, "sp")
-        self.precision = config.parallel.precision
-
-    def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
-        return self.of_tokens(log_probabilities(logits, batch.targets), batch)
-
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
-        return self.of_tokens(in_chunks(hidden, head, batch.targets, self.precision), batch)
 
     def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
         """By the log-probability `each [N]` of this rank's targets. Ranks that share answers return equal shares."""
         if batch.answers is None:
             self.measured = {name: each.new_zeros(()) for name in self.metrics}
             return 0 * each.sum()
-        total, measured = self.of_sums(sums_of_answers(each, batch.answers, self.add_up), batch.answers)
+        total, measured = self.of_sums(self.sums_of(with_ones(each), batch.answers), batch.answers)
         self.measured = {name: value.detach().to(each.dtype) / self.sharing for name, value in measured.items()}
         # The value is shared among ranks, the gradient is that of each rank's own tokens.
         return total.detach().to(each.dtype) / self.sharing + (total - total.detach()).to(each.dtype)
@@ -152,7 +134,7 @@ class Asked:
         self.model.train(is_training)
         if batch.answers is None:
             return each.new_zeros(0, dtype=torch.float64)
-        return sums_of_answers(each, batch.answers, self.loss.add_up)[0]
+        return self.loss.sums_of(each[None], batch.answers)[0]
 
     def _each(self, batch: Local) -> torch.Tensor:
         if self.head is None:
@@ -284,13 +266,9 @@ class ORPO(Preference):
         return -chosen + self.beta * unlikeliness(log_odds[0] - log_odds[1])
 
 
-def sums_of_answers(each: torch.Tensor, answers: LocalAnswers, add_up: AddUp) -> torch.Tensor:
-    """`[2, samples]`: sums over the targets of each sample of all ranks that share it, and how many these are. Their
-    gradient goes to this rank's own targets. In fp64: long sums, of which differences are taken."""
-    own = each.new_zeros(2, answers.samples, dtype=torch.float64)
-    values = torch.stack([each.double(), torch.ones_like(each, dtype=torch.float64)])
-    own = own.index_add(1, answers.sample_of_target, values)
-    return add_up(own.detach().clone()) + (own - own.detach())
+def with_ones(each: torch.Tensor) -> torch.Tensor:
+    """Values, and next to them what counts them: `[2, N]`."""
+    return torch.stack([each.double(), torch.ones_like(each, dtype=torch.float64)])
 
 
 def unlikeliness(apart: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
@@ -301,24 +279,3 @@ def unlikeliness(apart: torch.Tensor, label_smoothing: float = 0.0) -> torch.Ten
 def vocabulary(model: nn.Module) -> int | None:
     """How many tokens the model knows; None if it does not tell."""
     return getattr(model.config.get_text_config(), "vocab_size", None) if isinstance(model, PreTrainedModel) else None
-
-
-def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of `targets [N]` by `logits [N, V]`, in fp32 or better."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -F.cross_entropy(wide, targets, reduction="none")
-
-
-def in_chunks(hidden: torch.Tensor, head: Logits, targets: torch.Tensor, precision: str) -> torch.Tensor:
-    """Log-probabilities of `targets [N]`, with few logits at a time; in backward, they are made again."""
-    rows = ROWS if head.linear is None else max(1, CHUNK // len(head.linear.weight))
-
-    def each(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return log_probabilities(head(some), wanted)
-
-    run: Callable[..., torch.Tensor] = each
-    if torch.is_grad_enabled():
-        # Autograd leaves the mode that the forward pass ran under.
-        run = partial(checkpoint, each, use_reentrant=False, context_fn=lambda: (nullcontext(), exact(precision)))
-    pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return torch.cat([run(*piece) for piece in pieces])
