@@ -65,7 +65,9 @@ def carry_pack(model: nn.Module) -> None:
 
     def keep(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         carried.clear()
-        carried.update((key, kwargs[key]) for key in ("attend", "cu_seq_lens_q", "max_length_q") if key in kwargs)
+        carried.update(
+            (key, kwargs[key]) for key in ("attend", "states", "cu_seq_lens_q", "max_length_q") if key in kwargs
+        )
 
     for module in model.modules():
         if module is not model:

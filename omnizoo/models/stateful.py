@@ -50,10 +50,11 @@ class Whole:
 def pack_of(module: nn.Module, given: Mapping[str, Any]) -> Pack | None:
     """The pack that a layer is at work on; None where there is none, as in generation."""
     told = given if any(given.get(name) is not None for name in TOLD) else getattr(module, "pack_carried", {})
-    if told.get("attend") is not None:
-        pack: Pack = told["attend"]  # sequence parallel
-        return pack
-    boundaries = next((told[name] for name in TOLD if told.get(name) is not None), None)
+    for name in ("states", "attend"):  # the latter if sequence parallel
+        if told.get(name) is not None:
+            pack: Pack = told[name]
+            return pack
+    boundaries = next((told[name] for name in BOUNDARIES if told.get(name) is not None), None)
     if boundaries is not None:
         return Whole(boundaries.diff().tolist())
     if module.training and torch.is_grad_enabled():
@@ -64,7 +65,8 @@ def pack_of(module: nn.Module, given: Mapping[str, Any]) -> Pack | None:
     return None
 
 
-TOLD = ("attend", "cu_seq_lens_q", "cu_seqlens")
+BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
+TOLD = ("states", "attend", *BOUNDARIES)
 
 
 def convolution(module: nn.Module, original: Door) -> Door:
@@ -122,6 +124,11 @@ DOORS: dict[str, Callable[[nn.Module, Door], Door]] = {
 }
 # Rules of other layers with a state, for which there is nothing of ours yet.
 UNKNOWN = {"mamba_selective_scan", "mamba2_chunk_scan"}
+BOUND = "_omnizoo_states"  # a mark
+
+
+def has_states(model: nn.Module) -> bool:
+    return any(BOUND in vars(module) for module in model.modules())
 
 
 def bind_states(model: nn.Module) -> int:
@@ -139,5 +146,6 @@ def bind_states(model: nn.Module) -> int:
         )
         own.__kwdefaults__ = forward.__kwdefaults__
         module.forward = MethodType(own, module)  # of this instance alone
+        vars(module)[BOUND] = True
         bound += 1
     return bound

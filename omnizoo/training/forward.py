@@ -18,6 +18,7 @@ from omnizoo.data.loader import IGNORE
 from omnizoo.data.rendered import ROLES
 from omnizoo.modalities.base import Port
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch
+from omnizoo.models.stateful import Whole
 from omnizoo.ops.attention import Pattern
 from omnizoo.ops.device import to_device
 from omnizoo.parallel.mesh import Mesh
@@ -72,8 +73,9 @@ def packed_inputs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict[str, Any]:
     return NO_CACHE | lengths | {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
 
 
-def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]) -> Local:
-    """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included."""
+def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port], has_states: bool = False) -> Local:
+    """This rank's part of `batch`, on the mesh's device; for a model with `ports`, media included. `has_states`: it has
+    layers with a state along the sequence."""
     ids, positions, labels, packs = batch.input_ids, batch.position_ids, batch.labels, batch.pack_of_token
     weights, lengths = batch.weights, batch.cu_seqlens.diff()
     samples = torch.arange(len(lengths)).repeat_interleave(lengths)  # of each token
@@ -81,6 +83,8 @@ def localize(batch: Batch, mesh: Mesh, parallel: Parallel, ports: Sequence[Port]
     is_filler = False
     if mesh.layout.sp == 1:
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen)
+        if has_states:
+            inputs["states"] = Whole(lengths.tolist())  # read on the host, where they are
     else:
         sequence = SequenceParallel(mesh, lengths.tolist(), parallel.overlap)
         index = sequence.index

@@ -7,7 +7,6 @@ term is a plain mean over the whole step, whatever the layout.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from omnizoo.data.plan import TEXT, Totals
 from omnizoo.data.told import Known
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
+from omnizoo.models.stateful import has_states
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.exchange import ProcessGroup
 from omnizoo.parallel.mesh import Mesh
@@ -49,6 +49,7 @@ class Objective:
         self.model, self.mesh, self.config = model, mesh, config
         self.calls = media_model(model).calls
         self.ports = [port for call in self.calls for port in call]
+        self.has_states = has_states(model)
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]
@@ -100,14 +101,16 @@ class Objective:
     @torch.no_grad()
     def begin_step(self, batches: Sequence[Batch], mismatched: Dealt | None) -> None:
         """Before the first of a step's micro-batches, for losses that have to know something of all of them."""
-        local = partial(localize, mesh=self.mesh, parallel=self.config.parallel, ports=self.ports)
         with exact(self.config.parallel.precision):
             for loss in self.of_text:
-                loss.loss.begin_step(Upcoming(batches, mismatched, local))
+                loss.loss.begin_step(Upcoming(batches, mismatched, self.localize))
+
+    def localize(self, batch: Batch) -> Local:
+        return localize(batch, self.mesh, self.config.parallel, self.ports, self.has_states)
 
     def terms(self, batch: Batch) -> list[LossTerm]:
         """Forward one packed micro-batch on this rank."""
-        local = localize(batch, self.mesh, self.config.parallel, self.ports)
+        local = self.localize(batch)
         for loss in self.of_text:
             loss.loss.prepare(local)
         with self.recorder.recording() as records:
