@@ -77,13 +77,13 @@ def balance_loss_per_rank() -> Iterator[None]:
 def key_value_heads_repeated_wrongly() -> Iterator[None]:
     from omnizoo.parallel import sequence
 
-    original = sequence.SequenceParallel.attend
+    original = sequence.SequenceParallel.__call__
 
     def attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Any) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         return original(self, query, key.repeat(1, groups, 1, 1), value.repeat(1, groups, 1, 1), pattern)
 
-    with patch.object(sequence.SequenceParallel, "attend", attend):
+    with patch.object(sequence.SequenceParallel, "__call__", attend):
         yield
 
 

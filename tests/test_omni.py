@@ -60,7 +60,9 @@ def test_all_modalities_in_and_out_agree_in_fp64_on_eight_ranks(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("foundation", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "foundation", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "qwen3"))]
+)
 def test_any_foundation_takes_the_same_modalities(foundation: str, tmp_path: Path) -> None:
     config = write_omni_config(tmp_path, foundation)
     assert disagreements(config, 4, "dp2.uly2", tmp_path / "verify") == []

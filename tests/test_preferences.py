@@ -432,7 +432,9 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
     ("overrides", "asked"),
     [
         ([], "uly2.ring2,dp2.uly2.ep4"),
-        (["--train.losses", "[{kind: kto}]", "--data.pack_tokens", "400"], "dp2.uly2.ep4"),
+        pytest.param(
+            ["--train.losses", "[{kind: kto}]", "--data.pack_tokens", "400"], "dp2.uly2.ep4", marks=pytest.mark.long
+        ),
     ],
     ids=["dpo", "kto"],
 )

@@ -189,7 +189,7 @@ def test_a_run_resumes_bit_for_bit_and_is_merged_into_the_published_base(
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_tells_how_large_checkpoints_are_and_what_a_quantised_base_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
