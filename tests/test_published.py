@@ -571,18 +571,24 @@ def generation_inputs(model: PreTrainedModel, ids: list[int], items: Sequence[It
     return inputs
 
 
+def question(family: str, folder: Path) -> tuple[dict[str, str], list[dict[str, str]], list[str]]:
+    """Words, an item of each modality of the family, as parts of a message; and the files of two pictures."""
+    media = make_media(folder / "media", random.Random(0), count=2)
+    # Of a sound below a second, Hugging Face's tower makes something that depends on what else is in the batch.
+    soundfile.write(folder / media["audio"][0], np.random.default_rng(0).normal(0, 0.1, 22_000), 16_000)
+    kinds = [name for name in ("image", "video", "audio") if name in recipe_of(family).towers]
+    parts = [{"type": kind, kind: str(folder / media[kind][0])} for kind in kinds]
+    words = {"type": "text", "text": "What is the capital of France?"}
+    return words, parts, [str(folder / name) for name in media["image"]]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_writes_what_transformers_own_generate_writes(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference = publish(family, tmp_path / "model")
-    media = make_media(tmp_path / "media", random.Random(0), count=2)
-    # Of a sound below a second, Hugging Face's tower makes something that depends on what else is in the batch.
-    soundfile.write(tmp_path / media["audio"][0], np.random.default_rng(0).normal(0, 0.1, 22_000), 16_000)
-    kinds = [name for name in ("image", "video", "audio") if name in recipe_of(family).towers]
-    parts = [{"type": kind, kind: str(tmp_path / media[kind][0])} for kind in kinds]
-    words = {"type": "text", "text": "What is the capital of France?"}
-    again = {"type": "image", "image": str(tmp_path / media["image"][1])}
+    words, parts, images = question(family, tmp_path)
+    again = {"type": "image", "image": images[1]}
     prompts: list[Any] = [[words], [parts[0], words], [*reversed(parts), words, again, words], [words, *parts]]
     writer = load_writer(tmp_path / "model")
     answers = []
@@ -616,11 +622,7 @@ def test_generate_writes_what_transformers_own_generate_writes(
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_omni_moe_thinker"])
 def test_an_engine_scores_what_transformers_own_generate_wrote_about_media(family: str, tmp_path: Path) -> None:
     reference = publish(family, tmp_path / "model")
-    media = make_media(tmp_path / "media", random.Random(0), count=2)
-    soundfile.write(tmp_path / media["audio"][0], np.random.default_rng(0).normal(0, 0.1, 22_000), 16_000)
-    kinds = [name for name in ("image", "video", "audio") if name in recipe_of(family).towers]
-    parts = [{"type": kind, kind: str(tmp_path / media[kind][0])} for kind in kinds]
-    words = {"type": "text", "text": "What is the capital of France?"}
+    words, parts, _ = question(family, tmp_path)
     config: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "log": {"dir": str(tmp_path / "run")}}
     config |= {"data": {"pack_tokens": 1024}, "train": {"losses": [{"kind": "gspo"}]}}
     with Engine.start(config) as engine:

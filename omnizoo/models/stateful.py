@@ -19,6 +19,9 @@ from omnizoo.config.errors import UserError
 from omnizoo.ops import recurrence
 
 Door = Callable[..., Any]
+# Keyword arguments that tell of a pack.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
+TOLD = ("states", "attend", *BOUNDARIES)
 
 
 class Pack(Protocol):
@@ -63,10 +66,6 @@ def pack_of(module: nn.Module, given: Mapping[str, Any]) -> Pack | None:
             "of a pack to the next"
         )
     return None
-
-
-BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
-TOLD = ("states", "attend", *BOUNDARIES)
 
 
 def convolution(module: nn.Module, original: Door) -> Door:

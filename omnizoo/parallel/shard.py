@@ -145,8 +145,8 @@ def resized(tensor: torch.Tensor, dim: int, size: int, dtype: torch.dtype) -> to
     if not isinstance(tensor, DTensor):
         return local
     stride = torch.empty(shape_of(tensor.shape), device="meta").stride()
-    placed = {"shape": torch.Size(shape_of(tensor.shape)), "stride": stride, "run_check": False}
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)  # type: ignore[arg-type]
+    shape = torch.Size(shape_of(tensor.shape))
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def sum_over_shards(

@@ -59,15 +59,11 @@ def stretches(slices: Sequence[Indices], lengths: Sequence[int]) -> list[list[St
 
 @dataclass(frozen=True)
 class Sending:
-    """Rows for and from each rank, and where each wanted row is in what comes."""
+    """Rows for and from each rank."""
 
     rows: torch.Tensor  # of this rank's table: what it sends, in order
     sent: list[int]
     received: list[int]
-
-    @property
-    def is_empty(self) -> bool:
-        return not sum(self.sent) + sum(self.received)
 
 
 class Recurrence:

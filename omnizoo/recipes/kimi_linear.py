@@ -2,4 +2,4 @@
 
 from omnizoo.recipes.base import Recipe
 
-RECIPE = Recipe(about="Kimi Linear 48B-A3B")
+RECIPE = Recipe(about="Kimi Linear 48B-A3B", attention_width=("qk_head_dim", "v_head_dim"))

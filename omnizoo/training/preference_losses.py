@@ -180,8 +180,8 @@ class Reference:
         self.cache: ReferenceCache | None = None
         if cache is not None:
             identity = agree(mesh, lambda: base_identity(self.config) if mesh.is_first else "")
-            # A base that is held in few bits, where adapters have that, gives other values.
-            held = getattr(config.model.adapter, "base", None) if self.is_base else None
+            # A base that is held in few bits gives other values.
+            held = config.model.adapter.base if self.is_base and config.model.adapter else None
             name = "-".join(filter(None, (mesh.from_first(identity), config.parallel.precision, held)))
             key = f"train.losses: {kind}: reference_cache"
             self.cache = agree(mesh, lambda: ReferenceCache(cache, name, mesh.sp_rank == 0, key))
