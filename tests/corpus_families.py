@@ -8,8 +8,9 @@ from corpus import Case
 ROOT = Path(__file__).parent.parent
 ENCODERS = ("bert", "roberta", "roberta-prelayernorm", "camembert", "data2vec-text", "ernie", "xlm-roberta")
 NO_BLOCKS = ("electra", "bert-generation", "roc_bert", "xmod")
-MIX_SAMPLES = ("opt", "xglm", "bloom", "falcon", "mpt", "bart", "mbart", "plbart", "trocr", "recurrent_gemma", "rwkv")
+MIX_SAMPLES = ("opt", "xglm", "bloom", "falcon", "mpt", "bart", "mbart", "plbart", "trocr")
 NO_INTERFACE = ("gptj", "gpt_neo", "stablelm", "xlnet", "openai-gpt", "whisper")
+RECURRENT = ("recurrent_gemma", "rwkv")
 STATE = ("mamba", "mamba2", "bamba", "jamba", "granitemoehybrid", "nemotron_h")
 CANNOT_RUN = ("deepseek_v32", "glm_moe_dsa", "axk2")
 
@@ -31,6 +32,7 @@ CASES = [
     *(case(family, ("lets the samples of a pack see each other", "sdpa"), "sdpa") for family in MIX_SAMPLES),
     *(case(family, ("lets the samples of a pack see each other", "eager"), "eager") for family in MIX_SAMPLES[:5]),
     *(case(family, ("does not use transformers' attention interface",)) for family in NO_INTERFACE),
-    *(case(family, ("layers, which carry state across packed samples",)) for family in STATE),
+    *(case(family, ("layers, which carry state across packed samples",)) for family in (*STATE, *RECURRENT)),
+    *(case(family, ("layers, which carry state across packed samples",), "sdpa") for family in RECURRENT),
     *(case(family, ("cannot be run as training runs models",)) for family in CANNOT_RUN),
 ]

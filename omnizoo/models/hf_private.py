@@ -47,10 +47,10 @@ def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """By its own word, or (hybrids do not give it) by what the code of its layers calls."""
+    """By its own word; hybrids do not give it, and are known by what the code of their layers calls."""
     codes = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
-    return bool(model._supports_attention_backend) or any(
-        code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes
+    return bool(model._supports_attention_backend) or (
+        carries_state(model) and any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
     )
 
 
