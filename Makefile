@@ -49,13 +49,14 @@ verify-all: install
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all --precision fp64
 	$(BIN)/omnizoo verify examples/text_tiny.yaml --families all --world 4 --layouts all
 	$(BIN)/omnizoo verify examples/text_tiny.yaml --families many --world 4 --layouts few --markdown docs/families.md
+	for file in examples/published/*.yaml; do \
+		$(BIN)/omnizoo verify $$file --world 4 --layouts all || exit 1; \
+	done
 	for family in qwen3_vl qwen3_vl_moe qwen3_omni; do \
-		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 4 --layouts all && \
 		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 8 --layouts uly8,dp2.uly2.ring2,rep2.dp2.uly2 || exit 1; \
 	done
-
 	for file in examples/gpu/*.yaml; do \
-		case $$file in *_128.yaml|*vl*|*omni*) world=128;; *) world=8;; esac; \
+		case $$file in *talker*) world=64;; *_128.yaml|*vl*|*omni_*k*|*3_5*) world=128;; *gemma4*) world=16;; *) world=8;; esac; \
 		$(BIN)/omnizoo plan $$file --world $$world || exit 1; \
 	done
 

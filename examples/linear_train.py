@@ -25,6 +25,7 @@ def main(path: str, overrides: list[str]) -> None:
         # Rows -> packs, media decoded: the same packs at the same step for any layout.
         media = omnizoo.read_modalities(model, config.model)
         loader = omnizoo.build_loader(config, tokenizer, mesh.rank, mesh.layout.world, **media)
+        config = omnizoo.count_steps(config, loader.reader, mesh)  # of train.epochs, if that is set
 
         # Shards, then weights.
         origin = omnizoo.find(config, checkpoints, mesh)

@@ -86,6 +86,10 @@ def called() -> dict[str, Any]:
     return base() | {"log": base()["log"] | {"callbacks": [{"kind": "own_callbacks:Quiet"}]}}
 
 
+def measured() -> dict[str, Any]:
+    return base() | {"evaluation": {"samples": 1, "metrics": [{"kind": "exact_match"}]}}
+
+
 def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     """`config` with a value at a dotted key, whatever was there."""
     config = copy.deepcopy(config)
@@ -182,6 +186,7 @@ def wrong_types() -> Iterator[Case]:
         start = grouped if key.startswith("optimizer.groups.") else start
         start = called if key.startswith("log.callbacks.") else start
         start = with_loss if key.startswith("train.losses.") else start
+        start = measured if key.startswith("evaluation.metrics.") else start
         for value in wrong:
             yield setting(key, value, start=start)
 

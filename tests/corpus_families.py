@@ -11,8 +11,9 @@ NO_BLOCKS = ("electra", "bert-generation", "roc_bert", "xmod")
 MIX_SAMPLES = ("opt", "xglm", "bloom", "falcon", "mpt", "bart", "mbart", "plbart", "trocr")
 NO_INTERFACE = ("gptj", "gpt_neo", "stablelm", "xlnet", "openai-gpt", "whisper")
 RECURRENT = ("recurrent_gemma", "rwkv")
-STATE = ("mamba", "mamba2", "bamba", "jamba", "granitemoehybrid", "nemotron_h")
-CANNOT_RUN = ("deepseek_v32", "glm_moe_dsa", "axk2")
+STATE = ("mamba", "jamba", "falcon_mamba", "minimax")
+INDEXED = ("glm5_next", "deepseek_v32", "glm_moe_dsa")
+CANNOT_RUN = ("axk2",)
 
 
 def train(folder: Path, family: str, attention: str = "auto") -> list[object]:
@@ -34,5 +35,7 @@ CASES = [
     *(case(family, ("does not use transformers' attention interface",)) for family in NO_INTERFACE),
     *(case(family, ("layers, which carry state across packed samples",)) for family in (*STATE, *RECURRENT)),
     *(case(family, ("layers, which carry state across packed samples",), "sdpa") for family in RECURRENT),
+    case("zamba2", ("share weights",)),
+    *(case(family, ("an index picks among all tokens",)) for family in INDEXED),
     *(case(family, ("cannot be run as training runs models",)) for family in CANNOT_RUN),
 ]

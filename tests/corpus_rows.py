@@ -76,14 +76,15 @@ TEMPLATES = {
 # Models that read more than text, and have no recipe
 TEXT_PART = SHAPE | {"max_position_embeddings": 512}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "llava": {
-        "model_type": "llava",
+    "vipllava": {
+        "model_type": "vipllava",
         "text_config": {"model_type": "llama", **TEXT_PART},
         "vision_config": VISION | {"model_type": "clip_vision_model"},
+        "vision_feature_layers": [-1],
         "image_token_index": 511,
     },
-    "qwen2_5_vl": {
-        "model_type": "qwen2_5_vl",
+    "glm_ocr": {
+        "model_type": "glm_ocr",
         "text_config": TEXT_PART | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
         "vision_config": {
             "depth": 1,
@@ -91,16 +92,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "num_heads": 2,
             "intermediate_size": 16,
             "out_hidden_size": 32,
-            "fullatt_block_indexes": [0],
         },
         "image_token_id": 511,
         "video_token_id": 510,
     },
-    "gemma3": {
-        "model_type": "gemma3",
-        "text_config": TEXT_PART | {"sliding_window": 16},
-        "vision_config": VISION,
-        "mm_tokens_per_image": 4,
+    "llava_next": {
+        "model_type": "llava_next",
+        "text_config": {"model_type": "gemma3_text", **TEXT_PART, "sliding_window": 16},
+        "vision_config": VISION | {"model_type": "clip_vision_model"},
         "image_token_index": 511,
     },
 }
@@ -420,10 +419,9 @@ CASES += [
     skipped("an unknown role", share(("critic", "hi"), ("gpt", "yes")), "'critic'"),
 ]
 COLUMNS: dict[str, Row] = {
-    "Alpaca": {"instruction": "add", "input": "1 1", "output": "2"},
-    "prompt and completion": {"prompt": "hi", "completion": "yes"},
+    "Alpaca without its output": {"instruction": "add", "input": "1 1"},
+    "a prompt": {"prompt": "hi"},
     "question and answer": {"question": "hi", "answer": "yes"},
-    "LLaMA-Factory's prompt and query": {"prompt": "a", "query": "b", "response": "c"},
     "tokens": {"input_ids": [1, 2], "labels": [1, 2]},
     "a class": {"sentence": "hi", "label": 1},
     "nothing": {},

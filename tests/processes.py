@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 TESTS = Path(__file__).parent
-WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
 STREAMS = ("stdout", "stderr")
 IMPORTED = ["pytest", "hypothesis", "omnizoo.training.run", "omnizoo.verification.compare"]
 

@@ -68,7 +68,7 @@ def test_an_empty_dataset_is_named(fails: Callable[..., str], tmp_path: Path) ->
     [
         ('{"text": "cut o', "JSON"),
         ("not json at all", "JSON"),
-        ('{"body": "no text"}', "text"),
+        ('{"body": 7}', "text"),
         ('{"text": 7}', "text"),
         ('{"messages": []}', "messages"),
         ('{"messages": [{"role": "user"}]}', "content"),

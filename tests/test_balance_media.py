@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnizoo.parallel.assign import assign_items, assign_items_near, assign_packs, imbalance
-from omnizoo.recipes.qwen_towers import MOST_PATCHES
+from omnizoo.recipes.qwen_clips import MOST_PATCHES
 
 COSTS = st.one_of(st.integers(0, 20).map(float), st.floats(0, 1e15))
 

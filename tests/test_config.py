@@ -1,6 +1,7 @@
 """Config: files and overrides give the same typed values, mistakes are named one per line, and saving round-trips."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config, parse_overrides, save_config
+from omnizoo.config.other_tools import HERE
 from omnizoo.config.schema import (
     Config,
     Data,
@@ -145,6 +147,18 @@ def test_words_that_yaml_1_1_would_convert_are_text(load, word):
             "command line: data.sources.0.pth is not a key; did you mean data.sources.0.path?",
         ),
         (["--train.dir", "b"], "command line: train.dir is not a key; did you mean checkpoint.dir or log.dir?"),
+        (["--train.num_train_epochs", "3"], "train.num_train_epochs is not a key; here it is train.epochs"),
+        (["--train.learning_rate", "1e-4"], "command line: train.learning_rate is not a key; here it is train.lr"),
+        (["--data.cutoff_len", "9"], "data.cutoff_len is not a key; here it is data.pack_tokens, and data.overlong"),
+        (["--model.lora_rank", "8"], "model.lora_rank is not a key; here it is model.adapter.rank"),
+        (["--train.neftune_noise_alpha", "5"], "it is known from other tools, and not supported yet"),
+        (["--data.packing", "true"], "data.packing is not a key; no key is needed: samples are always packed"),
+        (["--train.epochs", "2", "--train.steps", "3"], "train.epochs and train.steps are both set"),
+        (["--train.warmup_ratio", "0.1", "--train.warmup_steps", "3"], "train.warmup_ratio and train.warmup_steps"),
+        (["--train.batch_tokens", "4096", "--train.global_batch", "2"], "train.batch_tokens and train.global_batch"),
+        (["--train.batch_tokens", "5000"], "train.batch_tokens is 5000, and a step has whole packs"),
+        (["--data.sources.0.format", "sharegpt"], 'data.sources.0.format is "sharegpt"; expected messages or text'),
+        (["--data.sources.0.columns", "{text: a, messages: a}"], "columns reads 'a' under two names"),
         (["--train.xyzzy", "b"], "command line: train.xyzzy is not a key; `omnizoo train --help` lists all keys"),
         (["--train.steps", '"10"'], 'command line: train.steps is "10"; expected integer >= 1'),
         (["--train.steps", "1.5"], "command line: train.steps is 1.5; expected integer >= 1"),
@@ -154,7 +168,10 @@ def test_words_that_yaml_1_1_would_convert_are_text(load, word):
         (["--data.pack_tokens", "1"], "command line: data.pack_tokens is 1; expected integer >= 2"),
         (["--data.shuffle", "yes"], 'command line: data.shuffle is "yes"; expected true or false'),
         (["--data.shuffle", "1"], "command line: data.shuffle is 1; expected true or false"),
-        (["--data.overlong", "cut"], 'command line: data.overlong is "cut"; expected split or drop'),
+        (
+            ["--data.overlong", "cut"],
+            'command line: data.overlong is "cut"; expected truncate or drop or split',
+        ),
         (["--train.weight_decay", "-1"], "command line: optimizer.weight_decay is -1; expected number >= 0"),
         (["--train.betas", "[0.9]"], "command line: optimizer.options.betas is [0.9]; expected two numbers >= 0, < 1"),
         (
@@ -355,7 +372,7 @@ def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
     data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\noptimizer: {groups: [{match: c}], ema: {}}\n"
     whole = "model: {path: a, adapter: {}, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
     composed = "model: {foundation: {path: a}}\n" + data
-    whole += 'log: {callbacks: [{kind: "a:B"}]}\n'
+    whole += 'log: {callbacks: [{kind: "a:B"}]}\nevaluation: {metrics: [{kind: accuracy}]}\n'
     evaluated = whole + "train: {eval_every: 1, early_stop: {}}\n"
     keys = reference.keys()
     assert {"model.foundation.path", "model.modalities.NAME.encoder.kind"} <= {key.key for key in keys}
@@ -434,3 +451,30 @@ def test_a_pipe_is_refused_without_waiting_for_who_writes_to_it(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(UserError, match="not an ordinary file"):
         load_config(tmp_path / "pipe.yaml")
+
+
+def test_names_of_other_tools_lead_to_keys_that_exist():
+    keys = {key.key for key in reference.keys()} | set(reference.sections())  # noqa: SIM118 - no dict
+    sections = "|".join(reference.sections())
+    assert len(HERE) >= 40
+    for name, said in HERE.items():
+        assert reference.schema_key(f"train.{name}") not in keys or said == f"train.{name}", name
+        for key in re.findall(rf"\b(?:{sections})\.[a-zA-Z_.]+", said):
+            known = key.rstrip(".:")
+            assert known in keys or ".options" in known, f"{name}: {known}"
+
+
+@pytest.mark.parametrize("train", ["{epochs: 2.5, warmup_ratio: 0.1}", "{batch_tokens: 16384}"])
+def test_what_follows_from_another_key_is_not_saved_with_it(load, tmp_path, train):
+    config = load(SMALL + f"train: {train}\n")
+    save_config(config, tmp_path / "saved.yaml")
+    again = load_config(tmp_path / "saved.yaml")
+    assert again == config
+    assert again.train.global_batch == 8
+    assert again.data.lanes == config.data.lanes
+
+
+def test_epochs_and_weights_of_sources_contradict_each_other(errors):
+    sources = "[{path: a, weight: 2}, {path: b}]"
+    (line,) = errors(SMALL, "--train.epochs", "1", "--data.sources", sources)
+    assert "train.epochs reads every row equally often, but data.sources have the weights 2, 1" in line

@@ -50,7 +50,7 @@ class NumberRenderer(Renderer):
     def render(self, row: Row, *context: Any) -> Rendered:
         number = row["number"]
         length = self.length or number % 7 + 1
-        return Rendered(np.full(length, number, np.int32), np.ones(length, np.bool_))
+        return Rendered(np.full(length, number, np.int32), np.ones(length, np.bool_), is_prose=True)
 
 
 def numbers(*extents: int, bad: frozenset[int] = frozenset()) -> Numbers:
@@ -247,7 +247,7 @@ def test_changed_data_is_noticed_on_resume() -> None:
 
 def test_read_once_a_lane_gives_every_row_of_every_source_and_ends() -> None:
     settings = data([1.0, 5.0], pack_tokens=16, lanes=1, look_ahead=6, shuffle=False)
-    lane = Lane(settings, [numbers(20), numbers(11)], NumberRenderer(), 0, 0, once=True)
+    lane = Lane(settings, [numbers(20), numbers(11)], NumberRenderer(), 0, 0, epochs=1)
     seen = Counter(sample.id[:3] for pack in iter(lane.next_pack, None) if pack for sample in pack.samples)
     assert seen == Counter({**{(0, 0, row): 1 for row in range(20)}, **{(1, 0, row): 1 for row in range(11)}})
     assert lane.next_pack() is None

@@ -209,7 +209,7 @@ def test_samples_of_a_batch_are_kept_apart(
     chats = pyarrow.parquet.read_table(folder / "chats.parquet").to_pylist()
     tiny = [json.loads(line) for line in (folder / "tiny.jsonl").read_text().splitlines()]
     rows = {(source, i): row for source, values in enumerate((texts, chats, tiny)) for i, row in enumerate(values)}
-    loader = build_loader(configure(train={"micro_batch": micro_batch}), tokenizer, 0, 2)
+    loader = build_loader(configure(train={"micro_batch": micro_batch}, overlong="split"), tokenizer, 0, 2)
     packs = loader.next_step().packs
     assert [pack.index for pack in packs] == list(range(0, 24, 2))
     batches = [make_batch(packs[first : first + micro_batch]) for first in range(0, 12, micro_batch)]

@@ -443,7 +443,7 @@ def test_items_stay_on_their_placeholders_when_packed(
         (chat("<image>"), "1 places for media (<image>), but 0 items in `images`; a <image> that is only text belongs"),
         (chat("q", images=[[1]]), "0 places for media (<image>), but 1 items"),
         (chat([{"type": "image"}]), "1 places for media (<image>), but 0 items"),
-        ({"text": "q", "image": [1]}, "0 places for media (<image>), but 1 items"),
+        ({"text": "q", "image": [1]}, "it can be read as caption (it has `image`, and `text` for a caption) or from"),
         (chat([part("imege", [1])]), "'imege'; known: text, image, audio, tone, clip (did you mean 'image'?)"),
         (chat([part("smell", [1])]), "part 0 of `content` of message 0 is of unknown type 'smell'"),
         (chat([{"text": "x"}]), "part 0 of `content` of message 0 is not an object with a `type`"),
@@ -697,8 +697,8 @@ def test_a_lane_goes_on_exactly_from_a_saved_state(folder: Path, renderer: Rende
     assert len(set(seeds.values())) == len(seeds)
 
 
-@pytest.mark.parametrize("overlong", ["split", "drop"])
-def test_a_row_with_media_is_never_cut(folder: Path, renderer: Renderer, overlong: str) -> None:
+@pytest.mark.parametrize("overlong", ["split", "truncate"])
+def test_an_item_is_never_cut(folder: Path, renderer: Renderer, overlong: str) -> None:
     long = [chat("<image>", images=[[1] * 50]), chat("<image>", images=["media/missing.toy"]), chat("short", "yes")]
     path = write_jsonl(folder / "rows.jsonl", long)
     with pytest.raises(

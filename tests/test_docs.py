@@ -45,7 +45,7 @@ def code_lines(page: Path) -> list[str]:
 def commands(page: Path) -> Iterator[list[str]]:
     """Arguments of every `omnizoo ...` that is shown, by itself or under torchrun."""
     for line in code_lines(page):
-        found = re.match(r"(?:omnizoo|torchrun .*-m omnizoo|python -m omnizoo) (.+)", line)
+        found = re.match(r"(?:torchrun .*?-m |srun .*? |python -m )?omnizoo ([^>]+)", line)
         if found:
             yield shlex.split(found[1], comments=True)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fixtures import CHATML, make_tokenizer
 from omni import SENSOR, write_omni_config
 from tiny import read_steps, write_config, write_rows
@@ -55,7 +56,7 @@ def test_fewer_packs_than_asked_for_and_an_evaluation_past_the_end_are_said_at_t
 
 
 def test_held_out_rows_without_an_answer_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first piece of a long conversation may hold none, and it is all that is evaluated on."""
+    """What fits of a long conversation may hold none, and it is all that is evaluated on."""
     words = "many words " * 200
     turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
     data = held_out(tmp_path, [{"messages": turns}])
@@ -64,15 +65,18 @@ def test_held_out_rows_without_an_answer_are_refused(tmp_path: Path, capsys: pyt
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "data.eval_sources" in err
-    assert "nothing the model is to predict" in err
+    assert "no usable row; 1 lost to data.pack_tokens (96)" in err
 
 
 def test_a_step_without_any_target_has_no_loss_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "many words " * 60
-    turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
-    rows = write_rows(tmp_path / "long.jsonl", [{"messages": turns}] * 4)
-    data = {"sources": [{"path": str(rows)}], "lanes": 1, "look_ahead": 1, "shuffle": False}
-    path = write_config(tmp_path, train={"steps": 20, "global_batch": 1}, data=data)
+    """Of three lanes two end early: their turns come, and they have nothing left."""
+    texts = ["many words " * 60, "a few words", "some more words"]
+    rows = write_rows(tmp_path / "long.jsonl", [{"text": text} for text in texts])
+    data = {"sources": [{"path": str(rows)}], "lanes": 3, "look_ahead": 1, "shuffle": False}
+    path = write_config(tmp_path, train={"global_batch": 1}, data=data)
+    config = yaml.safe_load(path.read_text())
+    config["train"] = {"epochs": 1, "global_batch": 1}
+    path.write_text(yaml.safe_dump(config))
     assert main(["train", str(path)]) == 0
     assert "nothing to learn" in capsys.readouterr().out
     steps = read_steps(tmp_path / "run")

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from fixtures import make_tokenizer
-from processes import run_on_ranks, train_in_this_world
+from processes import run_on_ranks
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, model_config, read_steps, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from weights import load, logits_of, train_and_keep_logits
 
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.cli.main import main
@@ -24,33 +25,6 @@ from omnizoo.config.load import load_config
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.training import run
-
-PROBE = torch.arange(40).view(2, 20) * 7 % 512
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=PROBE, use_cache=False).logits
-
-
-def train_and_keep_logits(args: list[object]) -> torch.Tensor:
-    """Train to the end; the logits of the trained model, taken when it is saved, with transformers' own attention."""
-    kept, save = [], run.save
-
-    def spy(directory: Path, step: int, model: Any, *rest: Any) -> Path:
-        before = model.config._attn_implementation
-        model.set_attn_implementation("eager")
-        kept.append(logits_of(model))
-        model.set_attn_implementation(before)
-        return save(directory, step, model, *rest)
-
-    run.save = spy
-    try:
-        assert train_in_this_world(args) == 0
-    finally:
-        run.save = save
-    return kept[-1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,15 +107,6 @@ def change_weights(folder: Path, remove: str | None = None, **added: torch.Tenso
 
 LACKING = "model.layers.1.mlp.up_proj.weight"
 MISFIT = "mlp.down_proj.weight: (32, 48) in the files, (32, 40) in the model"
-
-
-def load(process: Process, path: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    """Whole parameters of the model that a run of this config would start from."""
-    config = load_config(path, list(overrides))
-    model = build_model(config.model, config.parallel.precision)
-    parallelize(model, build_mesh(config, process), config)
-    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 
 def check_accounting(process: Process, folder: Path) -> None:

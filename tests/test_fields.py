@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING
 
 from omnizoo.config.errors import UserError
 from omnizoo.models.config_fields import config_of, unknown_fields
-from omnizoo.parallel.layout import divisors, place_in_world
+from omnizoo.parallel.layout import divisors
+from omnizoo.parallel.rendezvous import place_in_world
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2_moe", "deepseek_v3", "gpt2", "qwen3_vl", "whisper", "encodec"])
@@ -53,7 +54,7 @@ def test_a_field_that_cannot_be_is_one_line_with_its_name(changed: dict[str, Any
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK"),
-        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS"),
+        ({"SLURM_NTASKS": "many", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "SLURM_NTASKS"),
     ],
 )
 def test_a_world_that_nobody_started_is_refused(

@@ -173,6 +173,27 @@ def test_what_nobody_sets_is_refused_by_its_name(module: type[nn.Module], name: 
     assert "\n" not in str(error.value)
 
 
+def test_a_constant_of_a_constructor_in_fp64_is_not_read_as_fp32() -> None:
+    """transformers builds with the run's precision as the default one, which is another when a tensor is made."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Buffer(torch.ones(3).mul_(5))
+
+    def construct() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"):
+                return Own()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    ((_, scale),) = initial_weights(construct, 0, {"scale"})
+    assert scale.dtype == torch.float64
+    assert scale.tolist() == [5.0] * 3
+
+
 def test_a_tensor_is_made_without_the_rest_of_the_model() -> None:
     """Of a model of terabytes on meta, one small tensor."""
 

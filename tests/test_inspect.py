@@ -194,6 +194,25 @@ def test_terminal_and_page_show_samples_figures_and_thumbnails(
     assert all(address.startswith("data:") for address in addresses)
 
 
+def test_no_row_is_shown_twice_and_samples_come_before_figures(text: Path, tmp_path: Path) -> None:
+    """Rows that are cut into several samples, and few of them: each is shown once, and so is the longest."""
+    write_rows(text.parent / "texts.jsonl", [{"text": f"row {i} " + "word " * 60} for i in range(40)])
+    argv = ["data", "inspect", str(text), "--data.sources", f"[{{path: {text.parent}/texts.jsonl}}]"]
+    assert main([*argv, "--samples", "10", "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    shown = [line.partition(" tokens")[0] for line in page.split("<section><small>")[1:]]
+    rows = [line.partition(",")[0].partition(": ")[0] for line in shown]
+    assert len(rows) == len(set(rows)) > 1  # of more samples than rows
+    assert page.index("<h2>Samples") < page.index("<h2>Figures")
+    array = tmp_path / "array.json"  # all on one line
+    array.write_text(json.dumps([{"text": f"row {i}"} for i in range(9)]))
+    assert main([*argv[:-1], f"[{{path: {array}}}]", "--samples", "3", "--out", str(tmp_path / "array.html")]) == 0
+    named = (tmp_path / "array.html").read_text().split("<section><small>")[1:]
+    assert len({line.partition(": ")[0] for line in named}) == 3
+    assert "array.json[" in named[0]
+    assert "The longest sample" not in page
+
+
 def test_nothing_in_the_data_becomes_part_of_page_or_terminal(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -555,3 +555,29 @@ def test_a_chunk_of_logits_at_a_time_gives_the_loss_and_gradients_of_all_of_them
     assert len(whole) > 3
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["janus_vqgan", "patches", "encodec", "one codebook"])
+def test_targets_are_as_likely_as_the_loss_says_a_chunk_of_logits_at_a_time(
+    name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [decoder.measure(item(name, seed)) for seed in range(2)]
+    rows = decoder.targets([doubled(decoder.prepare(item(name, seed))) for seed in range(2)])
+    hidden = torch.linspace(-1, 1, len(rows) * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
+    trained = [hidden, *decoder.get_submodule("head").parameters()]
+    weights = torch.linspace(0.5, 2, len(rows), dtype=torch.float64)  # another one for each place
+    expected = torch.stack([-decoder.loss(hidden[i : i + 1], rows[i : i + 1]) for i in range(len(rows))])
+    gradients = torch.autograd.grad((weights * expected).sum(), trained)
+    for most in (10**9, 40):
+        monkeypatch.setattr("omnizoo.modalities.codes.CHUNK", most)
+        monkeypatch.setattr("omnizoo.modalities.codec.CHUNK", most)
+        found, values = decoder.log_likelihood(hidden, rows)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        assert values.sum() == sum(size.targets or size.places for size in sizes)
+        own = torch.autograd.grad((weights * found).sum(), trained)
+        torch.testing.assert_close(own, gradients, rtol=1e-11, atol=1e-13)
+    none, nothing = decoder.log_likelihood(hidden[:0], rows[:0])
+    assert none.shape == nothing.shape == (0,)
+    assert all(not gradient.any() for gradient in torch.autograd.grad(none.sum(), trained))
+    assert decoder.has_likelihood()
+    assert not FlowHead.has_likelihood()

@@ -45,7 +45,7 @@ def test_a_model_is_the_untouched_class_on_meta_in_its_master_precision(family: 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "bamba", "mamba_n_heads": 8}, r"`bamba` has linear_attention layers, which carry state across"),
+        ({"model_type": "minimax"}, r"`minimax` has linear_attention layers, which carry state across"),
         ({"model_type": "mamba"}, r"attention interface|carry state"),
         ({"model_type": "bloom"}, r"BloomForCausalLM does not use transformers' attention interface"),
         ({"model_type": "clip"}, r"no causal language model of type `clip`"),

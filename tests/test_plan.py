@@ -146,10 +146,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gpt_oss": {},
     "deepseek_v3": {"first_k_dense_replace": 1},
+    # Layers with a state, and at least one of attention where the family has any.
+    "nemotron_h": {"num_hidden_layers": None},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4},
+    "kimi_linear": {"num_hidden_layers": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {},
+    "olmo_hybrid": {"num_hidden_layers": 4},
+    "mamba2": {},
 }
-WITHOUT_EXPERTS = ("llama", "gemma3_text")
+HYBRIDS = ("qwen3_5_moe_text", "kimi_linear", "bamba", "granitemoehybrid", "falcon_h1", "olmo_hybrid", "mamba2")
+WITHOUT_EXPERTS = ("llama", "gemma3_text", "bamba", "falcon_h1", "olmo_hybrid", "mamba2")
+WITHOUT_FUSED_ATTENTION = ("mamba2", "kimi_linear")  # none at all; keys wider than values, which no kernel takes
 LAYOUTS = {8: {"ulysses": 4, "ep": 4}, 128: {"ulysses": 4, "ring": 2, "ep": 8, "dp_replicate": 2}}
-FEW = ("gpt_oss", "deepseek_v3", "qwen3_omni_32k")  # at the larger world, for time
+FEW = ("gpt_oss", "deepseek_v3", "qwen3_omni_32k", "nemotron_h", "qwen3_5_moe_text")  # at the larger world, for time
 OF_MEDIA = ("qwen3_vl_30b_a3b", "qwen3_omni_32k")
 
 
@@ -159,13 +170,10 @@ Traced = dict[str, dict[str, Any]]  # by the name of the model
 def published(folder: Path, world: int) -> dict[str, Case]:
     cases = {}
     for family, settings in FAMILIES.items():
-        layout = {
-            axis: size
-            for axis, size in LAYOUTS[world].items()
-            if axis != "ep" or family not in ("llama", "gemma3_text")
-        }
+        layout = {axis: size for axis, size in LAYOUTS[world].items() if axis != "ep" or family not in WITHOUT_EXPERTS}
+        sizes = {"model_type": family, "num_hidden_layers": 2} | settings
         config = {
-            "model": {"config": {"model_type": family, "num_hidden_layers": 2} | settings},
+            "model": {"config": {key: value for key, value in sizes.items() if value is not None}},
             "data": {"pack_tokens": 4096},
             "parallel": {"precision": "bf16", "recompute": "selective"} | layout,
             "train": {"steps": 1, "global_batch": 32},
@@ -182,11 +190,14 @@ def published(folder: Path, world: int) -> dict[str, Case]:
     return cases
 
 
-@pytest.fixture(scope="module", params=[8, pytest.param(128, marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=["8", pytest.param("8, hybrids", marks=pytest.mark.long), pytest.param("128", marks=pytest.mark.long)],
+)
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    world, folder = request.param, tmp_path_factory.mktemp("published")
+    world, folder = int(request.param.partition(",")[0]), tmp_path_factory.mktemp("published")
     cases = published(folder, world)
-    names = list(cases) if world == 8 else FEW
+    names = FEW if world == 128 else HYBRIDS if "hybrids" in request.param else [c for c in cases if c not in HYBRIDS]
     # DTensor remembers groups by the shape of their mesh: copies of a model after copies of another one find none.
     together = [names] if world == 8 else [[name] for name in names]
     found: Traced = {}
@@ -209,7 +220,8 @@ def test_published_sizes_compute_in_bf16_with_kernels_of_accelerators(traced: Tr
             if "attention" in name or "attn" in name:
                 assert dtype == "bfloat16", (family, name)
         assert flops["bfloat16"] > 0.98 * sum(flops.values()), (family, flops)  # the rest: routers, and their losses
-        assert any("attention" in name or "attn" in name for name, *_ in each["kernels"]), family
+        attends = any("attention" in name or "attn" in name for name, *_ in each["kernels"])
+        assert attends == (family not in WITHOUT_FUSED_ATTENTION), family
         experts = family not in WITHOUT_EXPERTS
         assert any(name == "_grouped_mm" for name, *_ in each["kernels"]) == experts, family
 

@@ -203,9 +203,10 @@ def one_step(path: Path, *overrides: str) -> tuple[Any, dict[str, torch.Tensor],
         config = load_config(path, list(overrides))
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)
+        media = read_modalities(model, config.model)
         parallelize(model, mesh, config)
         objective = Objective(model, mesh, config)
-        data = next_step(build_loader(config, load_tokenizer(config.model), 0, 1), objective)
+        data = next_step(build_loader(config, load_tokenizer(config.model), 0, 1, **media), objective)
         model.train()
         result = train_step(objective, build_optimizer(model, config), data, 1)
         return result, whole_gradients(model, keep=True), data
@@ -427,6 +428,7 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
     assert max(gradient_differences(*gradients).values()) <= 1e-5  # those of biases of keys vanish but for rounding
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "asked"),
@@ -441,17 +443,6 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
 def test_media_of_prompts_agree_with_one_process(overrides: list[str], asked: str, omni: Path, tmp_path: Path) -> None:
     layouts = prepare(load_config(omni, overrides), 4, asked, "fp32", tmp_path / "verify")
     assert {verdict_of(tmp_path / "verify", layout).reason for layout in layouts} == {""}
-
-
-def test_media_in_answers_are_refused(omni: Path) -> None:
-    config = load_config(omni, [])
-    model = build_model(config.model, "fp32")
-    reader = build_reader(config, load_tokenizer(config.model), **read_modalities(model, config.model))
-    picture = [{"role": "assistant", "content": [{"type": "image", "image": "media/0.png"}]}]
-    with pytest.raises(BadRow, match="media in the answers of a preference pair are not supported yet"):
-        reader.renderer.render(
-            {"messages": [USER], "chosen": picture, "rejected": NO}, find=partial(reader.sources[0].find, 0)
-        )
 
 
 def test_an_answer_is_known_by_its_tokens_and_the_content_of_its_media(omni: Path) -> None:

@@ -2,20 +2,30 @@
 must be there with the meaning it was used for. A failure here says what to look at after an upgrade."""
 
 import inspect
+import sys
 from importlib import import_module
+from importlib.metadata import requires, version
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
 import torch
 import transformers
+from packaging.requirements import Requirement
+from packaging.version import Version
 from tiny import model_config
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
 from transformers.models.lfm2 import modeling_lfm2 as lfm2
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import omnizoo.models.attention  # noqa: F401 - registers ours
+from omnizoo.cli.main import main
+from omnizoo.config.errors import UserError
+from omnizoo.config.versions import TESTED, check_signatures, explain_import
 from omnizoo.models import hf_private
 from omnizoo.models.stateful import DOORS
 from omnizoo.ops.precision import KeepFloat64
@@ -32,10 +42,43 @@ def tiny(family: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
 
 
-def test_the_versions_are_those_the_private_names_were_checked_on() -> None:
-    assert transformers.__version__ == "5.22.2"
-    assert torch.__version__.split("+")[0] == "2.13.0"
-    assert "5.22.2" in (hf_private.__doc__ or "")
+def test_the_versions_are_among_those_that_private_names_were_checked_on() -> None:
+    """And the package's own requirements say the same."""
+    needed = {r.name: r.specifier for r in map(Requirement, requires("omnizoo") or []) if r.marker is None}
+    for package, (first, last) in TESTED.items():
+        installed = Version(version(package).partition("+")[0])
+        assert Version(first) <= installed <= Version(last), f"{package} {installed}"
+        assert needed[package].contains(first)
+        assert needed[package].contains(last)
+        later = f"{Version(last).major}.{Version(last).minor + 1}.0"
+        assert not needed[package].contains(later), f"{package} {later} was never tried"
+
+
+def test_a_name_that_moved_is_one_line_with_the_version_to_install() -> None:
+    hf_private.check_names()
+    with pytest.raises(UserError, match=r"load of torch takes \(a, b\).*pip install 'torch==") as caught:
+        check_signatures("torch", {"load": (lambda a, b: None, ("a", "c"))})
+    assert "\n" not in str(caught.value)
+    gone = ImportError("cannot import name 'x' from 'transformers.y'", name="transformers.y")
+    assert "transformers" in (explain_import(gone) or "")
+    assert explain_import(ImportError("no", name="a_package_of_ones_own")) is None
+
+
+def test_a_command_says_what_is_missing_and_ends_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "omnizoo.cli.recipes", None)  # as if it could not be imported
+    with pytest.raises(ImportError):
+        main(["recipes"])  # our own files are a bug, and no matter of versions
+
+    def fails() -> int:
+        raise ImportError("cannot import name 'x' from 'transformers'", name="transformers")
+
+    monkeypatch.setitem(sys.modules, "omnizoo.cli.recipes", SimpleNamespace(recipes=fails))
+    assert main(["recipes"]) == 2
+    error = capsys.readouterr().err
+    assert "omnizoo was tested with 5.21.1 to 5.23.0" in error
+    assert error.count("\n") == 1
 
 
 def test_blocks_are_declared_by_class_name() -> None:
@@ -108,11 +151,14 @@ def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:
 
 def test_layers_with_a_state_call_their_rules_by_the_names_that_ours_take() -> None:
     """As `models/stateful.py` finds them: by what the code of a layer's forward calls."""
+    scan = {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
     for family, name, rules in (
         ("qwen3_next", "Qwen3NextGatedDeltaNet", {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}),
         ("qwen3_5", "Qwen3_5GatedDeltaNet", {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}),
         ("kimi_linear", "KimiLinearDeltaAttention", {"causal_conv1d_fn", "chunk_kimi_delta_attention"}),
         ("lfm2", "Lfm2ShortConv", {"causal_conv1d_fn"}),
+        ("nemotron_h", "NemotronHMamba2Mixer", scan),
+        ("mamba2", "Mamba2Mixer", scan),
     ):
         home = import_module(f"transformers.models.{family}.modeling_{family}")
         code = inspect.unwrap(getattr(home, name).forward).__code__
@@ -122,3 +168,5 @@ def test_layers_with_a_state_call_their_rules_by_the_names_that_ours_take() -> N
     assert parameters(conv)[:4] == ["hidden_states", "weight", "bias", "activation"]
     assert {"initial_state", "use_qk_l2norm_in_kernel"} <= set(parameters(rule))
     assert parameters(rule)[:5] == ["query", "key", "value", "g", "beta"]
+    assert parameters(mamba2.mamba2_chunk_scan)[:6] == ["hidden_states", "dt", "A", "B", "C", "chunk_size"]
+    assert {"D", "dt_bias", "dt_softplus", "dt_limit"} <= set(parameters(mamba2.mamba2_chunk_scan))

@@ -4,13 +4,18 @@ import json
 import math
 import random
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
 
+from omnizoo.cli.main import main
+from omnizoo.training.history import downsample, smooth
 from omnizoo.training.metrics import RunFolder
-from omnizoo.training.report import Section, downsample, smooth, write_report
+from omnizoo.training.report import Section, write_report
+from omnizoo.training.starts import add_start, git_state, read_starts
 
 ATTACK = "<script>alert('x')</script>"
 
@@ -89,16 +94,109 @@ def test_the_headline_figures_agree_with_the_metrics(tmp_path):
 
 
 def test_every_metric_gets_its_chart_also_one_nobody_knew_of(tmp_path):
-    rows = [step(n, **{"loss/balance": 0.1, "router/entropy": 1.0, "novelty": 3.0}) for n in range(1, 9)]
+    more = {"loss/balance": 0.1, "router/entropy": 1.0, "novelty": 3.0, "tokens_per_sec": 5, "memory_gb": 1, "lr": 1e-4}
+    rows = [step(n, **{key: value * n for key, value in more.items()}) for n in range(1, 9)]
     rows[3].update({"eval/loss": 2.0, "eval/chat": 1.0})
     page = report(tmp_path, rows)
     assert page.titles[0] == "Loss"
-    expected = ["text", "balance", "loss", "chat", "Gradient norm", "Learning rate", "Tokens per second", "Memory, GB"]
-    expected += ["Time spent waiting for data", "Pack fill", "Epoch", "entropy", "novelty"]
-    assert set(expected) <= set(page.titles)
+    expected = [
+        "Text, cross entropy",
+        "Balance of experts",
+        "chat",
+        "Gradient norm",
+        "Learning rate",
+        "Epoch",
+        "entropy",
+    ]
+    assert {*expected, "Tokens per second", "Memory, GB", "novelty"} <= set(page.titles)
     assert "Model FLOPs utilization" not in page.titles  # never known in this run
     names = [curve["name"] for chart in page.read_outs for curve in chart["curves"]]
     assert "held-out" in names
+
+
+def test_what_never_changes_is_a_line_of_a_table_and_what_is_drawn_already_is_not_drawn_again(tmp_path):
+    rows = [step(n) for n in range(1, 9)]
+    for row in rows:
+        row["loss/text"] = row["loss"]  # the only term
+    rows[3].update({"eval/loss": 2.0, "eval/loss/text": 2.0})
+    page = report(tmp_path, rows)
+    assert page.titles == ["Loss", "Gradient norm", "Epoch"]
+    for constant in ("Learning rate", "Tokens per second", "Memory, GB", "Pack fill"):
+        assert constant in page.text.partition("The same at every step")[2]
+
+
+def test_starts_are_told_and_resumes_marked_on_the_curves(tmp_path):
+    for at in (0, 4, 7):
+        add_start(tmp_path / "starts.jsonl", at, {"model": "Llama, 1 M parameters", "data": ATTACK})
+    page = report(tmp_path, [step(n) for n in range(1, 11)])
+    (line,) = [path.get("d") for path in page.svgs[0] if path.get("class") == "resumed"]
+    assert line.count("M") == 2
+    told = page.text.partition("The run")[2]
+    for word in ("Llama, 1 M parameters", "command", "versions", "torch 2", "Starts"):
+        assert word in told
+    add_start(
+        tmp_path / "starts.jsonl", 4, {}
+    )  # goes on from an older checkpoint: what came after it is not part of it
+    assert [start["step"] for start in read_starts(tmp_path / "starts.jsonl")] == [0, 4, 4]
+    add_start(tmp_path / "starts.jsonl", 0, {})
+    assert [start["step"] for start in read_starts(tmp_path / "starts.jsonl")] == [0]
+
+
+def test_git_state_is_that_of_the_working_directory(tmp_path):
+    assert git_state(tmp_path) is None
+    for command in ("init -q", "config user.email a@b", "config user.name a", "commit -q --allow-empty -m one"):
+        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
+    assert re.fullmatch("[0-9a-f]{12}, clean", git_state(tmp_path))
+    (tmp_path / "a").write_text("1")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "a"], check=True)
+    assert git_state(tmp_path).endswith("1 file(s) changed")
+
+
+def test_runs_are_compared_in_one_page(tmp_path, capsys):
+    for name, rate in (("a/run", 1e-3), ("b/run", 1e-4), ("c", 1e-4)):
+        rows = [step(n, **{"loss": rate * 1000 + 1 / n, "eval/loss": 2.0 + rate, "lr": rate * n}) for n in range(1, 30)]
+        config = f"train:\n  steps: 29\n  lr: {rate}\nlog: {{dir: {name}}}\n"
+        report(tmp_path / name, rows, config)
+    out = tmp_path / "page.html"
+    argv = ["report", *(str(tmp_path / name) for name in ("a/run", "b/run", "c"))]
+    assert main([*argv, "--out", str(out)]) == 0
+    assert f"written: {out}" in capsys.readouterr().out
+    page = Page(out.read_text())
+    assert page.titles[:2] == ["Loss", "Held-out loss"]
+    loss = {curve["name"]: curve["values"][-1] for curve in page.read_outs[0]["curves"]}
+    assert loss.keys() == {"a/run", "b/run", f"{tmp_path.name}/c"}
+    assert loss["a/run"] > loss["b/run"]
+    differing = page.text.partition("Where the configurations differ")[2]
+    assert "train.lr" in differing
+    assert "log.dir" not in differing
+    assert "train.steps" not in differing
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
+def test_a_browser_draws_both_widths_without_an_error_or_a_scrollbar(tmp_path):
+    """In a real browser: no script error, nothing wider than the screen, and a chart is read out under the pointer."""
+    report(tmp_path, [step(n, **{"eval/loss": 2.0} if n % 5 == 0 else {}) for n in range(1, 60)])
+    probe = """<script>
+    addEventListener('error', e => document.title = 'ERROR ' + e.message);
+    addEventListener('load', () => {
+      const plot = document.querySelector('[data-chart]'), box = plot.getBoundingClientRect();
+      plot.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + box.width / 2, clientY: box.top + 5}));
+      const said = plot.parentNode.querySelector('output').textContent;
+      document.title = [innerWidth, document.documentElement.scrollWidth, said];
+    });</script>"""
+    page = tmp_path / "probe.html"
+    page.write_text((tmp_path / "report.html").read_text().replace("<main>", probe + "<main>", 1))
+    for width in (1280, 500):
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        flags += [f"--user-data-dir={tmp_path / str(width)}", f"--window-size={width},900", "--dump-dom"]
+        done = subprocess.run(
+            ["chromium", *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        )
+        inner, wide, said = re.search("<title>(.*?)</title>", done.stdout)[1].split(",", 2)
+        assert int(wide) <= int(inner) == width
+        assert said.startswith("step ")
 
 
 def test_the_page_needs_nothing_from_outside(tmp_path):
@@ -146,7 +244,11 @@ def test_bad_steps_are_gaps_in_the_curve_marked_and_listed(tmp_path):
     (tmp_path / "bad_rows.jsonl").write_text(json.dumps({"file": "b.jsonl", "line": 3, "error": "no text"}) + "\n")
     page = report(tmp_path, rows)
     for chart in ("Loss", "Gradient norm"):
-        paths = {path.get("class"): path.get("d") for path in page.svgs[page.titles.index(chart)] if path.get("d")}
+        paths = {
+            path.get("class").removesuffix(" c0"): path.get("d")
+            for path in page.svgs[page.titles.index(chart)]
+            if path.get("d")
+        }
         assert paths["line"].count("M") == 2  # up to step 4, and from step 6 on
         assert paths["mark"].count("M") == 1
     assert all(text in page.text for text in ("Skipped steps", "a.jsonl:17", '{"step": 6, "sam', "b.jsonl", "no text"))

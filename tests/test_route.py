@@ -5,6 +5,8 @@ compared with a plain scatter in one."""
 import itertools
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.exchange import exchange_payloads, gather_bytes
 from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import Process, process_group
-from omnizoo.parallel.route import Share, deliver, plan_routes
+from omnizoo.parallel.route import Share, collect, deliver, plan_routes
 from omnizoo.parallel.sequence import slice_tokens
 
 WIDTHS = {"a": 5, "b": 3, "c": 1}
@@ -29,6 +31,7 @@ class RoutedItem:
     spans: list[tuple[int, int]]
     owner: int
     is_target: bool = False
+    is_learnt: bool = True
 
     @property
     def places(self) -> int:
@@ -53,7 +56,7 @@ def random_shares(layout: Layout, random: np.random.Generator, density: float) -
                 position += rows + int(random.integers(0, 3))
                 if random.random() < 0.6:
                     port, owner = str(random.choice(list(WIDTHS))), int(random.integers(layout.world))
-                    items.append(RoutedItem(port, spans, owner, bool(random.random() < 0.5)))
+                    items.append(RoutedItem(port, spans, owner, *(random.random(2) < 0.5).tolist()))
                     spans = []
         shares.append(share_of(lengths, items))
     return shares
@@ -67,18 +70,61 @@ class Rows:
     token: np.ndarray
     owner: np.ndarray
     is_target: np.ndarray
+    is_learnt: np.ndarray
 
 
 def rows_of(shares: list[Share], port: str) -> Rows:
     found = [
-        (dp, first + i, item.owner, item.is_target)
+        (dp, first + i, item.owner, item.is_target, item.is_learnt)
         for dp, share in enumerate(shares)
         for item in share.items
         if item.port == port
         for first, rows in item.spans
         for i in range(rows)
     ]
-    return Rows(*np.array(found, np.int64).reshape(-1, 4).T)
+    return Rows(*np.array(found, np.int64).reshape(-1, 5).T)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
+def test_what_items_read_comes_to_their_owners_in_order(dp: int, ring: int, ulysses: int, seed: int) -> None:
+    """The way back of `deliver`; several items may read the same tokens."""
+    layout, random = Layout(dp_shard=dp, ring=ring, ulysses=ulysses), np.random.default_rng(seed)
+    shares = random_shares(layout, random, 0.7)
+    read = [
+        RoutedItem("a", item.spans, int(random.integers(layout.world)))
+        for share in shares
+        for item in share.items
+        for _ in range(2)
+    ]
+    left = iter(read)
+    shares = [share_of(share.lengths, [next(left) for _ in range(2 * len(share.items))]) for share in shares]
+    routes = [plan_routes(layout, rank, shares).get("a") for rank in range(layout.world)]
+    states = []  # of each token its number: that of its micro-batch, and of the token in there
+    for rank in range(layout.world):
+        dp_rank, sp_rank = divmod(rank, layout.sp)
+        held = slice_tokens(shares[dp_rank].lengths, ring, ulysses)[sp_rank]
+        states.append(torch.from_numpy(dp_rank * 1000 + np.asarray(held, np.float64))[:, None])
+    sent: dict[int, list[torch.Tensor]] = {}
+
+    def leave(rank: int) -> Any:
+        def exchange(tables: Any, out: Any, back: Any, group: Any) -> tuple[torch.Tensor]:
+            sent[rank] = list(tables[0].split(out[0]))
+            return (tables[0].new_zeros(sum(back[0]), 1),)
+
+        return exchange
+
+    def arrive(rank: int) -> Any:
+        return lambda *_: (torch.cat([sent[source][rank] for source in range(layout.world)]),)
+
+    for way in (leave, arrive):
+        got = []
+        for rank, route in enumerate(routes):
+            with patch("omnizoo.parallel.route.exchange_tables", way(rank)):
+                got.append(collect(states[rank], route)[:, 0].tolist())
+    for rank, found in enumerate(got):
+        own = [(d, item) for d, share in enumerate(shares) for item in share.items if item.owner == rank]
+        assert found == [d * 1000 + first + i for d, item in own for first, count in item.spans for i in range(count)]
 
 
 @settings(deadline=None)  # a machine may be busy
@@ -112,6 +158,7 @@ def test_every_row_arrives_once_at_the_holders_of_its_token_and_of_the_one_befor
             assert (rows.token[arrived[before >= 0]] - 1).tolist() == held[before[before >= 0]].tolist()
             placed += arrived[place >= 0].tolist()
             predicted += arrived[before >= 0].tolist()
+            assert way.learnt.tolist() == rows.is_learnt[arrived].tolist()
         assert sorted(placed) == list(range(len(rows.token)))
         assert sorted(predicted) == np.flatnonzero(rows.is_target).tolist()
 
@@ -130,6 +177,11 @@ def test_one_process_needs_no_group() -> None:
     assert {port: arrived.before.tolist() for port, arrived in got.items()} == {"a": [], "b": [1], "c": []}
     assert all(torch.equal(got[port].features, features[port]) for port in "ab")
     assert torch.equal(got["b"].predicted, features["b"])
+    assert got["b"].learnt is None
+    other = RoutedItem("b", [(4, 1)], 0, is_target=True, is_learnt=False)
+    both = {"b": torch.randn(2, 2)}
+    found = deliver(both, plan_routes(Layout(), 0, [share_of([6], [*shares[0].items[1:], other])]))["b"]
+    assert (found.before.tolist(), found.learnt.tolist()) == ([1, 3], [0])
     assert got["c"].features.shape == got["c"].predicted.shape == (0, 1)
 
 

@@ -14,9 +14,9 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    LlavaForConditionalGeneration,
     MptConfig,
     PretrainedConfig,
+    VipLlavaForConditionalGeneration,
 )
 
 from omnizoo.assembly.entrance import read_modalities, unread_inputs
@@ -118,8 +118,8 @@ def test_a_text_model_is_not_taken_for_one_that_reads_more(config: PretrainedCon
 
 def test_text_alone_trains_the_language_model_as_if_it_stood_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    fields = dict(PUBLISHED["llava"])
-    whole = LlavaForConditionalGeneration(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    fields = dict(PUBLISHED["vipllava"])
+    whole = VipLlavaForConditionalGeneration(AutoConfig.for_model(fields.pop("model_type"), **fields))
     alone = LlamaForCausalLM(whole.config.text_config)
     alone.model.load_state_dict(whole.model.language_model.state_dict())
     alone.lm_head.load_state_dict(whole.lm_head.state_dict())

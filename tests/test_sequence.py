@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Parallel
 from omnizoo.ops import attention_blocks, torch_private
-from omnizoo.ops.attention import Boundaries, Pattern, packed_attention, per_sample
+from omnizoo.ops.attention import Boundaries, Pattern, _visible, packed_attention, per_sample
 from omnizoo.ops.attention_blocks import Blocks, accumulator, attend_blocks, attend_blocks_backward
+from omnizoo.ops.mutual import Mutual, MutualTokens
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh, build_mesh
@@ -103,7 +105,7 @@ def test_more_ulysses_ranks_than_heads_are_refused_with_the_nearest_layout():
 # ---------------------------------------------------------------- references and one process
 
 
-def masked_softmax(q, k, v, lengths: list[int], pattern: Pattern) -> torch.Tensor:
+def masked_softmax(q, k, v, lengths: list[int], pattern: Pattern, mutual: Mutual | None = None) -> torch.Tensor:
     """Attention as in a textbook, over the whole pack at once; `[1, T, H, Dv]`."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long))
     position = torch.arange(len(sample))
@@ -113,6 +115,11 @@ def masked_softmax(q, k, v, lengths: list[int], pattern: Pattern) -> torch.Tenso
         visible &= distance >= 0
     if pattern.window is not None:
         visible &= distance.abs() < pattern.window
+    starts = np.cumsum([0, *lengths])
+    for start, stretches in zip(starts, mutual.stretches if mutual else [], strict=False):
+        for first, count in stretches:
+            a = int(start) + first
+            visible[a : a + count, a : a + count] |= torch.ones(count, count).triu(1).bool()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = q @ k.mT * (q.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale)
@@ -195,12 +202,16 @@ def test_packed_attention_matches_the_plain_twin_and_the_textbook(name, shape):
 # ---------------------------------------------------------------- the ring's blocks, all ranks in one process
 
 
-def ring_in_one_process(tensors, lengths, ring, pattern, grad_out) -> list[torch.Tensor]:
+def ring_in_one_process(tensors, lengths, ring, pattern, grad_out, mutual=None) -> list[torch.Tensor]:
     """What the ranks of a ring compute, one after the other and without sending anything."""
     runs, slices = ring_runs(lengths, ring), [torch.from_numpy(x) for x in slice_tokens(lengths, ring, 1)]
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
     out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
-    blocks = [[Blocks(visible_blocks(a, b, pattern.causal, pattern.window, a is b), CPU) for b in runs] for a in runs]
+    stretches = mutual.stretches if mutual else None
+    blocks = [
+        [Blocks(visible_blocks(a, b, pattern.causal, pattern.window, a is b, stretches), CPU) for b in runs]
+        for a in runs
+    ]
     options = (0.3, pattern.softcap)
     for r, rows in enumerate(slices):
         own_out, own_lse = out[rows], lse[rows]
@@ -226,6 +237,59 @@ def test_blocks_of_any_ring_merge_to_the_whole(lengths, ring, causal, window, so
     tensors, grad = inputs(lengths, 2, 1, 3, 3, False, torch.float64)
     expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p), tensors, pattern, grad)
     assert error(ring_in_one_process(tensors, lengths, ring, pattern, grad), expected) < 1e-12
+
+
+@st.composite
+def packs_with_stretches(draw: Any) -> tuple[list[int], Mutual]:
+    """Samples, and runs of their tokens that see each other, told apart by the tokens 1 and 2 among zeros."""
+    samples = draw(
+        st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25)), min_size=1), min_size=1, max_size=5)
+    )
+    rows = [np.concatenate([np.full(count, token) for token, count in sample]) for sample in samples]
+    lengths = [len(row) for row in rows]
+    return lengths, MutualTokens((1, 2)).find(torch.from_numpy(np.concatenate(rows)), lengths)
+
+
+@settings(max_examples=40, deadline=None)
+@given(packs_with_stretches(), rings, st.none() | st.integers(1, 80), st.none() | st.just(2.0))
+def test_blocks_of_any_ring_with_tokens_that_see_each_other_merge_to_the_whole(pack, ring, window, softcap):
+    lengths, mutual = pack
+    pattern = Pattern(True, 0.3, window, softcap)
+    tensors, grad = inputs(lengths, 2, 1, 3, 3, False, torch.float64)
+    expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p, mutual), tensors, pattern, grad)
+    assert error(ring_in_one_process(tensors, lengths, ring, pattern, grad, mutual), expected) < 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(packs_with_stretches(), st.none() | st.integers(1, 80), st.sampled_from([{}, {"softcap": 2.0}, {"sinks": True}]))
+def test_packed_attention_with_tokens_that_see_each_other_matches_twin_and_textbook(pack, window, options):
+    lengths, mutual = pack
+    pattern, sinks = pattern_of(options | {"window": window})
+    tensors, grad = inputs(lengths, 4, 2, 3, 3, sinks, torch.float64)
+    found = []
+    for attention in (packed_attention, per_sample):
+        called = lambda q, k, v, p, a=attention: a(q, k, v, boundaries_of(lengths), p, mutual)  # noqa: E731
+        found.append(run(called, tensors, pattern, grad))
+    expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p, mutual), tensors, pattern, grad)
+    assert error(found[0], expected) < 1e-12
+    assert error(found[1], expected) < 1e-12
+
+
+@settings(max_examples=30, deadline=None)
+@given(packs_with_stretches(), st.integers(1, 30))
+def test_stretches_are_what_transformers_masks_make_of_them(pack, window):
+    """Sample by sample, as the families that have them call its functions: over the causal mask, under the window."""
+    from transformers.masking_utils import blockwise_overlay, causal_mask_function, sliding_window_overlay
+
+    lengths, mutual = pack
+    for number, length in enumerate(lengths):
+        numbers = mutual.numbers(number, CPU)
+        i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+        block = blockwise_overlay(numbers[None] - 1)(0, 0, i, j)
+        whole = causal_mask_function(0, 0, i, j) | block
+        assert torch.equal(_visible(length, Pattern(), CPU, numbers), whole)
+        near = whole & sliding_window_overlay(window)(0, 0, i, j)
+        assert torch.equal(_visible(length, Pattern(window=window), CPU, numbers), near)
 
 
 def flash_by_hand(q, k, v, pieces, scale):
@@ -259,17 +323,42 @@ def flash_backward_by_hand(grad_out, q, k, v, out, lse, pieces, scale):
         return torch.autograd.grad((grad_out * share * part).sum() - (delta * share).sum(), leaves)
 
 
+@contextmanager
+def flash_kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_blocks, "_takes_groups", lambda q, softcap: True)
+        patch.setattr(torch_private, "flash_cuda", flash_by_hand)
+        patch.setattr(torch_private, "flash_cuda_backward", flash_backward_by_hand)
+        yield
+
+
 @settings(max_examples=25, deadline=None)
 @given(lengths_of_packs, rings, st.booleans(), st.none() | st.integers(1, 80))
 def test_groups_for_flash_kernels_give_the_same_as_blocks_one_by_one(lengths, ring, causal, window):
     pattern = Pattern(causal, 0.3, window)
     tensors, grad = inputs(lengths, 2, 1, 4, 3, False, torch.float64)
     expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p), tensors, pattern, grad)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_blocks, "_takes_groups", lambda q, softcap: True)
-        patch.setattr(torch_private, "flash_cuda", flash_by_hand)
-        patch.setattr(torch_private, "flash_cuda_backward", flash_backward_by_hand)
+    with flash_kernels():
         assert error(ring_in_one_process(tensors, lengths, ring, pattern, grad), expected) < 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(packs_with_stretches(), rings, st.none() | st.integers(1, 80))
+def test_groups_for_flash_kernels_take_tokens_that_see_each_other(pack, ring, window):
+    lengths, mutual = pack
+    pattern = Pattern(True, 0.3, window)
+    tensors, grad = inputs(lengths, 2, 1, 4, 3, False, torch.float64)
+    expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p, mutual), tensors, pattern, grad)
+    with flash_kernels():
+        assert error(ring_in_one_process(tensors, lengths, ring, pattern, grad, mutual), expected) < 1e-12
+
+
+def test_tokens_that_see_each_other_take_one_flash_call_more_whatever_their_number():
+    lengths = [700, 300]
+    mutual = Mutual(lengths, [[(10, 256), (300, 100)], [(0, 30)]])
+    assert len(mutual.blocks(None, CPU).grouped) == len(mutual.blocks(200, CPU).grouped) == 2
+    assert not Mutual(lengths, [[], []]).counts(True, None)
+    assert not Mutual(lengths, mutual.stretches, everywhere=False).counts(True, None)
 
 
 def test_a_causal_ring_takes_one_flash_call_per_step():
@@ -298,6 +387,11 @@ class Case:
     widths: tuple[int, int] = (8, 8)
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
+    mutual: tuple[tuple[tuple[int, int], ...], ...] | None = None  # of each sample: stretches that see each other
+
+    @property
+    def seen(self) -> Mutual | None:
+        return None if self.mutual is None else Mutual(self.lengths, self.mutual)
 
 
 PACK = (19, 1, 50, 3, 2, 27, 8)
@@ -326,6 +420,7 @@ ON_FOUR = {
     "ring 4": tuple(PATTERNS),
     "ulysses 2 x ring 2": ("causal", "wide window", "all", "bidirectional"),
 }
+STRETCHES = (((3, 20), (30, 31)), (), ((0, 7), (20, 1), (22, 9)))
 CASES = {
     **{
         f"{layout}, {name}": Case(*LAYOUTS[layout], 8, 4, PACK, options=PATTERNS[name])
@@ -343,6 +438,14 @@ CASES = {
     "ring 8, window": Case(1, 8, 4, 2, PACK, options={"window": 6}),
     "ulysses 4 x ring 2": Case(4, 2, 6, 2, PACK),
     "ulysses 2 x ring 4, few tokens": Case(2, 4, 6, 2, (3, 2)),
+    **{
+        f"{name}, tokens that see each other": Case(*layout, 8, 4, (61, 5, 40), options=options, mutual=STRETCHES)
+        for name, layout, options in (
+            ("ulysses 2", (2, 1), {"window": 9}),
+            ("ring 4", (1, 4), {}),
+            ("ulysses 2 x ring 4", (2, 4), {"window": 12, "sinks": True}),
+        )
+    },
 }
 
 
@@ -411,7 +514,7 @@ def on_each_rank(rank: int, folder: str) -> None:
 
 def on_one_rank(case: Case, mesh: Mesh, traffic: Traffic) -> dict[str, Any]:
     tensors, grad, pattern = tensors_of(case)
-    sequence = SequenceParallel(mesh, case.lengths, overlap=False)
+    sequence = SequenceParallel(mesh, case.lengths, False, case.seen)
     own = [x[:, :, sequence.index] for x in tensors[:3]] + tensors[3:]
     own_grad = grad[:, sequence.index]
     leaves = [x.detach().requires_grad_() for x in own]
@@ -420,7 +523,7 @@ def on_one_rank(case: Case, mesh: Mesh, traffic: Traffic) -> dict[str, Any]:
     forward = traffic.take()
     got = [out.detach(), *torch.autograd.grad(out, leaves, own_grad)]
     backward = traffic.take()
-    other = SequenceParallel(mesh, case.lengths, overlap=True)
+    other = SequenceParallel(mesh, case.lengths, True, case.seen)
     again = run(lambda q, k, v, p: checkpoint(other, q, k, v, p, use_reentrant=False), own, pattern, own_grad)
     same = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     return {
@@ -435,8 +538,9 @@ def compare(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Put the parts of the ranks together and compare with one process."""
     tensors, grad, pattern = tensors_of(case)
     boundaries, precise = boundaries_of(list(case.lengths)), [x.double() for x in tensors]
-    textbook = run(lambda q, k, v, p: masked_softmax(q, k, v, list(case.lengths), p), precise, pattern, grad.double())
-    twin = run(lambda q, k, v, p: per_sample(q, k, v, boundaries, p), tensors, pattern, grad)
+    lengths, seen = list(case.lengths), case.seen
+    textbook = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p, seen), precise, pattern, grad.double())
+    twin = run(lambda q, k, v, p: per_sample(q, k, v, boundaries, p, seen), tensors, pattern, grad)
     order = torch.cat([rank["index"] for rank in ranks]).argsort()
     parts = list(zip(*(rank["got"] for rank in ranks), strict=True))
     whole = [torch.cat(parts[0], 1)[:, order]] + [torch.cat(x, 2)[:, :, order] for x in parts[1:4]]

@@ -23,9 +23,9 @@ def random_pack(index: int, random: np.random.Generator) -> Known:
         if random.random() < 0.7:
             port = PORTS[random.integers(len(PORTS))]
             size = Size(int(random.integers(1, length)), float(random.integers(1, 1000)))
-            items.append(
-                Item(port, size, ((start + 1, size.places),), port.role == "decoder" and random.random() < 0.5)
-            )
+            is_target, is_learnt = (random.random(2) < 0.5).tolist()
+            spans = ((start + 1, size.places),)
+            items.append(Item(port, size, spans, port.role == "decoder" and is_target, is_learnt=is_learnt))
         start += length
     labels = int(random.integers(0, start))
     return Known(index, lengths, labels, labels * float(random.integers(1, 4)), False, items)
@@ -49,7 +49,7 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 
     assert plan.totals == alone.totals
     assert plan.totals.tokens == sum(pack.tokens for pack in packs)
-    learnt = [item.size.places for pack in packs for item in pack.items if item.is_target]
+    learnt = [item.size.places for pack in packs for item in pack.items if item.is_target and item.is_learnt]
     assert plan.totals.targets.get("image", 0) == sum(learnt)
     assert plan.totals.targets[TEXT] == sum(pack.labels for pack in packs)
     assert plan.totals.weight == sum(pack.weight for pack in packs)
@@ -86,7 +86,7 @@ def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
     assert heard.packs.tolist() == [(3, False, len(pack.lengths), len(pack.items), *counted, cost(pack))]
     assert heard.lengths.tolist() == pack.lengths
     assert heard.items.tolist() == [
-        (PORTS.index(i.port), i.size.places, i.targets, len(i.spans), i.size.cost) for i in pack.items
+        (PORTS.index(i.port), i.size.places, i.targets, i.is_target, 0, len(i.spans), i.size.cost) for i in pack.items
     ]
     assert [tuple(heard.spans_of(at, 0)) for at in range(len(pack.items))] == [i.spans for i in pack.items]
     assert heard.tokens.tolist() == [pack.tokens]

@@ -3,19 +3,29 @@
 from pathlib import Path
 
 import pytest
+import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.recipes.zoo import CAPABILITIES, OMNI_PROOF, PROOF, families
+from omnizoo.config.schema import Model
+from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
+from omnizoo.training.probe import probe
 from omnizoo.verification.compare import verdict_of
 from omnizoo.verification.conditioning import decide
 from omnizoo.verification.prepare import prepare, with_family
 
 ROOT = Path(__file__).parent.parent
 ZOO = {entry.family: entry for entry in families()}
-OMNI = {"qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl_moe", "qwen3_omni_moe_thinker": "qwen3_omni"}
-# Each of these has a kind of layer of its own; the others are of the same kinds, or in tests/test_recurrence.py, and
+# Every family that reads or produces media has a small config of its own, which says what it is.
+OMNI = {
+    yaml.safe_load(path.read_text())["model"]["config"]["model_type"]: path
+    for path in sorted((ROOT / "examples/published").glob("*.yaml"))
+}
+# Each of these has a kind of layer of its own; the others are of the same kinds, or in tests/test_hybrids.py, and
 # run in `make verify-all`.
-COVERING = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_moe", "lfm2")
+COVERING_OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma3", "emu3")
+COVERING = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_moe", "lfm2", "nemotron_h")
 
 
 @pytest.mark.slow
@@ -48,18 +58,25 @@ def test_experts_that_are_not_the_last_of_a_block_are_recomputed_selectively(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param("qwen3_vl", marks=pytest.mark.long), *(family for family in OMNI if family != "qwen3_vl")]
+    "family",
+    [family if family in COVERING_OMNI else pytest.param(family, marks=pytest.mark.long) for family in OMNI],
 )
 def test_omni_family_agrees_with_one_process_on_any_layout(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    config = load_config(ROOT / f"examples/published/{OMNI[family]}.yaml", [])
+    config = load_config(OMNI[family], [])
     marks = dict.fromkeys(layout for mark, layout in CAPABILITIES.items() if ZOO[family].proof(mark))
     layouts = prepare(config, 4, ",".join(marks), "fp32", tmp_path)
-    assert [
-        verdict.reason for verdict in (verdict_of(tmp_path, layout) for layout in layouts) if not verdict.passed
-    ] == []
+    verdicts = [decide(config, layout, tmp_path, verdict_of(tmp_path, layout)) for layout in layouts]
+    assert [verdict.reason for verdict in verdicts if not verdict.passed] == []
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_is_listed_as_refused_is_refused(family: str) -> None:
+    assert family not in ZOO
+    with pytest.raises(UserError):
+        probe(Model(config={"model_type": family}))
 
 
 def test_every_mark_names_a_test_that_exists() -> None:
@@ -69,9 +86,14 @@ def test_every_mark_names_a_test_that_exists() -> None:
         assert function in globals()
 
 
+def test_families_whose_media_nothing_feeds_are_real_and_have_no_recipe_that_does() -> None:
+    assert set(NO_MEDIA) <= set(CONFIG_MAPPING_NAMES)
+    assert not {family for family in NO_MEDIA if family in ZOO and ZOO[family].is_omni}
+
+
 def test_recipes_are_short() -> None:
-    assert max(entry.lines for entry in ZOO.values() if not entry.is_omni) < 50
-    assert max(entry.lines for entry in ZOO.values() if entry.is_omni) < 80
+    assert max(entry.lines for entry in ZOO.values() if not entry.is_omni) <= 20
+    assert max(entry.lines for entry in ZOO.values() if entry.is_omni) <= 90
     assert set(OMNI) == {family for family, entry in ZOO.items() if entry.is_omni}
     assert {"llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "mistral"} <= set(ZOO)
     assert {"gpt_oss", "deepseek_v3", "glm4_moe", "olmoe", "mixtral"} <= set(ZOO)

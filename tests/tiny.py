@@ -65,6 +65,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
         "optimizer": {},
         "parallel": {},
         "checkpoint": {},
+        "evaluation": {},
         "log": {"dir": str(folder / "run"), "tensorboard": False},
     }
     for section, keys in sections.items():

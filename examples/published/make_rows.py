@@ -1,4 +1,5 @@
-"""Makes `examples/published/data`: pictures of coloured squares, tones, clips of a moving square, questions on them.
+"""Makes `examples/published/data`: pictures of coloured squares, tones, clips of a moving square (some with a tone),
+questions on them.
 
     python examples/published/make_rows.py examples/published/data
 
@@ -25,6 +26,11 @@ RATE, FPS = 8000, 8
 # Their ids are their places in this list; the models' configs have them, too.
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 SPECIAL += ["<|video_pad|>", "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"]
+# Families that spell them otherwise have tokenizers of their own.
+SPELLINGS = {
+    "tokenizer_qwen2_5_omni": "vision_bos vision_eos IMAGE VIDEO audio_bos AUDIO audio_eos",
+    "tokenizer_glm4v": "begin_of_image end_of_image image video begin_of_video end_of_video",
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -65,6 +71,24 @@ def film(folder: Path, dice: random.Random, number: int) -> tuple[str, str]:
     return name, f"a {colour} square that moves {direction}"
 
 
+def stage(folder: Path, dice: random.Random, number: int) -> tuple[str, str]:
+    """A clip with its own sound."""
+    colour, tone, frames = dice.choice(list(COLOURS)), dice.choice(list(TONES)), dice.choice([8, 16])
+    name = f"scene{number}.mp4"
+    with av.open(str(folder / name), "w") as container:
+        stream, track = container.add_stream("mpeg4", rate=FPS), container.add_stream("aac", rate=16_000)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+        for step in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(canvas(48, 64, colour, 8 + step), format="rgb24")))
+        container.mux(stream.encode())
+        wave = 0.3 * np.sin(2 * np.pi * TONES[tone] * np.arange(frames * 16_000 // FPS)[None] / 16_000)
+        heard = av.AudioFrame.from_ndarray(wave.astype(np.float32), format="fltp", layout="mono")
+        heard.sample_rate = 16_000
+        container.mux(track.encode(heard))
+        container.mux(track.encode())
+    return name, f"a {colour} square and a {tone} tone"
+
+
 def rows(made: dict[str, list[tuple[str, str]]], dice: random.Random, count: int) -> list[dict[str, Any]]:
     """Half as messages with parts, half with tags and columns; every fourth without media."""
     written = []
@@ -87,20 +111,32 @@ def rows(made: dict[str, list[tuple[str, str]]], dice: random.Random, count: int
     return written
 
 
-def write_tokenizer(folder: Path, texts: list[str]) -> None:
+def with_sound(row: dict[str, Any]) -> dict[str, Any]:
+    """The same row, whose clips are heard, too."""
+    content = row["messages"][0]["content"]
+    if isinstance(content, list):
+        content = [part | ({"use_audio_in_video": True} if part["type"] == "video" else {}) for part in content]
+        return row | {"messages": [row["messages"][0] | {"content": content}, *row["messages"][1:]]}
+    heard = [{"path": name, "use_audio_in_video": True} for name in row.get("videos", [])]
+    return row | ({"videos": heard} if heard else {})
+
+
+def write_tokenizer(
+    folder: Path, texts: list[str], special: list[str] = SPECIAL, chat_template: str = CHAT_TEMPLATE
+) -> None:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet)
     bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|endoftext|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=SPECIAL[1:],
+        extra_special_tokens=special[1:],
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
 
 
@@ -116,6 +152,12 @@ def main(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         texts += lines
     write_tokenizer(folder / "tokenizer", texts)
+    for name, marks in SPELLINGS.items():
+        write_tokenizer(folder / name, texts, [*SPECIAL[:3], *(f"<|{mark}|>" for mark in marks.split())])
+    dice = random.Random(1)
+    scenes = {**made, "video": [stage(folder, dice, number) for number in range(6)]}
+    lines = [json.dumps(with_sound(row) if dice.random() < 0.75 else row) for row in rows(scenes, dice, 120)]
+    (folder / "scenes.jsonl").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from omnizoo.data.fingerprint import content_of
 from omnizoo.data.loader import Loader, Reader, build_loader, build_reader, held_out_config
 from omnizoo.data.rows import RowSource
 from omnizoo.models.build import build_model, check_vocabulary, given_model, load_tokenizer, tensors_of
+from omnizoo.models.hf_private import most_positions
 from omnizoo.parallel.agree import rank_apart
 from omnizoo.parallel.mesh import Mesh
 
@@ -27,7 +28,7 @@ class Assembly:
     @cached_property
     def media(self) -> dict[str, Any]:
         """What the model reads besides text. Ask for it, or for what reads rows, before the model is sharded."""
-        return read_modalities(self.model, self.config.model)
+        return read_modalities(self.model, self.config.model) | {"most_positions": most_positions(self.model)}
 
     def reader(self, sources: Sequence[RowSource] | None = None) -> Reader:
         """Reads the rows of the config, or of other `sources`."""

@@ -1,6 +1,7 @@
-"""Which parameters a group of `optimizer.groups` means: glob patterns over names, the first group that matches."""
+"""Which parameters patterns of the config mean: those of `optimizer.groups`, of which the first that matches decides,
+and those of `model.freeze`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import ParameterGroup
+from omnizoo.models.adapter import matches
 
 
 class Groups:
@@ -37,6 +39,49 @@ class Groups:
 
     def of(self, name: str) -> ParameterGroup | None:
         return self._group.get(name)
+
+
+def frozen(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Parameters that `model.freeze` names, themselves or by a module that they are in; a tied one goes by each of its
+    names."""
+    found: set[str] = set()
+    for i, pattern in enumerate(patterns):
+        own = _named(model, pattern)
+        if not own:
+            names = list(dict.fromkeys(place for name, _ in _parameters(model) for place in _places(name)))
+            close = get_close_matches(pattern[:200], names, n=3, cutoff=0)
+            raise UserError(
+                f"model.freeze.{i}: {repr(pattern)[:80]} is no module or parameter; the nearest names are "
+                f"{', '.join(close)}"
+            )
+        found |= own
+    return found
+
+
+def _named(model: nn.Module, pattern: str) -> set[str]:
+    """First names of the parameters that a pattern matches."""
+    first: dict[nn.Parameter, str] = {}
+    found = set()
+    for name, parameter in _parameters(model):
+        first.setdefault(parameter, name)
+        if any(matches(place, pattern) for place in _places(name)):
+            found.add(first[parameter])
+    return found
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)
+
+
+def _places(name: str) -> list[str]:
+    """A parameter, and the modules it is in."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def still_frozen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Those of `model.freeze` that mean something in `model`, which is a smaller one than they were written for."""
+    return [pattern for pattern in patterns if _named(model, pattern)]
 
 
 def matching(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:

@@ -3,6 +3,7 @@
 The order is fixed: experts, recompute, shard, then memory and weights. Nothing of the model's own code is changed.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,20 +17,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.adapters import begin_adapter, load_published
+from omnizoo.assembly.drawing import build_drawn
 from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.quantised_base import load_held, plain_names, quantised
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.modalities.frozen import Frozen
+from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.adapter import attached
-from omnizoo.models.build import build_model, given_model, tensors_of
-from omnizoo.models.experts import set_dispatch, use_dispatched
+from omnizoo.models.build import given_model, tensors_of
+from omnizoo.models.experts import expert_modules, set_dispatch, use_dispatched
 from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.quantised_layers import quantise_base
-from omnizoo.models.weights import weight_origins
+from omnizoo.models.vocabulary import with_published_rows
+from omnizoo.models.weights import grown_rows, weight_origins
 from omnizoo.ops.device import is_host, total_memory
 from omnizoo.ops.precision import exact
 from omnizoo.ops.torch_private import Recomputation, both
@@ -39,6 +42,8 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import Units, allocate, fill, precision_policy, prefetch, sent_by_first, shard
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
+
+log = logging.getLogger(__name__)
 
 KEPT_OF_MEMORY = 16  # weights that take less than 1 / this of the memory stay gathered between forward and backward
 
@@ -64,9 +69,13 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     if experts:
         assert isinstance(model, PreTrainedModel)
         use_dispatched(language_model(model))
+        for part in media.followers.values():
+            for module in model.get_submodule(part).modules():
+                if isinstance(module, PreTrainedModel) and expert_modules(module):
+                    use_dispatched(module)
     recomputation = Recomputation()
     for module in experts if mesh.layout.ep > 1 else ():
-        set_dispatch(module, Dispatch(mesh.group("ep"), facts.num_experts, recomputation))
+        set_dispatch(module, Dispatch(mesh.group("ep"), count_of(module), recomputation))
     for name, block in zip(facts.blocks, blocks, strict=True):
         recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, recomputation)
     policy = precision_policy(parallel.precision)
@@ -76,11 +85,12 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     for unit in inside:
         gather_aside(unit, recomputation)
     # Frozen tokenisers compute codes, which must not depend on the run's precision; they are small, too.
-    whole = [p for module in model.modules() if isinstance(module, Frozen) for p in module.parameters()]
+    whole = [p for module in tokenisers(model).values() for p in module.parameters()]
     embedding, head = ends_of(model)
     if parallel.precision == "bf16":
         whole += kept_in_fp32(model).values()
-    shard(model, Units(blocks, embedding, head, whole), mesh, reshard, policy)
+    idle = [model.get_submodule(name) for name in media.idle]
+    shard(model, Units(blocks, embedding, head, whole, idle), mesh, reshard, policy)
     if mesh.layout.ep > 1:
         for chain in chains(facts.blocks):
             units = [[block, *(m for m in block.modules() if m in inside)] for block in map(model.get_submodule, chain)]
@@ -90,6 +100,10 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     buffers = {name for name, _ in model.named_buffers()}
     wanted = buffers - set(model.state_dict())
     adapter = attached(model)
+    grown = grown_rows(model, origins, config.model) if load else {}
+    for name, known in grown.items():
+        rows = model.get_parameter(name).shape[0]
+        log.info("%s has %d rows: %d published ones, and new ones for tokens without one", name, rows, known.rows)
     if load:
         wanted = buffers | plain_names(model)
         wanted = load_held(model, partial(load_published, model, origins, config.model, mesh.device, wanted))
@@ -103,8 +117,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
         fill(model, quantised(model, sent))
         wanted &= adapter.started if adapter else set()
     for precision, names in (("fp32", wanted - computed), ("fp64", computed)):
-        drawn = initial_weights(partial(build_model, config.model, precision), config.train.seed, names)
-        fill(model, quantised(model, drawn))
+        drawn = initial_weights(partial(build_drawn, config.model, precision), config.train.seed, names)
+        fill(model, quantised(model, with_published_rows(drawn, grown)))
     if adapter is not None and load:
         begin_adapter(model, adapter)
     media.attach(config.model)
@@ -146,8 +160,13 @@ def check(facts: Facts, layout: Layout, model: nn.Module) -> None:
     if layout.ep > 1 and not facts.experts and is_trained:
         has = "does not compute its experts through transformers' interface" if facts.num_experts else "has no experts"
         raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {has}; set parallel.ep: 1")
-    if facts.experts:
-        check_experts(layout, facts.num_experts)
+    for count in sorted({count_of(model.get_submodule(name)) for name in facts.experts}):
+        check_experts(layout, count)
+
+
+def count_of(experts: Any) -> int:
+    """How many a layer has; other parts of a model may have other numbers."""
+    return int(experts.num_experts)
 
 
 def reshards(model: nn.Module, config: Config, memory: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnizoo.assembly.groups import Groups
+from omnizoo.assembly.groups import Groups, frozen
 from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model, ParameterGroup, Part, Projector
@@ -35,6 +35,7 @@ class Treatments:
 
     def __init__(self, model: nn.Module, spec: Model, groups: Sequence[ParameterGroup] = ()) -> None:
         self.groups = Groups(model, groups)
+        self.frozen = frozen(model, spec.freeze)
         self.by_prefix: dict[str, Treatment] = {"": Treatment()}
         self.media = media_model(model)
         if spec.foundation is not None:
@@ -45,8 +46,12 @@ class Treatments:
                 self._add(tower, modality.encoder, f"model.modalities.{name}.encoder")
             for projector in projectors if modality.projector or modality.encoder else ():
                 self._add(projector, modality.projector or Projector(), f"model.modalities.{name}.projector")
-            if modality.decoder and name in self.media.producers:
-                self._add(self.media.producers[name], modality.decoder, f"model.modalities.{name}.decoder")
+            for producer in self.media.producers.get(name, ()):
+                if modality.decoder:
+                    self._add(producer, modality.decoder, f"model.modalities.{name}.decoder")
+            if modality.decoder and (follower := self.media.followers.get(name)):
+                self._add(follower, modality.decoder, f"model.modalities.{name}.decoder")
+        self.by_prefix |= dict.fromkeys(self.media.idle, Treatment(freeze=True))
 
     def _add(self, prefix: str, part: Part | Projector, key: str) -> None:
         if isinstance(part, Part) and part.dtype == "bf16" and not part.freeze:
@@ -80,14 +85,20 @@ class Treatments:
     def freeze(self, model: nn.Module) -> None:
         adapter = attached(model)
         for name, parameter in model.named_parameters():
-            group = self.groups.of(name)
+            if adapter is not None and name in adapter.trained and name in self.frozen:
+                raise UserError(
+                    f"model.freeze: {name} is part of model.adapter, which keeps all else frozen as it is; leave it out"
+                )
             if adapter is not None and name in adapter.trained and self.of(name).freeze:
                 raise UserError(
                     f"model.adapter: {name} is in a part with freeze: true; an adapter keeps all else frozen, so leave "
                     "freeze out there, or exclude the part"
                 )
-            frozen = self.of(name).freeze or (group is not None and group.freeze)
-            parameter.requires_grad_(not frozen and parameter.requires_grad)
+            parameter.requires_grad_(not self.is_frozen(name) and parameter.requires_grad)
+
+    def is_frozen(self, name: str) -> bool:
+        group = self.groups.of(name)
+        return self.of(name).freeze or name in self.frozen or (group is not None and group.freeze)
 
     def apply(self, model: nn.Module) -> None:
         """Freeze, and set the precision of weights: before the model is sharded.
@@ -101,7 +112,7 @@ class Treatments:
             if treatment.dtype is not None:
                 parameter.data = parameter.data.to(treatment.dtype)
         if is_trained and not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError("model: every parameter is frozen, so there is nothing to train; set one `freeze` to false")
+            raise UserError("model: every parameter is frozen, so there is nothing to train; freeze less")
 
 
 def saved_bytes(model: nn.Module, config: Config) -> int:
@@ -127,7 +138,7 @@ def _bytes(
             continue
         treatment, group = treatments.of(name), treatments.groups.of(name)
         copies = 1.0
-        if parameter.requires_grad and not treatment.freeze and not (group is not None and group.freeze):
+        if parameter.requires_grad and not treatments.is_frozen(name):
             kind = (group and group.kind) or run.kind
             copies += gradients + state.get(kind, 0) + (run.ema is not None)
         total += parameter.numel() * (treatment.dtype or parameter.dtype).itemsize * copies

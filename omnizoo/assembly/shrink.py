@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from omnizoo.config.schema import Model
 from omnizoo.models.build import is_own_module, read_model_config, tokenizer_folder
-from omnizoo.models.config_fields import unknown_fields
+from omnizoo.models.config_fields import read_field, unknown_fields
 from omnizoo.recipes.base import EXPERTS, VISITED, Recipe, own_recipe, recipe_of
 
 HEADS, HEAD_DIM, WINDOW = 8, 16, 16
@@ -55,7 +55,6 @@ TEXT = {
     "linear_num_value_heads": 8,
     "linear_head_dim": 8,
     "linear_num_heads": 8,
-    "attention_chunk_size": WINDOW,
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "window_size": WINDOW,
@@ -109,7 +108,7 @@ def shrink_model(model: Model, how: Shrinking) -> Model:
         return model
     own = own_recipe(model)
     tokenizer = model.tokenizer or tokenizer_folder(model)
-    small: dict[str, Any] = {"path": None, "given": None, "tokenizer": tokenizer}
+    small: dict[str, Any] = {"path": None, "given": None, "tokenizer": tokenizer, "resize_vocabulary": False}
     if model.foundation is None:
         return model.model_copy(
             update=small | {"part": None, "config": shrink_config(read_model_config(model), how, own)}
@@ -141,12 +140,12 @@ def shrink_config(published: PretrainedConfig, how: Shrinking, recipe: Recipe | 
     text = published.get_text_config()
     if text is not published:  # a family of several models: each by itself, then what its recipe says of the whole
         parts = {
-            name: shrink_config(part, how) if type(part) is type(text) else shrink_tower(part.to_dict(), how)
+            name: shrink_config(part, how) if _has_text(part, text) else shrink_tower(part.to_dict(), how)
             for name in published.sub_configs
             if isinstance(part := getattr(published, name, None), PretrainedConfig)
         }
-        width = parts[next(name for name in parts if parts[name]["model_type"] == text.model_type)]["hidden_size"]
-        for part in parts.values():  # what encoders give out is what the text takes in
+        width = next((part["hidden_size"] for part in parts.values() if part["model_type"] == text.model_type), None)
+        for part in parts.values() if width else ():  # what encoders give out is what the text takes in
             part |= {key: width for key in ("out_hidden_size", "output_dim") if key in part}
         return _merged(_kept(fields) | parts, recipe.shrink) | {"model_type": family}
     fields = _kept(fields) if how.random else _without_random(_kept(fields))
@@ -170,11 +169,16 @@ def shrink_config(published: PretrainedConfig, how: Shrinking, recipe: Recipe | 
     return fields | small | (dict(recipe.shrink) if how.widths else {}) | {"model_type": family}
 
 
+def _has_text(part: PretrainedConfig, text: PretrainedConfig) -> bool:
+    """Is it the config of a language model, or of several models with one among them?"""
+    return type(part) is type(text) or part.get_text_config() is not part
+
+
 def _small_widths(published: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
     own = published.attribute_map
-    heads = min(HEADS, _number(getattr(published, "num_attention_heads", None)) or HEADS)
-    whole = _number(getattr(published, "num_attention_heads", None)) or heads
-    kv_heads = _number(getattr(published, "num_key_value_heads", None)) or whole
+    heads = min(HEADS, _number(read_field(published, "num_attention_heads")) or HEADS)
+    whole = _number(read_field(published, "num_attention_heads")) or heads
+    kv_heads = _number(read_field(published, "num_key_value_heads")) or whole
     few = max(1, kv_heads * heads // whole)
     small: dict[str, Any] = {
         "num_attention_heads": heads,
@@ -249,6 +253,8 @@ def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
             small[key] = vocabulary - 1 if isinstance(value, int) else [vocabulary - 1]
         elif key.startswith("vocab_size") and isinstance(value, int):
             small[key] = vocabulary
+        elif key == "vocabulary_map" and isinstance(value, Mapping):
+            small[key] = {name: min(id, vocabulary - 1) for name, id in value.items()}
     return small
 
 

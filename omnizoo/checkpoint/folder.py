@@ -30,7 +30,7 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """Which checkpoint of a run had the lowest `metric`."""
+    """Which checkpoint of a run had the best `metric`."""
 
     run: str
     metric: str

@@ -17,8 +17,11 @@ from omnizoo.checkpoint.start import Origin
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import save_config
 from omnizoo.config.schema import Config
+from omnizoo.modalities.processor_files import processor_files
 from omnizoo.models.base_identity import check_base_identity
+from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.omni import save_model_config
+from omnizoo.models.published_files import write_processor
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
 
@@ -62,9 +65,13 @@ def save(
             save_config(config, partial / "config.yaml")
             if isinstance(model, PreTrainedModel):
                 save_model_config(model, partial / "model")
+                write_processor(model, partial / "model", bool(getattr(tokenizer, "chat_template", None)))
                 if getattr(model, "generation_config", None) is not None:
                     model.generation_config.save_pretrained(partial / "model")
             tokenizer.save_pretrained(partial / "model")
+            for file in processor_files(tokenizer_folder(config.model)):  # of a model that has none of its own
+                if not (partial / "model" / file.name).exists():
+                    shutil.copyfile(file, partial / "model" / file.name)
             written = {f"tensors/{name}": file for files in shards for name, file in files.items()}
             folder.commit(partial, final, step, state["run"], written)
 
@@ -79,16 +86,19 @@ def save(
     return final
 
 
-def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer, base: str | None = None) -> dict[str, Any]:
+def load(
+    origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
+) -> dict[str, Any]:
     """Fill model and optimizer from where the run starts, whatever layout wrote it; returns what `save` was given as
     `state`. Empty for a run that begins: then the optimizer is new, and the model gets weights or nothing.
 
-    `base` is the hash of the base of an adapter: the checkpoint must be of the same.
+    Without an `optimizer` it is the weights alone. `base` is the hash of the base of an adapter: the checkpoint must be
+    of the same.
     """
     if origin.checkpoint is None:
         return {}
     named = tensors.model_tensors(model)
-    if not origin.weights_only:
+    if not origin.weights_only and optimizer is not None:
         named |= tensors.optimizer_tensors(model, optimizer)
     try:
         tensors.read(named, origin.checkpoint / "tensors")
@@ -98,7 +108,8 @@ def load(origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer, bas
     if base is not None:
         check_base_identity(state.get("adapter", {}).get("base"), base, f"checkpoint {origin.checkpoint}")
     if origin.weights_only:
-        tensors.begin_average(optimizer)
+        if optimizer is not None:
+            tensors.begin_average(optimizer)
         return {}
     return state
 

@@ -21,18 +21,38 @@ def stream_weights(model: nn.Module, keys: PublishedKeys, dtype: torch.dtype | N
 
     All ranks must go through all of it; those where it is not `is_kept` get nothing. `dtype` None: as they are held.
     """
-    found, persistent = attached(model), set(model.state_dict())
-    parameters = {name for name, _ in model.named_parameters()}
-    tensors = {name: tensor for name, tensor in tensors_of(model) if name in parameters | persistent}
-    own = [name for name in tensors if found is None or name not in found.started]
-    for group in keys.groups(own):
-        weights = {}
-        for name in group:
-            weight = whole_of(tensors[name])
-            merged = weight if found is None else _merged(model, found, name, weight, tensors)
-            weights[name] = merged.to(dtype or weight.dtype)
+    tensors = _held(model)
+    for group in keys.groups(_own(model, tensors)):
+        weights = {name: _whole(model, name, tensors) for name in group}
+        weights = {name: weight.to(dtype or tensors[name].dtype) for name, weight in weights.items()}
         if is_kept:
             yield from ((name, tensor.contiguous()) for name, tensor in keys.convert(model, weights).items())
+
+
+def stream_own(model: nn.Module, is_kept: bool) -> Named:
+    """The same by the model's own names, as they are held."""
+    tensors = _held(model)
+    for name in _own(model, tensors):
+        weight = _whole(model, name, tensors)
+        if is_kept:
+            yield name, weight
+
+
+def _held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of all that belongs to the weights."""
+    kept = {name for name, _ in model.named_parameters()} | set(model.state_dict())
+    return {name: tensor for name, tensor in tensors_of(model) if name in kept}
+
+
+def _own(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """All but the factors of an adapter."""
+    found = attached(model)
+    return [name for name in tensors if found is None or name not in found.started]
+
+
+def _whole(model: nn.Module, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    found, weight = attached(model), whole_of(tensors[name])
+    return weight if found is None else _merged(model, found, name, weight, tensors)
 
 
 def stream_adapter(model: nn.Module, dtype: torch.dtype | None, is_kept: bool) -> Named:

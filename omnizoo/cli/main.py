@@ -14,7 +14,7 @@ from typing import NoReturn
 from omnizoo.config.errors import TrainingError, UserError, is_out_of_memory
 
 LONGEST_PATH = 4096
-TAKE_OVERRIDES = ("train", "plan", "verify", "data")  # commands with `--section.key value`
+TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch")  # commands with `--section.key value`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report_error(str(error))
         return 2 if isinstance(error, UserError) else 1
+    except ImportError as error:
+        from omnizoo.cli.stderr import report_error
+        from omnizoo.config.versions import explain_import
+
+        if (line := explain_import(error)) is None:
+            raise
+        report_error(line)
+        return 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -68,12 +76,33 @@ def parse(argv: list[str]) -> argparse.Namespace:
     train.add_argument("--nproc", metavar="N", type=int)
     train.set_defaults(run=_train)
 
+    evaluate = commands.add_parser("eval", help="losses, metrics and answers on held-out data", allow_abbrev=False)
+    evaluate.add_argument("config", metavar="CONFIG|RUN", type=path_argument, help="a YAML file, or a run folder")
+    evaluate.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        type=path_argument,
+        help="a checkpoint or a run (default: the newest of the run; without one, the initial weights)",
+    )
+    evaluate.add_argument("--best", action="store_true", help="the best checkpoint of the run (`checkpoint.best`)")
+    evaluate.add_argument(
+        "--out", metavar="DIR", type=path_argument, help="where files go (default: eval/step_N in the run folder)"
+    )
+    evaluate.add_argument("--nproc", metavar="N", type=int, help="processes to start on this machine")
+    evaluate.set_defaults(run=_eval)
+    allow_code(evaluate)
+
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", allow_abbrev=False)
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint folder of a run")
     export.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema)")
     export.add_argument("--best", action="store_true", help="of a run folder: the best checkpoint (`checkpoint.best`)")
     export.add_argument("--merge", action="store_true", help="of a run with an adapter: the whole model, merged")
+    export.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="precision of the weights (default: that of the model it was trained from, or of the run)",
+    )
     export.set_defaults(run=_export)
     allow_code(export)
 
@@ -81,20 +110,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "generate", help="what a model answers: text, and whatever it produces", allow_abbrev=False
     )
     generate.add_argument(
-        "model", metavar="MODEL_DIR", type=path_argument, help="Hugging Face folder, as `export` writes it"
+        "model",
+        metavar="MODEL_DIR",
+        type=path_argument,
+        help="Hugging Face folder, as `export` writes it; or a run or checkpoint, which is exported for this",
     )
     generate.add_argument(
-        "--messages", metavar="FILE", type=path_argument, help="JSON: a list of messages, media included"
+        "--messages",
+        metavar="FILE",
+        type=path_argument,
+        help="JSON: a list of messages, media included; JSONL: many rows with `messages`",
     )
-    generate.add_argument("--prompt", metavar="TEXT", help="one message of the user")
     generate.add_argument(
-        "--out", metavar="DIR", type=path_argument, default=Path("generated"), help="where produced items go"
+        "--prompt", metavar="TEXT", action="append", default=[], help="one message of the user; may be repeated"
+    )
+    generate.add_argument(
+        "--out",
+        metavar="DIR|FILE.jsonl",
+        type=path_argument,
+        default=Path("generated"),
+        help="where produced items go; or a JSONL file for all answers, and items beside it",
     )
     generate.add_argument("--max-tokens", metavar="N", type=int, default=256, help="most tokens of text (default: 256)")
     generate.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0: always the likeliest")
     generate.add_argument("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest only; 0: all")
     generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest P of the mass")
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same output")
+    generate.add_argument("--speaker", metavar="NAME", help="whose voice it is, of a model that speaks")
+    generate.add_argument("--no-speech", action="store_true", help="text only, of a model that speaks")
     generate.set_defaults(run=_generate)
     allow_code(generate)
 
@@ -152,6 +195,46 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     data.set_defaults(run=_data)
 
+    launch = commands.add_parser(
+        "launch", help="print the job file of a cluster's scheduler for a config", allow_abbrev=False
+    )
+    launch.add_argument("config", metavar="CONFIG")
+    kind = launch.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--slurm", dest="kind", action="store_const", const="slurm", help="for sbatch")
+    kind.add_argument("--kubernetes", dest="kind", action="store_const", const="kubernetes", help="for kubectl apply")
+    launch.add_argument("--nodes", metavar="N", type=int, default=1, help="machines (default: 1)")
+    launch.add_argument("--nproc", metavar="N", type=int, default=8, help="processes on each, one a GPU (default: 8)")
+    launch.add_argument("--cpus", metavar="N", type=int, default=8, help="cores of each process (default: 8)")
+    launch.add_argument("--no-gpus", dest="gpus", action="store_false", help="nodes without accelerators")
+    launch.add_argument("--time", metavar="H:M:S", default="24:00:00", help="Slurm: time limit (default: 24:00:00)")
+    launch.add_argument("--partition", metavar="NAME", help="Slurm: partition")
+    launch.add_argument("--account", metavar="NAME", help="Slurm: account")
+    launch.add_argument(
+        "--image",
+        metavar="NAME",
+        default="REGISTRY/omnizoo:latest",
+        help="Kubernetes: name of a container that has omnizoo",
+    )
+    launch.set_defaults(run=_launch)
+
+    new = commands.add_parser(
+        "new", help="write a first config for a model and data; or a modality of one's own", allow_abbrev=False
+    )
+    new.add_argument("what", metavar="MODEL_FOLDER", help="Hugging Face folder; or the word `modality`")
+    new.add_argument("of", metavar="DATA", help="file or folder of rows; after `modality`: its name")
+    new.add_argument("--nproc", metavar="N", type=int, help="processes that will train here (default: one a device)")
+    new.add_argument(
+        "--out", metavar="PATH", type=path_argument, help="default: first.yaml; of a modality: this folder"
+    )
+    new.set_defaults(run=_new)
+
+    report = commands.add_parser("report", help="draw the report of a run anew, or compare runs", allow_abbrev=False)
+    report.add_argument("runs", metavar="RUN", nargs="+", type=path_argument, help="run folder (`log.dir`)")
+    report.add_argument(
+        "--out", metavar="FILE", type=path_argument, help="default: RUN/report.html; of several runs: comparison.html"
+    )
+    report.set_defaults(run=_report)
+
     recipes = commands.add_parser(
         "recipes", help="the model families with a recipe, and what is tested", allow_abbrev=False
     )
@@ -204,7 +287,10 @@ def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
     flags = {flag: flag for flag in parser._option_string_actions}
     if parser.prog.split()[-1] in TAKE_OVERRIDES:
         from omnizoo.config import reference
+        from omnizoo.config.other_tools import here
 
+        if (said := here(argument.partition("=")[0].removeprefix("--"))) is not None:
+            return said
         keys = sorted((key.key for key in reference.keys()), key=lambda key: key.count("."))  # noqa: SIM118 - no dict
         flags |= {f"--{key.rpartition('.')[2]}": f"--{key}" for key in reversed(keys)}
     close = get_close_matches(argument.partition("=")[0].replace("-", "_").replace("__", "--", 1), flags, n=1)
@@ -215,6 +301,13 @@ def _train(args: argparse.Namespace) -> int:
     from omnizoo.cli.train import train
 
     return train(args.config, args.overrides, args.nproc)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from omnizoo.cli.evaluate import evaluate
+
+    given = (args.checkpoint, args.best, args.out, args.nproc, args.allow_code, args.trust_remote_code)
+    return evaluate(args.config, args.overrides, *given)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -237,6 +330,32 @@ def _data(args: argparse.Namespace) -> int:
     return inspect(args.config, args.overrides, args.samples, args.out)
 
 
+def _launch(args: argparse.Namespace) -> int:
+    from omnizoo.cli.job_script import Job, job_script
+
+    wanted = (args.nodes, args.nproc, args.cpus, args.gpus, args.time, args.partition, args.account, args.image)
+    print(job_script(args.kind, args.config, args.overrides, Job(*wanted)), end="")
+    return 0
+
+
+def _new(args: argparse.Namespace) -> int:
+    if args.what == "modality":
+        from omnizoo.cli.skeleton import new_modality
+
+        for path in new_modality(args.of, args.out or Path()):
+            print(f"written: {path}")
+        return 0
+    from omnizoo.cli.first_config import new_config
+
+    return new_config(args.what, args.of, args.nproc, args.out or Path("first.yaml"))
+
+
+def _report(args: argparse.Namespace) -> int:
+    from omnizoo.cli.report_runs import report
+
+    return report(args.runs, args.out)
+
+
 def _recipes(args: argparse.Namespace) -> int:
     from omnizoo.cli.recipes import recipes
 
@@ -244,20 +363,26 @@ def _recipes(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    import torch
+
     from omnizoo.assembly.adapters import base_weights
     from omnizoo.checkpoint.export import export
 
     base = base_weights if args.merge else None
-    export(args.checkpoint, args.out, None, args.ema, args.allow_code, args.trust_remote_code, args.best, base)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[args.dtype]
+    code = (args.allow_code, args.trust_remote_code)
+    for line in export(args.checkpoint, args.out, dtype, args.ema, *code, args.best, base).lines():
+        print(line)
     return 0
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from omnizoo.cli.generate import generate
+    from omnizoo.cli.generate import Drawing, generate
 
-    sampling = (args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    drawing = Drawing(args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     code = (args.allow_code, args.trust_remote_code)
-    return generate(args.model, args.messages, args.prompt, args.out, *sampling, *code)
+    spoken = (args.speaker, args.no_speech)
+    return generate(args.model, args.messages, args.prompt, args.out, drawing, *code, *spoken)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from omnizoo.recipes.zoo import CAPABILITIES, OMNI_PROOF, PROOF, families
+from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
 
 
 def recipes() -> int:
@@ -20,4 +20,9 @@ def recipes() -> int:
     console.print(f"Every mark is a test at 4 ranks ({layouts}):", markup=False)
     console.print(f"{PROOF}[family], of omni models {OMNI_PROOF}[family].", markup=False, soft_wrap=True)
     console.print("A family without a recipe gets one that infers everything; `omnizoo verify` proves it for a config.")
+    for title, reasons in {"refused, because": REFUSED, "media not fed, because": NO_MEDIA}.items():
+        listed = Table("family", "reason", title=title, title_justify="left")
+        for family, reason in sorted(reasons.items()):
+            listed.add_row(family, reason)
+        console.print(listed)
     return 0

@@ -10,7 +10,8 @@ from omnizoo.cli.launch import LAUNCHER_FD, launch, watch_launcher
 from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
-from omnizoo.parallel.layout import micro_batches, place_in_world, plan_layout
+from omnizoo.parallel.layout import micro_batches, plan_layout
+from omnizoo.parallel.rendezvous import place_in_world, tasks_without_srun
 
 MOST_RANKS = 1024  # on one machine
 USAGE = """\
@@ -34,6 +35,11 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
         raise UserError(
             f"--nproc {nproc}: torchrun or Slurm has started this process as one of {started} already; "
             "leave --nproc out (or unset RANK, WORLD_SIZE and SLURM_NTASKS)"
+        )
+    if nproc is None and (tasks := tasks_without_srun()):
+        raise UserError(
+            f"this is the batch script of a Slurm job of {tasks} tasks: `srun omnizoo train ...` starts all of them "
+            "(--nproc N would start N processes on this node)"
         )
     world = started or nproc or 1
     micro_batches(plan_layout(config.parallel, world), config.train.global_batch, config.train.micro_batch)

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
+from omnizoo.config.other_tools import here
 from omnizoo.config.schema import LONGEST_TEXT, Config, Given
 
 logger = logging.getLogger(__name__)
@@ -493,6 +494,8 @@ def _suggest(key: str) -> str:
     known, above = reference.schema_key(key), reference.schema_key(parent)
     if known in TYPES:
         return f"in a file, keys are nested: `{parent}:` and below it `{name}: ...`"
+    if (said := here(name)) is not None and parent in ("", *reference.sections()):
+        return said
     names = {key: key.rpartition(".")[2] for key in sorted(TYPES, key=lambda key: key.count("."))}
     if siblings := {full: last for full, last in names.items() if full.rpartition(".")[0] == above}:
         plain = {full: last for full, last in names.items() if not re.search(r"\.(N|NAME)\.", full)}

@@ -4,10 +4,21 @@ A run is a function of this config without `parallel` (and without `log`): the l
 `docs/configuration.md` and `omnizoo train --help` are generated from these fields.
 """
 
+import math
+import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from omnizoo.config.doors import check_name, check_own_name
 from omnizoo.config.loss_kinds import LOSSES, OF_ROUTERS, PAIRWISE, PREFERENCES, default_name
@@ -15,6 +26,7 @@ from omnizoo.config.optimizers import OPTIMIZERS, check_optimizer_options
 from omnizoo.config.options import check_options
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
+METRICS = ("accuracy", "exact_match")
 
 FEWEST_LANES, MOST_FITTING_LANES = 8, 64  # each holds `data.look_ahead` samples from the start
 LONGEST_TEXT = 4096  # no path is longer
@@ -24,6 +36,19 @@ Weight = Annotated[float, Field(ge=0, le=1e6)]  # of a loss
 Count = Annotated[int, Field(ge=1, le=2**20)]  # of ranks, or of packs in a step
 Decay = Annotated[float, Field(ge=0, le=1000)]  # of weights
 Steps = Annotated[int, Field(ge=0, le=10**12)]
+# How prompts, answers, texts and media are written in rows: data/formats.py has a rule for each.
+RowFormat = Literal[
+    "messages",
+    "text",
+    "preference",
+    "alpaca",
+    "prompt_completion",
+    "query_response",
+    "caption",
+    "from_caption",
+    "document",
+]
+ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +207,17 @@ class Model(Section):
     part: Text | None = Field(
         None, description="of a published model of several, the one to train: its key in config.json"
     )
+    freeze: list[Text] = Field(
+        [],
+        description="what is not trained: names or ends of names of modules and parameters (`embed_tokens`), or glob "
+        "patterns over full names (`model.layers.[0-3].*`)",
+    )
     tokenizer: Object = Field(None, description="folder of the HF tokenizer; default: the model's own folder")
+    resize_vocabulary: bool | None = Field(
+        None,
+        description="give embedding and head rows for tokens that have none: published rows stay, new ones are drawn "
+        "from `train.seed` (docs/checkpoints.md); default: of composed models, for the marks of their modalities",
+    )
     attention: Text = Field(
         "auto",
         description="`auto`: the fastest exact packed kernel for the device; or a transformers implementation by name",
@@ -222,6 +257,11 @@ class Model(Section):
             self._is_composed(self.foundation)
         if self.given is not None and (self.module is not None or self.part is not None):
             raise ValueError("model.given is a whole model: it has no model.module and no model.part")
+        if self.resize_vocabulary and (self.given is not None or self.module is not None):
+            raise ValueError(
+                "model.resize_vocabulary: a model of your own has the vocabulary that you made it with; resize it "
+                "there, and leave the key out"
+            )
         if self.module is not None:
             if not isinstance(self.config, dict) or ":" not in self.module:
                 raise ValueError(
@@ -250,12 +290,29 @@ class Model(Section):
 
 class Source(Section):
     path: Text | None = Field(
-        None, description="JSONL, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder"
+        None,
+        description="JSONL, CSV, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder; or an "
+        "address that fsspec reads: `hf://datasets/...`, `s3://...` (copied to `data.cache_dir`)",
     )
     weight: Annotated[float, Field(gt=0, le=1e12)] = Field(
         1.0, description="share of samples, relative to the other sources"
     )
     split: Text = Field("train", description="split to read when the path is a `datasets` folder")
+    take: Text | None = Field(
+        None,
+        description="a part of its rows: `every 50th`, or the others, `all but every 50th`: so one file is trained on "
+        "and, in `data.eval_sources`, held out",
+    )
+    format: RowFormat | None = Field(
+        None, description="how its rows are written, where that cannot be told from their fields (docs/data.md)"
+    )
+    columns: dict[Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)], Text] = Field(
+        {}, description="fields under another name, as `{name here: name in the rows}`: `{text: body}`"
+    )
+    json_columns: list[Text] | None = Field(
+        None,
+        description="fields whose text is JSON; default: `messages`, `conversations`, `history`, `tools` and media",
+    )
     media_dir: Text | None = Field(
         None,
         description="folder that relative paths of media in its rows start from; default: that of the data file, or of "
@@ -289,6 +346,12 @@ class Source(Section):
             raise ValueError(f"{what} rows; expected a file or folder as path, or `package.module:callable` as rows")
         if self.options and self.rows is None:
             raise ValueError("options are arguments of the callable in rows, which is not set")
+        if self.take is not None and not re.fullmatch("(all but )?every [1-9][0-9]{0,8}(st|nd|rd|th)", self.take):
+            raise ValueError(f"take is {self.take!r}; expected `every 50th` or `all but every 50th`, of any number")
+        if self.take is not None and re.search(" 1[a-z]+$", self.take):
+            raise ValueError(f"take is {self.take!r}: all rows, or none; expected a number from 2 on")
+        if twice := [name for name in self.columns.values() if list(self.columns.values()).count(name) > 1]:
+            raise ValueError(f"columns reads {twice[0]!r} under two names; a field has one")
         return self
 
 
@@ -302,8 +365,13 @@ class Data(Section):
         "Not set: what fits `train.global_batch` (docs/data.md)",
     )
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] = Field(256, description="samples a lane looks at to fill a pack")
-    overlong: Literal["split", "drop"] = Field(
-        "split", description="samples longer than a pack: cut into pieces, or left out; counted either way"
+    overlong: Literal["truncate", "drop", "split"] | None = Field(
+        None,
+        description="samples longer than a pack: cut off at its end (media stay whole), left out, or cut into pieces; "
+        "counted either way. Default: `split` for plain text, `truncate` for chats and whatever has a prompt",
+    )
+    min_targets: Annotated[int, Field(ge=0, le=2**30)] = Field(
+        0, description="samples with fewer tokens that the loss is on are left out, and counted"
     )
     shuffle: bool = Field(True, description="new order each epoch, drawn from `train.seed`")
     shuffle_rows: Annotated[int, Field(ge=1, le=10**12)] = Field(
@@ -320,6 +388,9 @@ class Data(Section):
     )
     media_outside: bool = Field(
         False, description="allow rows to name media files outside of their source's folder (`media_dir`)"
+    )
+    cache_dir: Text | None = Field(
+        None, description="folder for files of sources that are elsewhere (`hf://...`); default: `~/.cache/omnizoo`"
     )
     workers: Annotated[int, Field(ge=0, le=256)] | None = Field(
         None,
@@ -373,12 +444,15 @@ class Parallel(Section):
 
 
 class EarlyStop(Section):
-    metric: Text = Field("eval/loss", description="which metric of evaluations; lower is better")
+    metric: Text = Field(
+        "eval/loss",
+        description="which metric of evaluations; lower is better, unless `evaluation.metrics` say otherwise",
+    )
     patience: Annotated[int, Field(ge=1, le=10**12)] = Field(
         3, description="evaluations in a row without a better one, after which the run ends"
     )
     min_delta: Annotated[float, Field(ge=0, le=1e12)] = Field(
-        0.0, description="what is lower by no more than this is not better"
+        0.0, description="what is lower (or higher) by no more than this is not better"
     )
 
 
@@ -420,7 +494,14 @@ class LossPart(Section):
 
 class Train(Section):
     steps: Annotated[int, Field(ge=1, le=10**12)] = Field(1000, description="optimizer steps of the whole run")
+    epochs: Annotated[float, Field(gt=0, le=10**6)] | None = Field(
+        None,
+        description="in place of steps: how often every row is read; packs are counted before the run (docs/data.md)",
+    )
     global_batch: Count = Field(8, description="packs per optimizer step over all ranks")
+    batch_tokens: Annotated[int, Field(ge=2, le=2**50)] | None = Field(
+        None, description="in place of global_batch: tokens per optimizer step, a multiple of `data.pack_tokens`"
+    )
     micro_batch: Count = Field(1, description="packs per forward pass on one rank")
     lr: Rate = Field(3e-4, description="peak learning rate")
     schedule: Text = Field(
@@ -429,6 +510,9 @@ class Train(Section):
         "warmup-stable-decay; or `package.module:function` of your own: (train config, step) -> learning rate",
     )
     warmup_steps: Steps = Field(0, description="steps of linear warmup from zero")
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="in place of warmup_steps: share of the run's steps, rounded up"
+    )
     decay_steps: Steps = Field(0, description="`wsd` only: steps of linear decay at the end; 0: a fifth of the run")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
     grad_clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
@@ -443,16 +527,37 @@ class Train(Section):
     )
     eval_every: Steps = Field(0, description="steps between held-out evaluations; 0: never")
     eval_packs: Annotated[int, Field(ge=1, le=10**12)] = Field(
-        16, description="packs of one evaluation, always the same ones"
+        16, description="packs of one evaluation, always the same ones: of each source by its weight, at least one"
     )
     early_stop: EarlyStop | None = Field(
         None, description="end the run once evaluations get no better: `{patience: 3}`; default: never"
     )
 
+    @property
+    def warmup(self) -> int:
+        """Steps of warmup."""
+        return math.ceil(self.warmup_ratio * self.steps) if self.warmup_ratio else self.warmup_steps
+
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, value: str) -> str:
         return check_name(value, SCHEDULES, "schedule")
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What follows from another key is not written: a saved config would have both."""
+        derived = {"steps": self.epochs, "global_batch": self.batch_tokens}
+        values: dict[str, Any] = write(self)
+        return {key: value for key, value in values.items() if derived.get(key) is None}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_two(cls, value: Any) -> Any:
+        pairs = (("epochs", "steps"), ("warmup_ratio", "warmup_steps"))
+        for key, other in pairs if isinstance(value, dict) else ():
+            if value.get(key) and value.get(other) not in (None, 0):
+                raise ValueError(f"train.{key} and train.{other} are both set; one follows from the other, so keep one")
+        return value
 
     @model_validator(mode="after")
     def _known_losses(self) -> "Train":
@@ -563,7 +668,7 @@ class Checkpoint(Section):
     )
     best: Text | None = Field(
         None,
-        description="a metric of evaluations, `eval/loss`: save after each evaluation with the lowest one so far, and "
+        description="a metric of evaluations, `eval/loss`: save after each evaluation with the best one so far, and "
         "keep that checkpoint besides the newest `keep`",
     )
     on_save_error: Literal["stop", "continue"] = Field(
@@ -579,6 +684,78 @@ class Checkpoint(Section):
                 "with the checkpoint or run folder that the weights are of"
             )
         return self
+
+
+class MetricPart(Section):
+    kind: str = Field(
+        description="`accuracy` of the next token; `exact_match` of answers; or `package.module:function` of your own, "
+        "of an `omnizoo.Answer` (docs/evaluation.md)"
+    )
+    options: dict[str, Any] = Field({}, description="further arguments of your function")
+    name: Annotated[str, Field(min_length=1, max_length=80)] | None = Field(
+        None, description="the metric is `eval/NAME`; default: its kind, or the name of your function"
+    )
+    higher_is_better: bool = Field(True, description="for `checkpoint.best` and `train.early_stop`")
+
+    @property
+    def label(self) -> str:
+        return f"eval/{self.name or self.kind.rpartition(':')[2]}"
+
+    @property
+    def is_of_answers(self) -> bool:
+        return self.kind != "accuracy"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        """A name alone is enough where there is nothing else to say."""
+        return {"kind": value} if isinstance(value, str) else value
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        return check_name(value, METRICS, "metric")
+
+    @model_validator(mode="after")
+    def _plain_name(self) -> "MetricPart":
+        if self.name is not None and not self.name.isidentifier():
+            raise ValueError(f"{self.name!r} cannot be the name of a metric; use letters, digits and _")
+        if self.options and self.kind in METRICS:
+            raise ValueError(f"options are arguments of a function of your own; {self.kind} has none")
+        return self
+
+
+class Evaluation(Section):
+    samples: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        0,
+        description="held-out rows that are put to the model as questions at each evaluation; answers are in "
+        "`samples.jsonl` and in the report (docs/evaluation.md)",
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=2**20)] = Field(64, description="most tokens of an answer")
+    temperature: Annotated[float, Field(ge=0, le=1000)] = Field(
+        0.0, description="of what is drawn, from `train.seed`; 0: always the likeliest"
+    )
+    metrics: list[MetricPart] = Field(
+        [],
+        description="figures besides the losses: `accuracy`, `exact_match`, `package.module:function` of your own, or "
+        "`{kind, options, name, higher_is_better}`",
+    )
+
+    @model_validator(mode="after")
+    def _of_answers(self) -> "Evaluation":
+        for i, metric in enumerate(self.metrics):
+            if metric.is_of_answers and not self.samples:
+                raise ValueError(
+                    f"evaluation.metrics.{i} ({metric.kind}) is of answers, and evaluation.samples is 0: there are "
+                    "none; set how many held-out rows are to be answered"
+                )
+            if metric.label == "eval/loss" or metric.label in [other.label for other in self.metrics[:i]]:
+                raise ValueError(f"evaluation.metrics.{i}: {metric.label} is there already; give it another `name`")
+        return self
+
+    def higher_is_better(self, metric: str) -> bool:
+        """Of any metric of evaluations; losses are better when they are lower."""
+        return any(part.higher_is_better for part in self.metrics if part.label == metric)
 
 
 class CallbackPart(Section):
@@ -616,6 +793,23 @@ def fitting_lanes(global_batch: int) -> int:
     return divisor * -(-FEWEST_LANES // divisor)
 
 
+def _value_of(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
+
+
+def _packs_of(tokens: int, pack_tokens: Any) -> int:
+    if type(pack_tokens) is not int or pack_tokens < 1:
+        return 1  # which is a mistake of its own
+    packs, rest = divmod(tokens, pack_tokens)
+    if rest:
+        near = " or ".join(f"{n * pack_tokens}" for n in (packs, packs + 1) if n)
+        raise ValueError(
+            f"train.batch_tokens is {tokens}, and a step has whole packs of data.pack_tokens {pack_tokens}; expected "
+            f"{near}"
+        )
+    return packs
+
+
 class Config(Section):
     model: Model = Field(description="what is trained: weights from `model.path`, or random ones from `model.config`")
     data: Data = Field(description="what it is trained on, and how rows become packs")
@@ -623,6 +817,9 @@ class Config(Section):
         default_factory=Parallel, description="how it is spread over processes; the numbers do not depend on it"
     )
     train: Train = Field(default_factory=Train, description="the loop: length, batch, learning rate, evaluation")
+    evaluation: Evaluation = Field(
+        default_factory=Evaluation, description="what is looked at on held-out data besides the loss"
+    )
     optimizer: Optimizer = Field(
         default_factory=Optimizer, description="what updates the weights, and which of them how"
     )
@@ -639,6 +836,11 @@ class Config(Section):
             return "refused"
         produces = any(modality.decoder is not None for modality in self.model.modalities.values())
         return "allowed" if kinds - {*PREFERENCES, *OF_ROUTERS} or produces else "required"
+
+    @property
+    def learns_answers(self) -> bool:
+        """Good answers of preferences are also learnt by losses of single tokens: what decoders produce, too."""
+        return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *OF_ROUTERS})
 
     @property
     def single_answers(self) -> bool:
@@ -667,15 +869,24 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _lanes_that_fit(cls, value: Any) -> Any:
-        data = value.get("data") if isinstance(value, dict) else None
-        if not isinstance(data, dict) or "lanes" in data:
+    def _settled(cls, value: Any) -> Any:
+        """What follows from other keys: packs of a step from `train.batch_tokens`, and lanes that fit them."""
+        if not isinstance(value, dict):
             return value
-        train = value.get("train")
-        given = train.get("global_batch") if isinstance(train, dict) else None
-        default = Train.model_fields["global_batch"].default
-        batch = given if type(given) is int and given > 0 else default
-        return value | {"data": data | {"lanes": fitting_lanes(batch)}}
+        data, train = value.get("data"), value.get("train")
+        tokens, batch = (_value_of(train, key) for key in ("batch_tokens", "global_batch"))
+        if train is not None and type(tokens) is int and tokens > 0:
+            if isinstance(train, dict) and batch is not None:
+                raise ValueError(
+                    "train.batch_tokens and train.global_batch are both set; one follows from the other, so keep one"
+                )
+            batch = _packs_of(tokens, _value_of(data, "pack_tokens") or Data.model_fields["pack_tokens"].default)
+            changed = {"global_batch": batch}
+            value = value | {"train": train | changed if isinstance(train, dict) else train.model_copy(update=changed)}
+        if isinstance(data, dict) and "lanes" not in data:
+            default = Train.model_fields["global_batch"].default
+            value |= {"data": data | {"lanes": fitting_lanes(batch if type(batch) is int and batch > 0 else default)}}
+        return value
 
     @model_validator(mode="after")
     def _one_name_each(self) -> "Config":
@@ -685,6 +896,17 @@ class Config(Section):
                     f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as the loss of that decoder is; give it "
                     "another `name`"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _reads_every_row(self) -> "Config":
+        weights = [source.weight for source in self.data.sources]
+        if self.train.epochs is not None and len(set(weights)) > 1:
+            listed = ", ".join(f"{weight:g}" for weight in weights)
+            raise ValueError(
+                f"train.epochs reads every row equally often, but data.sources have the weights {listed}; leave the "
+                "weights out, or set train.steps"
+            )
         return self
 
     @model_validator(mode="after")

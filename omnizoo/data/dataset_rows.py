@@ -59,7 +59,10 @@ def open_with_datasets(path: Path, folder: Folder, split: str, is_saved_dataset:
         else:
             name, files = (str(path), None) if path.is_dir() else (builder_of(path), {split: str(path)})
             offline = datasets.DownloadConfig(local_files_only=True)
-            dataset = datasets.load_dataset(name, data_files=files, split=split, download_config=offline)
+            # Cells of CSV (which are here only if compressed) are texts: `NA` and `007` stay as they are.
+            texts = {"na_filter": False, "dtype": "string", "sep": "\t" if ".tsv" in path.suffixes else ","}
+            options = texts if name == "csv" else {}
+            dataset = datasets.load_dataset(name, data_files=files, split=split, download_config=offline, **options)
     except Exception as error:  # it hands on whatever the parser of the format, or of its compression, raises
         raise UserError(
             f"data source {path} holds no JSONL, Parquet or tar, and `datasets` cannot load it (split {split!r}): "
@@ -69,7 +72,7 @@ def open_with_datasets(path: Path, folder: Folder, split: str, is_saved_dataset:
 
 
 def builder_of(path: Path) -> str:
-    builders = {".csv": "csv", ".txt": "text", ".arrow": "arrow", ".json": "json"}
+    builders = {".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow", ".json": "json"}
     suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst", ".xz", ".bz2") else path.suffix
     if suffix in (".jsonl", ".ndjson"):
         return "json"  # compressed: no random access to its lines

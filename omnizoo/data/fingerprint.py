@@ -16,14 +16,18 @@ import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from omnizoo.data.columns import RenamedRows
+from omnizoo.data.csv_rows import CsvRows
 from omnizoo.data.dataset_rows import DatasetRows
 from omnizoo.data.given_rows import GivenRows
 from omnizoo.data.json_lines import JsonLines
 from omnizoo.data.parquet_rows import ParquetRows
 from omnizoo.data.rows import BadRow, RowSource
 from omnizoo.data.sources import Concatenation
+from omnizoo.data.taken_rows import TakenRows
 from omnizoo.data.tar_samples import TarSamples
 from omnizoo.modalities.base import Item
+from omnizoo.modalities.processor_files import processor_files
 
 WHOLE = 256 << 20  # bytes
 BLOCK = 256 << 10
@@ -44,12 +48,14 @@ def content_of_item(item: Item) -> str:
 
 def content_of(source: RowSource) -> dict[str, Any]:
     """Size and hashes of a source; nothing in it depends on where the files are."""
+    while isinstance(source, RenamedRows | TakenRows):  # as it is stored; the rest is another part of the fingerprint
+        source = source.source
     parts = source.parts if isinstance(source, Concatenation) else [source]
     shape, digest = xxhash.xxh3_128(), xxhash.xxh3_128()
     files: list[Path] = []
     for part in parts:
         shape.update(f"{type(part).__name__}/{len(part)};".encode())
-        if isinstance(part, JsonLines):
+        if isinstance(part, JsonLines | CsvRows):
             shape.update(np.ascontiguousarray(part.stops - part.starts).data)
         elif isinstance(part, TarSamples):
             shape.update("\0".join(map(repr, zip(part.keys, part.kinds, strict=True))).encode("utf-8", "replace"))
@@ -63,7 +69,7 @@ def content_of(source: RowSource) -> dict[str, Any]:
             most = GIVEN_ROWS if isinstance(part, GivenRows) and part.is_in_memory else DATASET_ROWS
             for row in _spread(len(part), most):
                 _add_row(digest, part, row)
-        if isinstance(part, JsonLines | TarSamples | ParquetRows):
+        if isinstance(part, JsonLines | CsvRows | TarSamples | ParquetRows):
             files.append(part.path)
     sizes = [file.stat().st_size for file in files]
     for file, start, count in _blocks(files, sizes):
@@ -136,14 +142,13 @@ def reading_of(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> dict[s
     """What turns rows into tokens and items: the tokenizer, its chat template, and how media are preprocessed."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
-    processors = sorted(Path(folder).glob("*processor_config.json")) if folder else []
     return {
         "its vocabulary": _hash(repr(vocabulary)),
         "its special tokens": _hash(repr(special)),
         "its chat template": _hash(repr(tokenizer.chat_template)),
         "its definition": _hash(tokenizer.backend_tokenizer.to_str()),
         "library": version("tokenizers"),  # which may write the same definition in another way
-        "its preprocessing of media": _hash("".join(path.name + path.read_text() for path in processors)),
+        "its preprocessing of media": _hash("".join(path.name + path.read_text() for path in processor_files(folder))),
     }
 
 

@@ -56,8 +56,10 @@ class Found:
     @property
     def loss_tokens(self) -> int:
         # Nothing stands before the first one of a text to predict it from.
-        text = sum(int(part.targets[1:].sum()) for _, part in parts(self.sample))
-        return text + sum(item.size.places for item in self.sample.items if item.is_target)
+        of_parts = [part for _, part in parts(self.sample)]
+        text = sum(int(part.targets[1:].sum()) for part in of_parts)
+        inside = [item for part in of_parts for item in part.items if item.is_target and item.port.role != "follower"]
+        return text + sum(n for item in inside for _, n in item.spans)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class SourceMix:
     rows: int  # that it has
     samples: int  # of it, among those looked at
     tokens: int
+    formats: dict[str, int]  # what its samples were taken as
+    why: str  # the first row was
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class Inspection:
     rows: int  # read: those of the samples, those still waiting to be packed, those left out
     bad_rows: list[str]  # with their reasons, each once
     counters: Counters
+    most_positions: int | None  # of the model
 
     @property
     def lengths(self) -> list[int]:
@@ -139,6 +144,7 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
         rows=sum(cursor.drawn for cursor in lane.cursors),
         bad_rows=list(dict.fromkeys(bad_rows)),
         counters=lane.counters,
+        most_positions=reader.most_positions,
     )
 
 
@@ -160,9 +166,14 @@ def varied(samples: Sequence[Found]) -> list[Found]:
 def decodable(samples: Iterable[Found], reader: Reader, count: int, bad_rows: list[str]) -> list[Found]:
     """The first `count` whose media can be decoded; what is wrong with others before them goes to `bad_rows`."""
     good: list[Found] = []
+    rows: set[tuple[int, int]] = set()
     for found in samples:
         if len(good) == count:
             break
+        row = (found.sample.id.source, found.sample.id.row)
+        if row in rows:  # another part of a row that is shown, or the row again in the next epoch
+            continue
+        rows.add(row)
         _, bad = flatten(0, Pack((found.sample,)), reader)
         if not bad:
             good.append(found)
@@ -175,8 +186,16 @@ def source_mix(samples: Sequence[Found], reader: Reader) -> list[SourceMix]:
     tokens: Counter[int] = Counter()
     for found in samples:
         tokens[found.sample.id.source] += found.tokens
+    formats: Counter[tuple[int, str]] = Counter((f.sample.id.source, f.sample.format) for f in samples)
     return [
-        SourceMix(spec.name, len(source), count[i], tokens[i])
+        SourceMix(
+            spec.name,
+            len(source),
+            count[i],
+            tokens[i],
+            {name: n for (of, name), n in formats.most_common() if of == i},
+            reader.format_of(i)[1],
+        )
         for i, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True))
     ]
 
@@ -213,16 +232,14 @@ def parts(sample: Sample) -> Iterator[tuple[str, Sample]]:
     first = 0
     for role, length in sample.answers:
         last = first + length
-        spans = [[(at - first, n) for at, n in item.spans if first <= at < last] for item in sample.items]
-        yield (
-            role,
-            Sample(
-                sample.id,
-                sample.ids[first:last],
-                sample.targets[first:last] & (role != "mismatched"),
-                tuple(replace(item, spans=tuple(own)) for item, own in zip(sample.items, spans, strict=True)),
-            ),
+        has_loss = role != "mismatched"
+        spans = [tuple((at - first, n) for at, n in item.spans if first <= at < last) for item in sample.items]
+        items = tuple(
+            replace(item, spans=own, is_target=item.is_target and has_loss)
+            for item, own in zip(sample.items, spans, strict=True)
+            if own
         )
+        yield role, Sample(sample.id, sample.ids[first:last], sample.targets[first:last] & has_loss, items)
         first = last
 
 
@@ -230,12 +247,15 @@ def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[Piece
     """The tokens of a sample as they are written, and what becomes of each."""
     ids, has_loss = sample.ids.tolist(), sample.targets.copy()
     has_loss[0] = False
-    runs = sorted(((*span, item) for item in sample.items for span in item.spans), key=lambda run: run[0])
+    inside = [(*span, item) for item in sample.items for span in item.spans if item.port.role != "follower"]
+    beside = [(sum(item.spans[-1]), 0, item) for item in sample.items if item.port.role == "follower" and item.spans]
+    runs = sorted([*inside, *beside], key=lambda run: run[0])
     at = 0
     for first, places, item in runs:
         yield from text_pieces(ids[at:first], has_loss[at:first].tolist(), decode)
         target = " target" if item.is_target else ""
-        yield Piece(f"[{item.media.modality} x {places}{target}]", places, item.is_target, item)
+        count = item.targets if item.port.role == "follower" else places
+        yield Piece(f"[{item.media.modality} x {count}{target}]", places, item.is_target, item)
         at = first + places
     yield from text_pieces(ids[at:], has_loss[at:].tolist(), decode)
 

@@ -1,9 +1,9 @@
-"""Rows of a JSONL file. Opening it finds where lines begin; a line is parsed when it is asked for."""
+"""Rows of a JSONL file, or of one JSON array. Opening it finds where they are; a row is parsed when it is asked for."""
 
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ class JsonLines(RowSource):
 
     def __init__(self, path: Path, folder: Folder, open_file: Callable[[Path], FileIO]) -> None:
         self.path, self.folder, self.open_file = path, folder, open_file
-        self.starts, self.stops, self.lines = index_lines(path)
+        self.starts, self.stops, self.lines = self.index()
+
+    def index(self) -> tuple[Rows, Rows, Rows]:
+        return index_lines(self.path)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -37,6 +40,19 @@ class JsonLines(RowSource):
 
     def where(self, row: int) -> str:
         return f"{self.path}:{self.lines[row]}"
+
+
+class JsonArray(JsonLines):
+    """The objects of one array, wherever their lines end. Not by `datasets`, which takes dates for something else than
+    texts, and gives all values of a field one type."""
+
+    def index(self) -> tuple[Rows, Rows, Rows]:
+        return index_array(self.path)
+
+    def where(self, row: int) -> str:
+        """By its line, or by its number, from 0 on, where several begin on one line."""
+        shared = np.searchsorted(self.lines, self.lines[row], "right") - np.searchsorted(self.lines, self.lines[row])
+        return super().where(row) if shared == 1 else f"{self.path}[{row}]"
 
 
 def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size: int) -> bytes:
@@ -104,9 +120,53 @@ def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Row
     return (starts, stops, lines) if keep.all() else (starts[keep], stops[keep], lines[keep])
 
 
-def is_json_lines(path: Path) -> bool:
-    """`.json` may hold one array of rows instead; that is `datasets`' to read."""
-    if path.suffix not in JSON_LINES:
-        return False
+def index_array(path: Path) -> tuple[Rows, Rows, Rows]:
+    """As `index_lines`, of the values of an array."""
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise UserError(f"{path} is one JSON array of {size:,} bytes; write more than {MOST_BYTES:,} as JSONL")
+    data, mark = path.read_bytes(), b"\xef\xbb\xbf"
+    byte, line, before = len(mark) if data.startswith(mark) else 0, 1, 0
+    found: list[tuple[int, int, int]] = []
+    try:
+        text = data[byte:].decode()
+        for start, stop in spans_of_array(text):
+            byte += len(text[before:start].encode())
+            line += text.count("\n", before, start)
+            length = len(text[start:stop].encode())
+            found.append((byte, byte + length, line))
+            byte, line, before = byte + length, line + text.count("\n", start, stop), stop
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no valid JSON array: {str(error)[:200]}") from None
+    starts, stops, lines = np.array(found, np.int64).reshape(-1, 3).T
+    return starts, stops, lines
+
+
+def spans_of_array(text: str) -> Iterator[tuple[int, int]]:
+    """First character of each value of an array, and the one after its last."""
+    decoder, gap = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
+
+    def sign(place: int) -> tuple[str, int]:
+        """The next character that is not white space, and where it is."""
+        found = gap.match(text, place)
+        assert found is not None, "it matches nothing, too"
+        return text[found.end() : found.end() + 1], found.end()
+
+    next_one, at = sign(text.index("[") + 1)
+    while next_one != "]":
+        _, end = decoder.raw_decode(text, at)
+        yield at, end
+        next_one, at = sign(end)
+        if next_one == ",":
+            _, at = sign(at + 1)
+        elif next_one != "]":
+            line = text.count("\n", 0, at) + 1
+            raise ValueError(f"a comma or the end was expected in line {line}")
+    if rest := sign(at + 1)[0]:
+        raise ValueError(f"there is more after its end: {rest!r}")
+
+
+def is_array(path: Path) -> bool:
+    """`.json` may hold one array of rows, or a row in each line."""
     with open(path, "rb") as file:
-        return path.suffix != ".json" or not file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        return path.suffix == ".json" and file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")

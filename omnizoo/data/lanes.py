@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from omnizoo.config import schema
 from omnizoo.config.errors import UserError
-from omnizoo.data.packing import Pack, Packer, Sample, SampleId, split
+from omnizoo.data.lengths import Cut, cut
+from omnizoo.data.packing import Pack, Packer, Sample, SampleId
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow, Row, Rows, RowSource
 
@@ -101,26 +102,31 @@ class Counters:
     skipped_rows: int = 0
     dropped_overlong: int = 0
     split_overlong: int = 0
+    truncated_overlong: int = 0
+    few_targets: int = 0  # samples, not rows
+    beyond_positions: int = 0  # samples, too
 
 
 @dataclass
 class Lane:
-    """`next_pack()` for ever; or, with `once`, for one epoch of every source, then None."""
+    """`next_pack()` for ever; or, with `epochs`, until every row of every source has been read so often, then None."""
 
     data: schema.Data
     sources: Sequence[RowSource]
     renderer: Renderer
     seed: int
     lane: int
-    once: bool = False
+    epochs: float | None = None
     patience: int = 0  # bad rows to list before `data.on_bad_row: error` stops
+    by_rows: bool = False  # mix sources by how many rows they have, and not by their weights
     mismatched: bool = False  # prompts also get the answers of other rows
+    most_positions: int | None = None  # that the model was made for
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # skipped since they were last taken
 
     def __post_init__(self) -> None:
-        total = sum(spec.weight for spec in self.data.sources)
-        self.weights = [spec.weight / total for spec in self.data.sources]
+        weights = [len(s) for s in self.sources] if self.by_rows else [spec.weight for spec in self.data.sources]
+        self.weights = [weight / sum(weights) for weight in weights]
         # lanes begin at different places of the mix, else the first packs of all lanes are of the same source
         self.jitter = [float(draws(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
         # a source with fewer rows than lanes cannot be dealt out: whole epochs are, each lane reads every `lanes`-th
@@ -136,58 +142,70 @@ class Lane:
     def next_pack(self) -> Pack | None:
         while not self.packer.is_ready and self._read_row():
             pass
-        if not self.packer.buffer:
-            return None
-        self.counters.packs += 1
-        return self.packer.pop()
+        self.counters.packs += 1  # also of those that are not there any more: a lane's place in the run
+        return self.packer.pop() if self.packer.buffer else None
 
     def take_bad_rows(self) -> list[str]:
         taken, self.bad_rows = self.bad_rows, []
         return taken
 
     def _read_row(self) -> bool:
-        """Move one row into the packer, or skip it. False if there is none left (with `once`)."""
+        """Move one row into the packer, or skip it. False if there is none left (with `epochs`)."""
         i = self._choose_source()
         if i is None:
             return False
         cursor, source = self.cursors[i], self.sources[i]
         epoch, row = cursor.epoch, self.orders[i][cursor.position]
         self._advance(i)
-        try:
-            samples = self._read_samples(i, epoch, row)
-        except BadRow as bad:
-            samples, reason = [], str(bad)
-            if self.data.on_bad_row == "error" and len(self.bad_rows) >= self.patience:
-                raise UserError(
-                    f"{source.where(row)}: {bad} (data.on_bad_row: skip goes on without such rows)"
-                ) from None
-            self.counters.skipped_rows += 1
-            self.bad_rows.append(f"{source.where(row)}: {bad}")
-        else:
-            if len(samples) > 1 and self.data.overlong == "drop":
-                samples, reason = [], f"longer than data.pack_tokens ({self.data.pack_tokens})"
-                self.counters.dropped_overlong += 1
-            self.counters.split_overlong += len(samples) > 1
-        for sample in samples:
+        read = self.samples_of(i, epoch, row)
+        self._count(read)
+        for sample in read.samples:
             self.packer.add(sample)
-        cursor.fruitless = 0 if samples else cursor.fruitless + 1
+        cursor.fruitless = 0 if read.samples else cursor.fruitless + 1
         # an epoch of all lanes and then some: a lane's own share of a small source may well have no usable row
         if cursor.fruitless >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
                 f"data source {self.data.sources[i].name}: none of the last {cursor.fruitless} rows read was usable; "
-                f"the last one ({source.where(row)}): {reason}"
+                f"the last one ({source.where(row)}): {read.reason}"
             )
         return True
 
+    def samples_of(self, i: int, epoch: int, row: int) -> Cut:
+        """What a row gives; of a bad one, nothing, unless the run stops at it."""
+        try:
+            return self._read_samples(i, epoch, row)
+        except BadRow as bad:
+            where = self.sources[i].where(row)
+            if self.data.on_bad_row == "error" and len(self.bad_rows) >= self.patience:
+                raise UserError(f"{where}: {bad} (data.on_bad_row: skip goes on without such rows)") from None
+            self.counters.skipped_rows += 1
+            self.bad_rows.append(f"{where}: {bad}")
+            return Cut([], reason=str(bad))
+
+    def _count(self, read: Cut) -> None:
+        counters, most = self.counters, self.most_positions
+        if read.became:
+            setattr(counters, read.became, getattr(counters, read.became) + 1)
+        counters.few_targets += read.few_targets
+        if most is not None:
+            counters.beyond_positions += sum(sample.positions_needed > most for sample in read.samples)
+
     def _choose_source(self) -> int | None:
         """The source that is furthest behind its share of rows, so that the mix is exact at any time."""
-        open_sources = [i for i, c in enumerate(self.cursors) if not (self.once and c.epoch > 0)]
+        open_sources = [i for i in range(len(self.cursors)) if self._is_open(i)]
         rows = 1 + sum(cursor.drawn for cursor in self.cursors)
         return max(
             open_sources,
             key=lambda i: self.weights[i] * rows + self.jitter[i] - self.cursors[i].drawn,
             default=None,
         )
+
+    def _is_open(self, i: int) -> bool:
+        """Whether it is to be read on. Of the last epoch, a part may be all that is asked for."""
+        if self.epochs is None:
+            return True
+        share = min(1.0, max(0.0, self.epochs - self.cursors[i].epoch))
+        return self.cursors[i].position < round(share * len(self.orders[i]))
 
     def _advance(self, i: int) -> None:
         cursor = self.cursors[i]
@@ -197,19 +215,20 @@ class Lane:
             cursor.epoch, cursor.position = cursor.epoch + self.strides[i], 0
             self.orders[i] = self._order(i)
 
-    def _read_samples(self, i: int, epoch: int, row: int) -> list[Sample]:
+    def _read_samples(self, i: int, epoch: int, row: int) -> Cut:
         source = self.sources[i]
         given, where, find = source.read(row), (i, epoch, row), partial(source.find, row)
 
-        def samples(*other: Row) -> list[Sample]:
-            return list(split(*where, self.renderer.render(given, where, find, *other), self.data.pack_tokens))
+        def samples(other: Row | None = None, number: int = row) -> Cut:
+            rendered = self.renderer.render(given, where, find, other, partial(source.find, number))
+            return cut(*where, rendered, self.data)
 
         if not self.mismatched:
             return samples()
         reason = ""
         for number in other_rows(row, len(source)):
             try:
-                return samples(source.read(number))
+                return samples(source.read(number), number)
             except BadRow as bad:
                 samples()  # which says if it is the row itself
                 reason = str(bad)
@@ -233,7 +252,7 @@ class Lane:
         samples: dict[SampleId, Sample] = {}
         for i, epoch, row in sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2])):  # as they are stored
             try:
-                samples |= {sample.id: sample for sample in self._read_samples(i, epoch, row)}
+                samples |= {sample.id: sample for sample in self._read_samples(i, epoch, row).samples}
             except BadRow as bad:
                 raise UserError(f"{self.sources[i].where(row)} has changed since the checkpoint: {bad}") from None
         for id in window:

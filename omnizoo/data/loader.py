@@ -17,7 +17,8 @@ import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config
+from omnizoo.config.schema import Config, Source
 from omnizoo.data.fingerprint import content_of, content_of_item, reading_of
-from omnizoo.data.lanes import Lane
+from omnizoo.data.formats import Shape
+from omnizoo.data.lanes import Counters, Lane
 from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Renderer
-from omnizoo.data.rows import RowSource
+from omnizoo.data.rows import BadRow, RowSource
 from omnizoo.data.sources import open_source
-from omnizoo.modalities.base import Decoder, Item, Modality
+from omnizoo.modalities.base import Encoder, Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_model import Positions
@@ -43,6 +45,10 @@ from omnizoo.models.media_model import Positions
 log = logging.getLogger(__name__)
 
 WORKER_DEATH = re.compile(r"DataLoader worker \(pid\S* .*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
+SHAPED = ("format", "columns", "json_columns", "take")  # what a source says of how its rows are written
+LOOKED_AT = 8  # rows, to tell the format of a source
+ROWS_READ = "rows_read"  # a counter, without those that wait to be packed
+OF_CHATS = "data.overlong of chats"
 IGNORE = -100  # the label of a position without a target, as torch's cross entropy has it
 
 
@@ -135,7 +141,11 @@ def _keys(pack: FlatPack) -> list[str]:
             digest.update(pack.positions[:, first:last].tobytes())
         for item, content in zip(pack.items, media, strict=True):
             digest.update(
-                b"".join(f"{at - first},{n};{content}".encode() for at, n in item.spans if first <= at < last)
+                b"".join(
+                    f"{at - first},{n};{content}{'!' * item.is_target}".encode()
+                    for at, n in item.spans
+                    if first <= at < last
+                )
             )
         keys.append(digest.hexdigest() if role else "")
         first = last
@@ -174,22 +184,35 @@ class Reader:
     sources: Sequence[RowSource]
     renderer: Renderer
     modalities: Mapping[str, Modality]
+    most_positions: int | None = None  # that the model was made for, if it says so
 
     def prepare(self, item: Item) -> list[Item]:
         """Decode an item; a long one may become several. In a bf16 run, floats for an encoder travel as it will get
         them, in half the bytes; what a decoder makes targets of keeps every digit."""
         module = item.port.module(self.modalities)
         inputs = module.prepare(item.media)
-        if isinstance(module, Decoder):
-            return [replace(item, raw=None, inputs=inputs)]
+        if not isinstance(module, Encoder):
+            return [replace(item, raw=None, inputs=inputs | item.notes, notes={})]
         if self.config.parallel.precision == "bf16":
             inputs = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in inputs.items()}
         parts = module.parts(item.size, inputs)
         return item.cut(parts) if len(parts) > 1 else [replace(item, raw=None, inputs=inputs)]
 
-    def lane(self, number: int, once: bool = False, patience: int = 0) -> Lane:
+    def format_of(self, source: int) -> tuple[str, str]:
+        """What the first good one of the first rows of a source is taken as, and why."""
+        rows = self.sources[source]
+        for number in range(min(LOOKED_AT, len(rows))):
+            try:
+                found = self.renderer.format_of(rows.read(number), source)
+            except BadRow:
+                continue
+            if found[0]:
+                return found
+        return "", ""
+
+    def lane(self, number: int, epochs: float | None = None, patience: int = 0, by_rows: bool = False) -> Lane:
         config = self.config
-        some = (number, once, patience, config.mismatched_answers)
+        some = (number, epochs, patience, by_rows, config.mismatched_answers, self.most_positions)
         return Lane(config.data, self.sources, self.renderer, config.train.seed, *some)
 
 
@@ -235,7 +258,9 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
         reader, share, worker = self.reader, self.share, get_worker_info()
         numbers = share.own_lanes if worker is None else share.own_lanes[worker.id :: worker.num_workers]
         # Others are made when their first pack is due: there may be far more lanes than packs.
-        lanes = {n: reader.lane(n) for n in self.states if n in numbers}
+        epochs = reader.config.train.epochs
+        by_rows = epochs is not None
+        lanes = {n: reader.lane(n, epochs, by_rows=by_rows) for n in self.states if n in numbers}
         for number, lane in lanes.items():
             lane.restore(self.states[number])
         for step in itertools.count(self.first_step):
@@ -245,13 +270,12 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
                 if number not in numbers:
                     continue
                 if number not in lanes:
-                    lanes[number] = reader.lane(number)
+                    lanes[number] = reader.lane(number, epochs, by_rows=by_rows)
                 lane = lanes[number]
                 pack = lane.next_pack()
-                assert pack is not None, "a lane that is not read just once never ends"
                 moved.add(lane.lane)
                 if index % share.world == share.rank:
-                    flat, bad = flatten(index, pack, reader)
+                    flat, bad = flatten(index, pack, reader) if pack else (filler(index), [])
                     if bad and reader.config.data.on_bad_row == "error":
                         raise UserError(f"{bad[0]} (data.on_bad_row: skip goes on without such rows)")
                     packs.append(flat)
@@ -375,9 +399,11 @@ class Loader:
 
     def counters(self) -> dict[str, int]:
         """What became of rows so far. Sums over ranks are right: a lane is counted on one rank."""
-        names = ("skipped_rows", "dropped_overlong", "split_overlong")
-        states = self.states.values() if self.share.counts else ()
-        counters = {name: sum(state["counters"][name] for state in states) for name in names}
+        names = [item.name for item in fields(Counters) if item.name != "packs"]
+        states = list(self.states.values()) if self.share.counts else []
+        counters = {name: sum(state["counters"].get(name, 0) for state in states) for name in names}
+        drawn = sum(drawn for state in states for drawn, *_ in state["cursors"])
+        counters[ROWS_READ] = drawn - sum(len({tuple(id[:3]) for id in state["window"]}) for state in states)
         return counters | {"undecodable_rows": self.undecodable}
 
     def state_dict(self) -> dict[str, Any]:
@@ -418,17 +444,23 @@ def build_reader(
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
     reserved: Sequence[int] = (),
+    most_positions: int | None = None,
     sources: Sequence[RowSource] | None = None,
 ) -> Reader:
     """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
-    are `reserved` for media which nobody feeds. `sources` take the place of those of the config."""
+    are `reserved` for media which nobody feeds. `most_positions`: longer samples are counted. `sources` take the place
+    of those of the config."""
     known = modalities or {}
+    place = "data.eval_sources" if config.data.sources is config.data.eval_sources else "data.sources"
     if sources is None:
-        sources = [open_source(spec, config.data.media_outside, known) for spec in config.data.sources]
+        some = (config.data.media_outside, known, config.data.cache_dir)
+        keys = [f"{place}.{i}" for i in range(len(config.data.sources))]
+        sources = [open_source(spec, *some, key) for spec, key in zip(config.data.sources, keys, strict=True)]
     data = config.data
-    how = (data.ignore, reserved, config.preference_pairs, config.single_answers)
+    shapes = [Shape(f"{place}.{i}", spec.format, spec.json_columns) for i, spec in enumerate(data.sources)]
+    how = (data.ignore, reserved, config.preference_pairs, config.single_answers, shapes, config.learns_answers)
     renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how)
-    return Reader(config, sources, renderer, known)
+    return Reader(config, sources, renderer, known, most_positions)
 
 
 def build_loader(
@@ -439,6 +471,7 @@ def build_loader(
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
     reserved: Sequence[int] = (),
+    most_positions: int | None = None,
 ) -> Loader:
     lanes = config.data.lanes
     if lanes % world and rank == 0:
@@ -447,7 +480,7 @@ def build_loader(
             "avoid it, with another order of the data",
             *(lanes, world, -(-lanes // world) * world),
         )
-    reader = build_reader(config, tokenizer, modalities, positions, reserved)
+    reader = build_reader(config, tokenizer, modalities, positions, reserved, most_positions)
     return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 
@@ -457,9 +490,41 @@ def held_out_config(config: Config) -> Config:
     return config.model_copy(update={"data": data})
 
 
+def held_out_parts(reader: Reader) -> dict[str, Reader]:
+    """Of a reader of held-out data, one for each source by its short name: packs are of one source each, so that losses
+    can be told apart. Each has its share of `train.eval_packs`. Of one source, and where answers of several rows are
+    looked at together, all of it by an empty name."""
+    config, specs = reader.config, reader.config.data.sources
+    if len(specs) == 1 or config.mismatched_answers:
+        return {"": reader}
+    weight = sum(spec.weight for spec in specs)
+    parts = {}
+    for number, (name, spec) in enumerate(zip(short_names(specs), specs, strict=True)):
+        packs = max(1, round(config.train.eval_packs * spec.weight / weight))
+        data = config.data.model_copy(update={"sources": [spec]})
+        train = config.train.model_copy(update={"eval_packs": packs})
+        own = config.model_copy(update={"data": data, "train": train})
+        renderer = copy(reader.renderer)
+        renderer.shapes = [reader.renderer.shape(number)]
+        parts[name] = replace(reader, config=own, sources=[reader.sources[number]], renderer=renderer)
+    return parts
+
+
+def short_names(specs: Sequence[Source]) -> list[str]:
+    """What sources are called in the names of metrics: files without folder and suffix; the second of two alike has a
+    number."""
+    seen: dict[str, int] = {}
+    names = []
+    for spec in specs:
+        name = re.sub(r"[^\w.-]", "_", spec.name.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition(".")[0])
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
 def read_held_out(reader: Reader, rank: int, world: int) -> list[FlatPack]:
     """This rank's part of the first `train.eval_packs` packs of a reader of held-out data, read once."""
-    data, lane = reader.config.data, reader.lane(0, once=True)
+    data, lane = reader.config.data, reader.lane(0, epochs=1)
     packs, bad, read = [], [], 0
     for pack in itertools.islice(iter(lane.next_pack, None), reader.config.train.eval_packs):
         assert pack is not None
@@ -475,7 +540,9 @@ def read_held_out(reader: Reader, rank: int, world: int) -> list[FlatPack]:
     if bad:
         log.warning("skipped %d rows of data.eval_sources; the first: %s", len(bad), bad[0])
     if not read:
-        raise UserError(f"data.eval_sources ({', '.join(s.name for s in data.sources)}): no usable row")
+        lost = lane.counters.dropped_overlong + lane.counters.few_targets
+        why = f"; {lost} lost to data.pack_tokens ({data.pack_tokens}) or data.min_targets" if lost else ""
+        raise UserError(f"data.eval_sources ({', '.join(s.name for s in data.sources)}): no usable row{why}")
     return packs
 
 
@@ -492,19 +559,24 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def fingerprint(reader: Reader) -> dict[str, Any]:
     config, sources = reader.config, reader.sources
-    keys = ("lanes", "pack_tokens", "look_ahead", "overlong", "shuffle", "shuffle_rows", "append_eos")
+    keys = ("lanes", "pack_tokens", "look_ahead", "shuffle", "shuffle_rows", "append_eos", "min_targets")
     specs = [
         {
             "path": spec.name,
             **{key: getattr(spec, key) for key in ("weight", "split", "media_dir")},
+            **{key: value for key in SHAPED if (value := getattr(spec, key))},
             "rows": len(source),
             **content_of(source),
         }
         for spec, source in zip(config.data.sources, sources, strict=True)
     ]
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
+    overlong = config.data.overlong
     return {
         **values,
+        "data.overlong": overlong or "split",
+        OF_CHATS: overlong or "truncate",
+        "train.epochs": config.train.epochs,
         "model.modalities": _reading(config),
         "train.seed": config.train.seed,
         "train.global_batch": config.train.global_batch,
@@ -544,6 +616,9 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
     def refuse_value(key: str, before: Any, after: Any) -> None:
         refuse(f"{key} is {after!r}, but {before!r} in the checkpoint")
 
+    if OF_CHATS not in saved:
+        log.warning("chats longer than a pack were cut into pieces before this checkpoint; now: %s", now[OF_CHATS])
+        now = {key: value for key, value in now.items() if key != OF_CHATS}
     for key in sorted((saved.keys() | now.keys()) - {"sources", "model.tokenizer"}):
         if (saved.get(key) or None) != (now.get(key) or None):
             refuse_value(key, saved.get(key), now.get(key))
@@ -561,9 +636,9 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
         refuse_value("the number of data.sources", len(saved["sources"]), len(now["sources"]))
     for i, (before, after) in enumerate(zip(saved["sources"], now["sources"], strict=True)):
         source = f"data.sources[{i}]"
-        for key in ("weight", "split", "rows", "bytes"):
-            if before[key] != after[key]:
-                refuse_value(f"{source}.{key} ({after['path']})", before[key], after[key])
+        for key in ("weight", "split", *SHAPED, "rows", "bytes"):
+            if before.get(key) != after.get(key):
+                refuse_value(f"{source}.{key} ({after['path']})", before.get(key), after.get(key))
         for key, what in (("shape", "the lengths of its rows"), ("content", "its rows")):
             if before[key] != after[key]:
                 refuse(f"{source} ({after['path']}) has changed since the checkpoint: {what} are other ones")

@@ -35,11 +35,17 @@ class Sample:
     weights: npt.NDArray[np.float32] | None = None  # of the loss on each token; None: 1
     answers: Answers = ()  # of a row with preferences, in order; each has a copy of the prompt before it
     extra: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by name: numbers for each token
+    format: str = ""  # what its row was taken as
 
     @property
     def lengths(self) -> list[int]:
         """Of what does not see each other: itself, or its answers."""
         return [length for _, length in self.answers] or [len(self.ids)]
+
+    @property
+    def positions_needed(self) -> int:
+        """How many positions a model must tell apart to read it."""
+        return max(self.lengths) if self.positions is None else int(self.positions.max()) + 1
 
     @property
     def names(self) -> list[str]:
@@ -64,22 +70,24 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
     """The row as samples of at most `pack_tokens`; more than one only if it is longer than that, and all text."""
     ids, items, positions = rendered.ids, rendered.items, rendered.positions
     if items and len(ids) > pack_tokens:
-        largest = max(items, key=lambda item: item.size.places)
+        inside = [item for item in items if item.port.role != "follower"]
+        largest = max(inside, key=lambda item: item.size.places, default=None)
         raise BadRow(
-            f"{len(ids)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never cut; "
-            f"its largest item, {largest.media.name}, takes {largest.size.places}"
+            f"{len(ids)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never cut "
+            "into pieces (data.overlong: truncate cuts it off)"
+            + (f"; its largest item, {largest.media.name}, takes {largest.size.places}" if largest else "")
         )
     if rendered.answers and len(ids) > pack_tokens:
         raise BadRow(
             f"the {len(ids)} tokens of this preference pair are longer than data.pack_tokens ({pack_tokens}), and a "
-            "pair is never cut"
+            "pair is never cut into pieces (data.overlong: truncate cuts its answers off)"
         )
     for part, start in enumerate(range(0, len(ids), pack_tokens)):
         piece = slice(start, start + pack_tokens)
         own = None if positions is None else positions[:, piece] - (positions[:, [start]] if part else 0)
         weights = None if rendered.weights is None else rendered.weights[piece]
         id, targets = SampleId(source, epoch, row, part), rendered.targets[piece]
-        yield Sample(id, ids[piece], targets, items, own, weights, rendered.answers)
+        yield Sample(id, ids[piece], targets, items, own, weights, rendered.answers, format=rendered.format)
 
 
 class Packer:

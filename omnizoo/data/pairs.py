@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from omnizoo.data.messages import CALLS, SPEAKERS
 from omnizoo.data.rows import PROMPTS, SIDES, SINGLE, BadRow, Row
 
@@ -19,6 +21,7 @@ class Side:
     role: str
     row: Row
     prompt: str = ""
+    messages: int = 0  # how many of them are the answer
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Preference:
             return Side(role, {**self.rest, "text": self.prompt + answer}, self.prompt)
         assert not isinstance(answer, str)
         told = ({key: value for key, value in m.items() if key not in ABOUT_LOSS} for m in self.prompt)
-        return Side(role, {**self.rest, "messages": [*(message | {"loss": False} for message in told), *answer]})
+        messages = [*(message | {"loss": False} for message in told), *answer]
+        return Side(role, {**self.rest, "messages": messages}, messages=len(answer))
 
 
 def sides_of(given: Row, singles: bool = False) -> list[Side]:
@@ -51,7 +55,7 @@ def mismatched_sides(given: Row, other: Row) -> list[Side]:
     own, there = (_read(row, singles=True) for row in (given, other))
     if type(own.prompt) is not type(there.prompt):
         raise BadRow("one of them is of plain texts, the other of messages")
-    if own.prompt == there.prompt:
+    if is_same(own.prompt, there.prompt):
         raise BadRow("the other row has the same prompt")
     return [own.side("mismatched", answer) for answer in there.answers.values()]
 
@@ -89,7 +93,7 @@ def _answers(given: Row, singles: bool) -> dict[str, str]:
         if not isinstance(given["label"], bool):
             raise BadRow(f"`label` is {given['label']!r}; expected true (a good answer) or false")
         return {DESIRED[not given["label"]]: "completion"}
-    if given["chosen"] == given["rejected"]:
+    if is_same(given["chosen"], given["rejected"]):
         raise BadRow("`chosen` and `rejected` are the same: nothing is preferred")
     return dict(zip(DESIRED if singles else SIDES, SIDES, strict=True))
 
@@ -111,7 +115,7 @@ def _is_answer(message: dict[str, Any]) -> bool:
 def _with_prompts(whole: list[Messages], prompt: Messages | None, is_text: bool) -> tuple[Messages, list[Messages]]:
     """Of whole conversations: what both begin with, and the two answers. It has to be the `prompt`, if there is one."""
     chosen, rejected = whole
-    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if not is_same(a, b)), None)
     shared = min(len(chosen), len(rejected)) if same is None else same
     answers = [conversation[shared:] for conversation in whole]
     if not all(answer and _is_answer(answer[0]) for answer in answers):
@@ -120,6 +124,17 @@ def _with_prompts(whole: list[Messages], prompt: Messages | None, is_text: bool)
     # A prompt that is a text is what the user says last.
     contents = [before[-1].get("content", before[-1].get("value"))] if is_text else before
     expected = [prompt[-1]["content"]] if is_text and prompt else prompt
-    if expected is not None and contents != expected:
+    if expected is not None and not is_same(contents, expected):
         raise BadRow("`prompt` is not what `chosen` and `rejected` begin with; a pair has one prompt")
     return before, answers
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values of rows are equal; arrays, which media may be given as, by what is in them."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if hasattr(one, "__array__") or hasattr(other, "__array__"):
+        return type(one) is type(other) and np.array_equal(np.asarray(one), np.asarray(other))
+    return bool(one == other)

@@ -17,6 +17,7 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.route import Route, Share, plan_routes
 
 TEXT = "text"
+RESIDUAL = "residual"  # the second loss of a follower
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Totals:
     undesirable: int = 0
     mismatched: int = 0  # answers to other prompts
 
+    @property
+    def is_learnt(self) -> bool:
+        """Whether a loss can be on any of it. Answers may be media alone, which no loss but theirs is on."""
+        return any(self.targets.values()) or self.pairs + self.desirable + self.undesirable > 0
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,6 +58,7 @@ class PlacedItem:
     port: Port
     spans: Sequence[tuple[int, int]]
     is_target: bool
+    is_learnt: bool
     places: int
 
 
@@ -85,9 +92,11 @@ def count_totals(told: Told, ports: Sequence[Port]) -> Totals:
     real, items = told.packs[is_real], told.items[np.repeat(is_real, told.packs["items"])]
     targets = {TEXT: int(real["labels"].sum())}
     for number, port in enumerate(ports):
-        own = items["targets"][items["port"] == number]
-        if port.role == "decoder" and len(own):
-            targets[port.modality] = targets.get(port.modality, 0) + int(own.sum())
+        own = items[items["port"] == number]
+        if port.role != "encoder" and len(own):
+            targets[port.modality] = targets.get(port.modality, 0) + int(own["targets"].sum())
+        if port.role == "follower" and len(own):
+            targets[f"{port.modality}/{RESIDUAL}"] = int(own["residual"].sum())
     return Totals(
         tokens=int(told.tokens[is_real].sum()),
         packs=len(real),
@@ -147,7 +156,10 @@ class Round:
         item = int(self.items[at])
         spans = self.told.spans_of(item, int(self.moved[at]))
         told = self.told.items[item]
-        return PlacedItem(self.ports[self.port[at]], spans, bool(told["targets"]), int(told["places"]))
+        port = self.ports[self.port[at]]
+        is_inside = port.role != "follower"  # a follower's targets are not among the tokens
+        is_target, is_learnt = bool(told["is_target"]) and is_inside, bool(told["targets"]) and is_inside
+        return PlacedItem(port, spans, is_target, is_learnt, int(told["places"]))
 
 
 def media_imbalance(rounds: Sequence[Round], world: int) -> dict[str, float]:

@@ -21,14 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template  # gives character spans; checked on 5.22.2
 
 from omnizoo.config.errors import UserError
+from omnizoo.data.formats import NOTHING_SAID, Shape, Taken, hint, which_format, with_json
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.messages import Conventions, Message, read_list, read_messages, read_weight
-from omnizoo.data.pairs import mismatched_sides, sides_of
+from omnizoo.data.pairs import Side, mismatched_sides, sides_of
 from omnizoo.data.rendered import Rendered, join_answers
 from omnizoo.data.row_fields import Fields, Pairs
-from omnizoo.data.row_media import Find, Notation, RowMedia
+from omnizoo.data.row_media import MOVED, Find, Notation, RowMedia
 from omnizoo.data.rows import CONVERSATION, BadRow, Folder, Row
-from omnizoo.modalities.base import Item, Modality
+from omnizoo.modalities.base import Follower, Inside, Item, Modality, Port
+from omnizoo.modalities.item import BadMedia
 from omnizoo.models.media_model import Ids, Positions
 
 Span = tuple[int, int]
@@ -50,6 +52,15 @@ class Tokens:
     weights: npt.NDArray[np.float32]  # of the loss on each; 0: no target
 
 
+@dataclass(frozen=True)
+class Question:
+    """A row as it is put to the model: all up to its last answer, which is what is `expected`."""
+
+    prompt: Rendered
+    shown: str  # as a reader sees it
+    expected: str | None  # the text of the answer; None: the row has none
+
+
 class Renderer:
     def __init__(
         self,
@@ -62,9 +73,12 @@ class Renderer:
         reserved: Sequence[int] = (),
         pairs: Pairs = "refused",
         singles: bool = False,
+        shapes: Sequence[Shape] = (),
+        learns_answers: bool = True,
     ) -> None:
         """`ignore`: fields of rows that may be left out. `reserved`: ids that stand for media which nobody feeds.
-        `pairs`, `singles`: what becomes of preferences, by the losses of the run."""
+        `pairs`, `singles`, `learns_answers`: what becomes of preferences, by the losses of the run. `shapes`: how the
+        rows of each source are said to be written."""
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path} is a slow one ({type(tokenizer).__name__}): it cannot tell which "
@@ -79,44 +93,107 @@ class Renderer:
 
         self.fields = Fields(modalities or {}, ignore, pairs, singles)
         self.notation, self.positions, self.seed = Notation(modalities or {}, self.fields), positions, seed
+        self.learns_answers = learns_answers
         self.placeholders, self.reserved = self._check_marks(), list(reserved)
         self.conventions: dict[str, Conventions] = {}  # by chat template
+        self.shapes = shapes
+        known = self.notation.modalities
+        self.read = [name for name, modality in known.items() if modality.encoder is not None]
+        self.produced = [name for name, modality in known.items() if modality.decoder is not None]
 
     def _check_marks(self) -> list[int]:
         """Ids of the placeholders."""
         modalities, added = self.notation.modalities, self.tokenizer.get_added_vocab()
         for name, modality in modalities.items():
-            for mark in (modality.placeholder, *filter(None, (modality.begin, modality.end))):
+            if modality.follower is not None and modality.encoder is None:
+                continue  # it takes no place
+            for mark in (modality.placeholder, *modality.marks, *filter(None, (modality.begin, modality.end))):
                 if mark not in added:
                     raise UserError(
                         f"{mark!r}, which marks {name} items, is not a special token of tokenizer "
                         f"{self.tokenizer.name_or_path}; add it there, or name another one"
                     )
-        return sorted({added[modality.placeholder] for modality in modalities.values()})
+        return sorted({added[modality.placeholder] for modality in modalities.values() if modality.placeholder})
 
     def render(
-        self, row: Row, key: tuple[int, int, int] = (0, 0, 0), find: Find = HERE.find, other: Row | None = None
+        self,
+        row: Row,
+        key: tuple[int, int, int] = (0, 0, 0),
+        find: Find = HERE.find,
+        other: Row | None = None,
+        find_other: Find = HERE.find,
     ) -> Rendered:
         """`key` is (source, epoch, row), which random numbers of its media depend on; `find` opens what it names.
-        `other`: a row whose answers are to follow the prompt of this one, too."""
-        given = self.fields.given(row)
+        `other`: a row whose answers are to follow the prompt of this one, too; `find_other` opens what that names."""
+        shape, given = self.shape(key[0]), self.fields.given(row)
         if self.fields.has_preference(given):
-            sides = sides_of(given, self.fields.singles)
+            given = with_json(given, shape, self.fields.modalities)
+            sides = [(side, find) for side in sides_of(given, self.fields.singles)]
             if other is not None:
-                there = self.fields.given(other)
+                there = with_json(self.fields.given(other), shape, self.fields.modalities)
                 if not self.fields.has_preference(there):
                     raise BadRow("the other row has no answers")
-                sides += mismatched_sides(given, there)
-            return join_answers([(each.role, self._render_one(each.row, key, find, each.prompt)) for each in sides])
-        self.fields.conversation(given, row)
-        return self._render_one(given, key, find)
+                sides += [(side, find_other) for side in mismatched_sides(given, there)]
+            rendered = [
+                (side.role, self._render_one(side.row, key, find, side, find_answer)) for side, find_answer in sides
+            ]
+            return join_answers(rendered, self.learns_answers)
+        taken = self._conversation(row, given, shape)
+        return replace(self._render_one(taken.row, key, find, prompt=taken.prompt), format=taken.format)
 
-    def _render_one(self, given: Row, key: tuple[int, int, int], find: Find, prompt: str = "") -> Rendered:
-        """Of what a row says, or one side of a pair. `prompt`: what of a text the loss is not on."""
+    def format_of(self, row: Row, source: int) -> tuple[str, str]:
+        """What a row of a source is taken as, and why; nothing if no rule fits, or several do."""
+        shape, given = self.shape(source), self.fields.given(row)
+        try:
+            if self.fields.has_preference(given):
+                return "preference", "a loss of the run reads its answers"
+            taken = self.taken_as(row, given, shape)
+        except BadRow:
+            return "", ""
+        return (taken.format, taken.why) if taken else ("", "")
+
+    def shape(self, source: int) -> Shape:
+        """What the config says of the rows of a source."""
+        return self.shapes[source] if source < len(self.shapes) else NOTHING_SAID
+
+    def _conversation(self, row: Row, given: Row, shape: Shape) -> Taken:
+        """A row without preferences, in its format; BadRow if it is in none."""
+        taken = self.taken_as(row, given, shape)
+        if taken is None:
+            self.fields.conversation(given, row, hint(given, shape))
+        assert taken is not None, "without a conversation, a row is bad"
+        self.fields.conversation(taken.row, row)
+        return taken
+
+    def taken_as(self, row: Row, given: Row, shape: Shape) -> Taken | None:
+        """The format of a row without preferences; `given`: what is not to be ignored of it."""
+        if shape.format == "preference":
+            shape = replace(shape, format=None)  # and what is missing is said
+        offered = {name: value for name, value in row.items() if name not in self.fields.names}
+        taken = which_format(offered, self.read, self.produced, shape, given)
+        if taken is None and any(name in given for name in CONVERSATION):  # an empty one is worth its own message
+            return Taken("", "", given)
+        return taken
+
+    def _render_one(
+        self,
+        given: Row,
+        key: tuple[int, int, int],
+        find: Find,
+        side: Side | None = None,
+        find_answer: Find | None = None,
+        prompt: str = "",
+    ) -> Rendered:
+        """Of what a row says, or one side of a pair; `find_answer` opens what its answer names. Of a text, the loss is
+        not on its `prompt`."""
         field = next(name for name in CONVERSATION if name in given)
-        media = RowMedia(self.notation, given, find, (self.seed, *key))
-        is_text = field == "text"
-        tokens = self._render_text(given, media, prompt) if is_text else self._render_chat(given, field, media)
+        is_text, prompt = field == "text", side.prompt if side else prompt
+        media = RowMedia(self.notation, given, find, (self.seed, *key), is_chat=not is_text)
+        if is_text:
+            tokens = self._render_text(given, media, prompt)
+        else:
+            answer = (side.messages, find_answer or find) if side else None
+            tokens = self._render_chat(given, field, media, answer)
         if self.reserved and len(found := np.intersect1d(tokens.ids, self.reserved)):
             token = self.tokenizer.convert_ids_to_tokens(int(found[0]))
             raise BadRow(f"its text contains {token!r}, which stands for media that nothing feeds to this model")
@@ -125,14 +202,24 @@ class Renderer:
             if not weight:
                 raise BadRow("no token to learn: its `weight` is 0")
             tokens = replace(tokens, weights=tokens.weights * np.float32(weight))
-        ids, weights, items = self._place(tokens, media)
+        ids, weights, items, extents = self._place(tokens, media)
+        items = self._follow(ids, items, media.answers)
         targets = weights > 0
         if not targets[1:].any() and not any(item.is_target for item in items):
             raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
-        positions = None if self.positions is None else self.positions(ids, items)
-        assert positions is None or positions.shape[1:] == ids.shape, "one column of positions for every token"
+        positions = self._positions(ids, items)
         is_plain = bool((weights[targets] == 1).all())
-        return Rendered(ids, targets, items, positions, None if is_plain else weights)
+        of_prompt = len(items) if media.of_prompt is None else media.of_prompt
+        return Rendered(
+            ids,
+            targets,
+            items,
+            positions,
+            None if is_plain else weights,
+            is_prose=is_text and not prompt,
+            extents=extents,
+            of_prompt=of_prompt,
+        )
 
     def prompt(self, value: list[Message] | str, find: Find = HERE.find) -> Rendered:
         """A conversation up to where the model shall write. A string is one message of the user's or, where there is no
@@ -150,12 +237,74 @@ class Renderer:
                 text = template.render(messages, prompt=True)[0]
             except TEMPLATE_ERRORS as error:
                 raise BadRow(f"the chat template refuses these messages: {error}") from None
+            text = media.widen(text)[0]
             encoding = self.backend.encode(text, add_special_tokens=False)
+        return self._prompt(text, encoding, media)
+
+    def question(self, row: Row, find: Find = HERE.find, shape: Shape = NOTHING_SAID) -> Question:
+        """What a row asks, and what it answers: its last turns of the assistant; of a plain text, the second half."""
+        given = self.fields.given(row)
+        if self.fields.has_preference(given):
+            raise BadRow("a preference has several answers: it is not put to the model as a question")
+        taken = self._conversation(row, given, shape)
+        given = taken.row
+        field = next(name for name in CONVERSATION if name in given)
+        media = RowMedia(self.notation, given, find, (self.seed, 0, 0, 0))
+        if field == "text":
+            return self._begun_text(given, media, taken.prompt)
+        tools = read_list(given["tools"], "`tools`") if "tools" in given else None
+        template = self._template(tools or None)
+        messages = read_messages(given[field], field, given.get("system"), self._conventions(template), self.fields)
+        count = len(messages)
+        while count and messages[count - 1]["role"] == "assistant":
+            count -= 1
+        if not count:
+            raise BadRow("nobody asks anything: all of its messages are the assistant's")
+        asked, answers = messages[:count], messages[count:]
+        shown = "\n".join(f"{message['role']}: {plain(message.get('content'))}" for message in asked)
+        expected = "\n".join(plain(message.get("content")) for message in answers) if answers else None
+        for message in messages:
+            message.pop("loss")
+        for number, message in enumerate(messages):
+            if number == count:
+                items, texts = list(media.items), list(media.texts)
+            media.begin(message["role"])
+            message["content"] = media.write(message.get("content"), False, f"`content` of message {number}")
+        media.check_counts()  # of the whole row, of which the answer's items are not shown
+        if answers:
+            media.items, media.texts = items, texts
+        try:
+            text = template.render(asked, prompt=True)[0]
+        except TEMPLATE_ERRORS as error:
+            raise BadRow(f"the chat template refuses these messages: {error}") from None
+        text = media.widen(text)[0]
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return Question(self._prompt(text, encoding, media), shown, expected)
+
+    def _begun_text(self, given: Row, media: RowMedia, prompt: str) -> Question:
+        content = given["text"]
+        if not isinstance(content, str) or media.columns or len(words := content.split(" ")) < 2:
+            raise BadRow("a text with media, or of one word, has no first half to go on from")
+        first = prompt or " ".join(words[: len(words) // 2])
+        text = media.text(first)
+        return Question(self._prompt(text, self.backend.encode(text), media), first, content.removeprefix(first))
+
+    def _prompt(self, text: str, encoding: Any, media: RowMedia) -> Rendered:
         everywhere = np.ones(len(encoding), np.float32)
-        ids, weights, items = self._place(
-            Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, everywhere), media
-        )
-        return Rendered(ids, weights > 0, items, None if self.positions is None else self.positions(ids, items))
+        tokens = Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, everywhere)
+        ids, weights, items, _ = self._place(tokens, media)
+        items = tuple(item for item in items if item.answer is None)  # a follower does not hear what was said before
+        return Rendered(ids, weights > 0, items, self._positions(ids, items))
+
+    def _positions(self, ids: Ids, items: Sequence[Item]) -> npt.NDArray[Any] | None:
+        if self.positions is None:
+            return None
+        try:
+            positions = self.positions(ids, items)
+        except BadMedia as bad:
+            raise BadRow(str(bad)) from None
+        assert positions.shape[1:] == ids.shape, "one column of positions for every token"
+        return positions
 
     def end_of_turn(self) -> list[int]:
         """The token that ends what the model writes, if the chat template has one: the first token after the answer
@@ -205,10 +354,15 @@ class Renderer:
             self.conventions[template.source] = Conventions(template.source, render)
         return self.conventions[template.source]
 
-    def _write(self, messages: list[Message], media: RowMedia) -> list[float]:
-        """Contents become texts, in place; returns the weight of the loss on each message, 0 if it is not learnt."""
+    def _write(self, messages: list[Message], media: RowMedia, answer: tuple[int, Find] | None = None) -> list[float]:
+        """Contents become texts, in place; returns the weight of the loss on each message, 0 if it is not learnt.
+        `answer`: of a preference, how many of the messages, and what opens the media in them."""
         wanted = [message.pop("loss") for message in messages]
+        begins = len(messages) - answer[0] if answer else None
         for number, (message, loss) in enumerate(zip(messages, wanted, strict=True)):
+            if answer and number == begins:
+                media.begin_answer(answer[1])
+            media.begin(message["role"])
             message["content"] = media.write(message.get("content"), loss > 0, f"`content` of message {number}")
         media.check_counts()
         return wanted
@@ -221,6 +375,7 @@ class Renderer:
         media.check_counts()
         if not text:
             raise BadRow("`text` is empty")
+        text = media.widen(text)[0]
         if prompt and media.columns:
             raise BadRow("a preference pair of plain texts cannot have media; write it as messages")
         encoding = self.backend.encode(text)
@@ -239,18 +394,20 @@ class Renderer:
                 weights = np.append(weights, np.float32(1))
         return Tokens(text, np.array(ids, np.int32), offsets, weights)
 
-    def _render_chat(self, row: Row, field: str, media: RowMedia) -> Tokens:
+    def _render_chat(self, row: Row, field: str, media: RowMedia, answer: tuple[int, Find] | None = None) -> Tokens:
         tools = read_list(row["tools"], "`tools`") if "tools" in row else None
         template = self._template(tools or None)
         conventions = self._conventions(template)
         messages = read_messages(row[field], field, row.get("system"), conventions, self.fields)
-        wanted = self._write(messages, media)
+        wanted = self._write(messages, media, answer)
         conventions.check_fields(messages, tools, self.fields)
         try:
             text, spans = template.target_spans(messages, wanted)
         except TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses these messages: {error}") from None
         conventions.check(messages, tools, text)
+        text, marks = media.widen(text, [mark for span, _ in spans for mark in span])
+        spans = [((a, b), weight) for a, b, (_, weight) in zip(marks[::2], marks[1::2], spans, strict=True)]
         encoding = self.backend.encode(text, add_special_tokens=False)
         weights = np.zeros(len(encoding), np.float32)
         for span, weight in spans:
@@ -258,8 +415,10 @@ class Renderer:
                 weights[first:last] = weight
         return Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, weights)
 
-    def _place(self, tokens: Tokens, media: RowMedia) -> tuple[Ids, npt.NDArray[np.float32], tuple[Item, ...]]:
-        """Repeat placeholders to the length of their runs, and tell items where they are.
+    def _place(
+        self, tokens: Tokens, media: RowMedia
+    ) -> tuple[Ids, npt.NDArray[np.float32], tuple[Item, ...], tuple[Span, ...]]:
+        """Repeat placeholders to the length of their runs, and tell items where they are, also with their marks.
 
         Nothing inside of an item is a target of the text: its places are its decoder's, what stands between them
         (`Size`) nobody predicts. Begin and end are text like any other.
@@ -267,10 +426,17 @@ class Renderer:
         ids, weights = tokens.ids, tokens.weights
         is_place = np.isin(ids, self.placeholders)
         if not media.items and not is_place.any():
-            return ids, weights, ()
-        lengths, places = np.ones(len(ids), np.int64), []
-        for item, (first, last) in zip(media.items, self._inner_tokens(tokens, media), strict=True):
-            runs = [run for run in item.size.layout or (item.size.places,) if isinstance(run, int)]
+            return ids, weights, (), ()
+        lengths = np.ones(len(ids), np.int64)
+        placed: list[tuple[Item, npt.NDArray[np.int64]]] = []
+        whole, inner = self._tokens_of_items(tokens, media)
+        ranges = iter(inner)
+        for item in media.items:
+            if item.answer is not None:  # a follower's
+                placed.append((item, np.empty(0, np.int64)))
+                continue
+            first, last = next(ranges)
+            runs = [run for run in item.size.layout or (item.size.places,) if not isinstance(run, str)]
             own = first + np.flatnonzero(is_place[first:last])
             assert len(own) == len(runs), f"{item.port}: {len(own)} placeholders for the runs {runs}"
             if item.is_target and own[0] == 0:
@@ -280,31 +446,53 @@ class Renderer:
             if item.is_target and (weights[own] != 1).any():
                 raise BadRow(f"{item.media.name} is to be produced: a `weight` other than 0 and 1 is for text only")
             weights[first:last] = 0
-            lengths[own] = runs
-            places.append(own)
-        if is_place.sum() != sum(map(len, places)):
+            lengths[own] = [run.places if isinstance(run, Inside) else run for run in runs]
+            whose = np.array([run.modality if isinstance(run, Inside) else "" for run in runs])
+            placed.append((item, own[whose == ""]))
+            for name, size in item.size.inside.items():
+                part = Item(Port(name, "encoder"), size, (), False, replace(item.media, modality=name))
+                placed.append((part, own[whose == name]))
+        if is_place.sum() != sum(len(own) for _, own in placed):
             raise BadRow("a media placeholder is in its text outside of the contents (in its tools, or a name)")
         starts = np.cumsum(lengths) - lengths
         items = tuple(
             replace(item, spans=tuple((int(starts[at]), int(lengths[at])) for at in own if lengths[at]))
-            for item, own in zip(media.items, places, strict=True)
+            for item, own in placed
         )
-        return np.repeat(ids, lengths), np.repeat(weights, lengths), items
+        extents = tuple((int(starts[first]), int(starts[last - 1] + lengths[last - 1])) for first, last in whole)
+        return np.repeat(ids, lengths), np.repeat(weights, lengths), items, extents
 
-    def _inner_tokens(self, tokens: Tokens, media: RowMedia) -> list[Span]:
-        """Of each item, the range of tokens between its begin and its end."""
-        spans, stop = [], 0
+    def _follow(self, ids: Ids, items: tuple[Item, ...], answers: int) -> tuple[Item, ...]:
+        """Followers look for their places once all others have theirs."""
+
+        def placed(item: Item) -> Item:
+            module = item.port.module(self.notation.modalities)
+            if not isinstance(module, Follower):
+                return item
+            try:
+                return module.follow(ids, items, item, answers)
+            except BadMedia as bad:
+                raise BadRow(str(bad)) from None
+
+        return tuple(map(placed, items))
+
+    def _tokens_of_items(self, tokens: Tokens, media: RowMedia) -> tuple[list[Span], list[Span]]:
+        """Of each item that has places, its range of tokens; and that between its begin and its end."""
+        whole, inner, stop = [], [], 0
         for item, written in zip(media.items, media.texts, strict=True):
+            if item.answer is not None:
+                continue
             start, modality = tokens.text.find(written, stop), self.notation.modalities[item.media.modality]
             if start < 0:
-                raise BadRow(f"the chat template leaves out or changes the place of {item.media.name}")
+                raise BadRow(MOVED.format(name=item.media.name))
             stop = start + len(written)
-            spans.append((start + len(modality.begin), stop - len(modality.end)))
-        if not spans:
-            return []
+            whole.append((start, stop))
+            inner.append((start + len(modality.begin), stop - len(modality.end)))
+        if not inner:
+            return [], []
         # tokens that the tokenizer puts around a text are said to be at its very beginning
-        offsets = np.maximum.accumulate(np.array(tokens.offsets), axis=0)
-        return tokens_of_spans([(int(start), int(stop)) for start, stop in offsets], spans)
+        offsets = [(int(start), int(stop)) for start, stop in np.maximum.accumulate(np.array(tokens.offsets), axis=0)]
+        return tokens_of_spans(offsets, whole), tokens_of_spans(offsets, inner)
 
 
 class ChatTemplate:
@@ -431,6 +619,14 @@ class ChatTemplate:
                 raise unclear
             spans.append((start, stop))
         return spans
+
+
+def plain(content: Any) -> str:
+    """The content of a message as a reader sees it: items by their names, in brackets."""
+    if not isinstance(content, list):
+        return str(content or "")
+    parts = [part for part in content if isinstance(part, dict)]
+    return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
 
 
 def tokens_of_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:

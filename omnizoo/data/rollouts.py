@@ -125,7 +125,10 @@ class RolloutReader:
             raise UserError(f"{key} has the token {outside[0]}; expected ids from 0 to {most - 1}, the model's")
         if len(places := np.intersect1d(ids, [*self.renderer.placeholders, *self.renderer.reserved])):
             token = self.renderer.tokenizer.convert_ids_to_tokens(int(places[0]))
-            raise UserError(f"{key} has {token!r}, the place of media; give the prompt as messages, with the media")
+            way_out = "give the prompt as messages, with the media"
+            if key.endswith(".answer"):
+                way_out = "media that a model produces are not taken in rollouts, whose numbers are those of tokens"
+            raise UserError(f"{key} has {token!r}, the place of media; {way_out}")
         return ids.astype(np.int32)
 
     def _sample(

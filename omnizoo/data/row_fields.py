@@ -43,7 +43,9 @@ PAIRS = f"it is one of a preference pair, which is not trained on without {', '.
 READ_PAIRS = "preference pairs are read from `chosen` and `rejected`"
 WEIGHTS = "weights of the loss are read from `weight`, of a message or of the row; this is not supported yet"
 TOKENS = "rows that are tokenised already are not supported yet"
-COLUMNS = "prompts and answers in columns of their own are not supported yet: write them as `messages`"
+COLUMNS = (
+    "prompts and answers are read from `instruction` and `output`, `prompt` and `completion`, or `query` and `response`"
+)
 FEEDBACK = "scores of answers are not trained on yet"
 LABELS = "labels of answers are not trained on without kto in train.losses, which reads `label` next to `completion`"
 # Fields that mean something, and are refused by name.
@@ -115,7 +117,7 @@ class Fields:
             raise BadRow(self.unread(unread))
         return True
 
-    def conversation(self, given: Row, row: Row) -> str:
+    def conversation(self, given: Row, row: Row, way_out: str = "") -> str:
         """The field that is the text or chat of the row; whatever else nothing reads is a bad row."""
         if self.pairs == "required":
             single = " and no single answer (`completion`, `label`)" if self.singles else ""
@@ -133,8 +135,9 @@ class Fields:
             raise BadRow(wrong)
         if not field:
             needed = "`messages`, `conversations` or `text`"
-            hint = next((f" ({why})" for name in given if (why := meaning(name)) is not None), "")
-            raise BadRow(f"a row needs {needed}; this one has {', '.join(map(repr, row)) or 'nothing'}{hint}")
+            why = way_out or next((why for name in given if (why := meaning(name)) is not None), "")
+            has = ", ".join(map(repr, row)) or "nothing"
+            raise BadRow(f"a row needs {needed}; this one has {has}{f' ({why})' if why else ''}")
         return field
 
     def _judge(self, names: tuple[str, ...]) -> tuple[str, str]:

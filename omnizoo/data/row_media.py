@@ -7,9 +7,10 @@ Which modalities there are is the model's to say. A modality's name is its conte
 import base64
 import binascii
 import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from omnizoo.data.row_fields import Fields, of_part
 from omnizoo.data.rows import BadRow, Row
-from omnizoo.modalities.base import Item, Modality, Port
+from omnizoo.modalities.base import Decoder, Encoder, Follower, Inside, Item, Modality, Port
 from omnizoo.modalities.item import WELL_KNOWN, BadMedia, Media
 
 Find = Callable[[str], Path | bytes]  # the file, or the bytes, that a row calls by a name
@@ -26,6 +27,7 @@ ENCODED, NAMED = ("bytes", "data", "base64"), ("url", "path")  # keys of an obje
 DESCRIBES = ("format", "mime_type")  # keys that say what the bytes are, which the bytes say themselves
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+MOVED = "the chat template leaves out or changes the place of {name}"
 PATH_MAX = 4096  # characters; a longer string is no path
 
 
@@ -35,7 +37,7 @@ class Notation:
     def __init__(self, modalities: Mapping[str, Modality], fields: Fields) -> None:
         self.modalities, self.fields = modalities, fields
         self.types = {type: name for name in modalities for type in (name, f"{name}_url", f"input_{name}")}
-        marks = {mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end) if mark}
+        marks = {mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end, *m.marks) if mark}
         self.mark = re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")  # (?!) never matches
         self.tag = re.compile(f"<({'|'.join(map(re.escape, modalities)) or '(?!)'})>")
         # Tags that other models read, where a place for media would be: where a line or the text begins, or at its end.
@@ -43,16 +45,34 @@ class Notation:
         names = "|".join(foreign) or "(?!)"
         self.stray = re.compile(rf"^[ \t]*<({names})>|<({names})>\s*\Z", re.MULTILINE)
 
+    def written(self, name: str, run: str | int | Inside) -> str:
+        """A run of an item of modality `name`, before its places are counted out."""
+        if isinstance(run, str):
+            return run
+        return self.modalities[run.modality if isinstance(run, Inside) else name].placeholder
+
 
 class RowMedia:
     """Writes the contents of one row as text to be tokenised, and collects the media in them, in order."""
 
-    def __init__(self, notation: Notation, row: Row, find: Find, key: tuple[int, ...]) -> None:
-        self.notation, self.find, self.key = notation, find, key
+    def __init__(self, notation: Notation, row: Row, find: Find, key: tuple[int, ...], is_chat: bool = True) -> None:
+        self.notation, self.find, self.key, self.is_chat = notation, find, key, is_chat
         self.columns = {name: column for name in notation.modalities if (column := read_column(row, name)) is not None}
         self.taken: Counter[str] = Counter()  # from each column; more than it has, if tags ask for more
         self.items: list[Item] = []  # their spans are not known yet
-        self.texts: list[str] = []  # what was written for each: begin, text and placeholders, end
+        self.texts: list[str] = []  # what stands for each: begin, text and placeholders, end; of followers nothing
+        self.of_prompt: int | None = None  # items before the answer of a preference; None: it has not begun
+        self.answers = 0  # messages of the assistant so far
+        self.role: str | None = None  # of the message that is being written
+
+    def begin_answer(self, find: Find) -> None:
+        """What is written from here on is an answer that is compared with others; `find` opens what it names."""
+        self.find, self.of_prompt = find, len(self.items)
+
+    def begin(self, role: str) -> None:
+        """What is written next is the content of a message of `role`."""
+        self.role = role
+        self.answers += role == "assistant"
 
     def write(self, content: Any, is_learnt: bool, what: str) -> str:
         """A string, in which tags stand for items, or a list of parts. `what` names it in errors."""
@@ -101,7 +121,9 @@ class RowMedia:
                 f"{what} is of unknown type {kind!r}; known: {', '.join(known)}"
                 + (f" (did you mean {close[0]!r}?)" if close else "")
             )
-        key = next((key for key in (kind, name, f"{name}_url") if key in given), None)
+        follower = self.notation.modalities[name].follower
+        names = (kind, name, f"{name}_url", *(follower.values if follower is not None else ()))
+        key = next((key for key in names if key in given), None)
         # without such a key, the part itself may say where the item is
         value = given.pop(key) if key else {key: given.pop(key) for key in ENCODED + NAMED if key in given} or None
         given = {key: option for key, option in given.items() if not self.notation.fields.ignores(key)}
@@ -110,16 +132,36 @@ class RowMedia:
     def _item(self, name: str, value: Any, options: dict[str, Any], is_learnt: bool) -> str:
         """An item as text; without a value, it is the next one of its column."""
         if value is None:
+            if self.of_prompt is not None:
+                example = json.dumps({"type": name, name: "..."})
+                raise BadRow(
+                    f"an answer of a preference has a <{name}>, but `{name}s` is for media of its prompt; write it as "
+                    f"a part of the answer: {example}"
+                )
             column, at = self.columns.get(name, []), self.taken[name]
             self.taken[name] += 1
             if at >= len(column):
                 return ""  # `check_counts` tells how many there are
             value = column[at]
         modality = self.notation.modalities[name]
-        is_target = is_learnt and modality.decoder is not None
-        module = modality.decoder if is_target or modality.encoder is None else modality.encoder
-        assert module is not None, f"modality {name} has neither encoder nor decoder"
         label = f"{name} (item {len(self.items)})"
+        if modality.follower is not None and modality.encoder is None and self.role != "assistant":
+            where = f"a message of {self.role!r}" if self.role else "a plain text"
+            known = ", ".join(["text", *(name for name, m in self.notation.modalities.items() if m.encoder)])
+            raise BadRow(
+                f"{label} is in {where}: it is what the model says, and so belongs to a message of the assistant; what "
+                f"the model is to read is one of {known}"
+            )
+        module: Encoder | Decoder | Follower | None
+        module, is_target = modality.encoder, False
+        if is_learnt or module is None:
+            made = modality.decoder or modality.follower
+            module, is_target = made or module, is_learnt and made is not None
+        assert module is not None, f"modality {name} has no module"
+        if self.of_prompt is not None and is_target and isinstance(module, Follower):
+            raise BadRow(f"{label} is in an answer of a preference, which is judged by its text; leave it out")
+        if self.of_prompt is not None and is_target and isinstance(module, Decoder) and not module.has_likelihood():
+            raise BadRow(f"{label} is in an answer, which is judged by how likely it is; but {module.not_likely}")
         try:
             value, found = read_value(value, self.find)
             options = found | options
@@ -132,15 +174,42 @@ class RowMedia:
             size = module.measure(media)
         except BadMedia as bad:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
+        if isinstance(module, Follower):
+            if is_target:  # a follower does not see what was said before
+                answer = self.answers - 1
+                if any(item.answer == answer and item.port.modality == name for item in self.items):
+                    raise BadRow(f"{label}: the assistant's message has a {name} already; give one per message")
+                self.items.append(Item(Port(name, "follower"), size, (), is_target, media, answer=answer))
+                self.texts.append("")
+            return ""
         runs = size.layout or (size.places,)
         assert sum(run for run in runs if isinstance(run, int)) == size.places, f"{name}: {size}"
         if not size.places:
             raise BadRow(f"{label} takes no place among the tokens")
-        inner = "".join(run if isinstance(run, str) else modality.placeholder for run in runs)
+        inner = "".join(self.notation.written(name, run) for run in runs)
         port = Port(name, "decoder" if module is modality.decoder else "encoder")
         self.items.append(Item(port, size, (), is_target, media))
         self.texts.append(modality.begin + inner + modality.end)
-        return self.texts[-1]
+        written = self.texts[-1].strip()  # a chat template may trim contents: see `widen`
+        number = sum(item.port.modality == name for item in self.items)
+        return modality.in_chat.format(item=written, number=number) if self.is_chat else written
+
+    def widen(self, text: str, marks: Sequence[int] = ()) -> tuple[str, list[int]]:
+        """What a template made of the contents, with the white space around items back in its place; and where places
+        in it (`marks`) are then."""
+        if all(whole == whole.strip() for whole in self.texts):
+            return text, list(marks)
+        pieces, at, added = [], 0, []
+        for item, whole in zip(self.items, self.texts, strict=True):
+            start = text.find(short := whole.strip(), at)
+            if start < 0:
+                raise BadRow(MOVED.format(name=item.media.name))
+            pieces += [text[at:start], whole]
+            at = start + len(short)
+            before = len(whole) - len(whole.lstrip())
+            added += [(start, before), (at, len(whole) - len(short) - before)]
+        moved = [mark + sum(count for place, count in added if place < mark) for mark in marks]
+        return "".join([*pieces, text[at:]]), moved
 
     def check_counts(self) -> None:
         """To be called when all is written."""

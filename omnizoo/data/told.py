@@ -41,6 +41,8 @@ ITEM = np.dtype(
         ("port", "i8"),  # its number among those of the model
         ("places", "i8"),
         ("targets", "i8"),  # what its loss is a mean over; 0: none
+        ("is_target", "i8"),  # predicted, with or without such a loss
+        ("residual", "i8"),  # the same of its second loss
         ("spans", "i8"),  # how many
         ("cost", "f8"),
     ]
@@ -103,7 +105,7 @@ class Told:
         return cls(
             np.array([(p.index, p.is_filler, *of, cost(p)) for p, of in zip(packs, counts, strict=True)], PACK),
             np.array([length for pack in packs for length in pack.lengths], np.int64),
-            np.array([(ports.index(i.port), i.size.places, i.targets, len(i.spans), i.size.cost) for i in items], ITEM),
+            np.array([(ports.index(i.port), *_sizes(i), len(i.spans), i.size.cost) for i in items], ITEM),
             np.array([span for item in items for span in item.spans], np.int64).reshape(-1, 2),
         )
 
@@ -142,6 +144,10 @@ class Told:
         """Of an item, among tokens of which `moved` more come before its pack."""
         spans = self.spans[self.first_span[item] : self.first_span[item + 1]].tolist()
         return [(first + moved, count) for first, count in spans]
+
+
+def _sizes(item: Item) -> tuple[int, int, bool, int]:
+    return item.size.places, item.targets, item.is_target, item.size.residual if item.is_target else 0
 
 
 def starts(counts: Numbers) -> Numbers:

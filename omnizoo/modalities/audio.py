@@ -22,6 +22,7 @@ from transformers.audio_utils import mel_filter_bank
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Size
 from omnizoo.modalities.files import SOUND_OPTIONS, read_sound, sound_length
+from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.projector import build_projector
 from omnizoo.modalities.tally import is_trained, measured_flops
@@ -126,7 +127,18 @@ class AudioEncoder(Encoder):
             file.writeframes((start.clip(-1, 1) * 32767).astype("<i2").tobytes())
         source = base64.b64encode(data.getvalue()).decode()
         title = html.escape(f"{media.name}, {len(sound) / self.sample_rate:.1f} s")
-        return f'<audio controls title="{title}" src="data:audio/wav;base64,{source}"></audio>'
+        player = f'<audio controls title="{title}" src="data:audio/wav;base64,{source}"></audio>'
+        return player + self._spectrogram(media)
+
+    def _spectrogram(self, media: Media) -> str:
+        """What the tower gets, silence at the end left out."""
+        from PIL import Image  # an optional package, and only to look at
+
+        inputs = self.prepare(media)
+        mels = torch.cat(list(inputs["input_features"]), 1)
+        heard = mels[:, : max(1, math.ceil(int(inputs["kept"].sum()) * self.frames / self.positions))].flip(0)
+        shade = ((heard - heard.min()) / (heard.max() - heard.min()).clamp(min=1e-6) * 255).byte()
+        return thumbnail(Image.fromarray(shade.numpy()), f"{self.bins} mel bins", 320)
 
     def _kept(self, samples: int) -> list[int]:
         """Positions of each window that hold sound."""

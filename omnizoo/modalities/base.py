@@ -1,25 +1,37 @@
-"""What a modality is: an `Encoder` brings items in, a `Decoder` lets the model produce them. Both are plain modules.
+"""What a modality is: an `Encoder` brings items in, a `Decoder` lets the model produce them. Both are plain modules. A
+`Follower` produces beside the sequence: it reads what the language model made of a conversation.
 
-An item takes places in the sequence. At each of them an encoder gives a feature, and a decoder has a target. Neither
-class ever sees a rank, a pack or the foundation: which items a call gets, and where what it gives goes, is decided
-elsewhere. `measure` and `prepare` run in
-loader workers, on a copy of the module that has no weights; the rest runs on the device, inside the model's forward.
+An item takes places in the sequence, but for those of followers. At each of them an encoder gives a feature, and a
+decoder has a target. No class ever sees a rank, a pack or the foundation: which items a call gets, and where what it
+gives goes, is decided elsewhere. `measure` and `prepare` run in loader workers, on a copy of the module that has no
+weights; the rest runs on the device, inside the model's forward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.item import Media
 
+Ids = npt.NDArray[np.int32]
 Inputs = dict[str, torch.Tensor]  # a prepared item: what `encode` or `targets` needs of it
-Role = Literal["encoder", "decoder"]
+Role = Literal["encoder", "decoder", "follower"]
+
+
+class Inside(NamedTuple):
+    """A run of places, among those of an item, that belong to an item inside of it: the sound of a clip."""
+
+    modality: str
+    places: int
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,15 @@ class Size:
     places: int  # in the sequence
     cost: float  # FLOPs of `encode`, with backward if it is trained, or of `targets`: ranks share items by it
     targets: int | None = None  # decoders: what the loss is a mean over; None: its places
-    layout: tuple[str | int, ...] = ()  # text between its places, e.g. ("<0.5 s>", 64, "<1.5 s>", 64); (): one run
+    residual: int = 0  # followers: the same of the second loss, on what refines the first targets
+    # Text between its places, e.g. ("<0.5 s>", 64, "<1.5 s>", 64); (): one run. Runs of items inside of it, too.
+    layout: tuple[str | int | Inside, ...] = ()
+    inside: Mapping[str, "Size"] = field(default_factory=dict)  # by modality: an item that is read off the same media
     shape: tuple[float, ...] = ()  # for models that place items on several axes: what they need to know for it
 
 
 class Port(NamedTuple):
-    """A module of the model that items go through: the encoder or the decoder of a modality."""
+    """A module of the model that items go through: the encoder, decoder or follower of a modality."""
 
     modality: str
     role: Role
@@ -42,8 +57,8 @@ class Port(NamedTuple):
     def __str__(self) -> str:
         return "/".join(self)
 
-    def module(self, modalities: Mapping[str, "Modality"]) -> "Encoder | Decoder":
-        module: Encoder | Decoder | None = getattr(modalities[self.modality], self.role)
+    def module(self, modalities: Mapping[str, "Modality"]) -> "Encoder | Decoder | Follower":
+        module: Encoder | Decoder | Follower | None = getattr(modalities[self.modality], self.role)
         assert module is not None, f"there is no {self}"
         return module
 
@@ -55,9 +70,12 @@ class Item:
     port: Port  # the module it goes through
     size: Size
     spans: tuple[tuple[int, int], ...]  # (first token, how many) of each run of its places
-    is_target: bool  # the model learns to produce it
+    is_target: bool  # the model predicts it
     raw: Media | None = None  # as its row gives it; left behind once it is prepared
     inputs: Inputs | None = None  # once it is prepared, where it was prepared
+    is_learnt: bool = True  # if predicted: by its decoder's loss. If not, only how likely it is counts, in an answer
+    answer: int | None = None  # of a follower: which of the assistant's messages it is part of
+    notes: Inputs = field(default_factory=dict)  # of a follower: what it wrote down of the conversation
 
     @property
     def media(self) -> Media:
@@ -67,7 +85,7 @@ class Item:
     @property
     def targets(self) -> int:
         """What its loss is a mean over."""
-        return (self.size.targets or self.size.places) if self.is_target else 0
+        return (self.size.targets or self.size.places) if self.is_target and self.is_learnt else 0
 
     def cut(self, parts: Sequence[tuple[Size, Inputs]]) -> list["Item"]:
         """This item, prepared, as its parts, each in its own places; in every copy, where it is at several places."""
@@ -158,11 +176,26 @@ class Decoder(nn.Module):
 
     item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
     entering: ClassVar[Sequence[str]] = ()  # submodules that `embed` runs; `loss` runs the others. For counting FLOPs
+    not_likely: ClassVar[str] = "its decoder has no `log_likelihood`"  # why it cannot be in answers that are compared
+    # Targets `[n, 1]` are ids of the language model's own vocabulary: it embeds them itself, and `loss`, which uses its
+    # head, is called where it runs that. `embed` is for generation.
+    in_vocabulary: ClassVar[bool] = False
 
     @property
     def pretrained(self) -> PreTrainedModel | None:
         """The part of it that published weights (`path` in the config) are for."""
         return None
+
+    def runs(self, what: Literal["embed", "loss"]) -> Iterable[nn.Module]:
+        """Modules that `embed` or `loss` runs once per target, without frozen ones. For counting FLOPs."""
+        for name, module in self.named_children():
+            if not isinstance(module, Frozen) and (name in self.entering) == (what == "embed"):
+                yield module
+
+    @property
+    def own_ids(self) -> Sequence[int]:
+        """Ids of the vocabulary that nobody but it writes."""
+        return ()
 
     def measure(self, media: Media) -> Size:
         raise NotImplementedError
@@ -186,6 +219,15 @@ class Decoder(nn.Module):
         """Sum of the losses of N targets: `hidden [N, width]` is the foundation's at the place before each. N may be 0.
         Float targets come in fp32 or better, whatever the precision of the computation."""
         raise NotImplementedError
+
+    def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Given the same as `loss`: how likely each target is, a logarithm, `[N]`; and how many values that is of,
+        `[N]`, as `Size.targets` counts them. For losses that compare answers: a decoder may do without."""
+        raise NotImplementedError
+
+    @classmethod
+    def has_likelihood(cls) -> bool:
+        return cls.log_likelihood is not Decoder.log_likelihood
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         """The next target `[K]` after `targets [n, K]`, given the `hidden [width]` before it; None: the item ends."""
@@ -213,12 +255,74 @@ class Decoder(nn.Module):
         return escape(media.name)
 
 
+class Follower(nn.Module):
+    """One modality out, beside the sequence: a model of its own that reads what the language model makes of tokens
+    (`spans` of its items: those it reads), and learns to say an answer in its own way.
+
+    It is called once per forward pass on every rank, after the language model, on items from anywhere: what it reads
+    is sent to it.
+    """
+
+    item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
+    values: ClassVar[Sequence[str]] = ()  # keys of a content part, besides the modality's own, that give the item
+    terms: Mapping[str, float]  # its losses, with their weights: "" for that on targets, "residual"
+
+    def measure(self, media: Media) -> Size:
+        """Without its places, which `follow` finds."""
+        raise NotImplementedError
+
+    def prepare(self, media: Media) -> Inputs:
+        raise NotImplementedError
+
+    def follow(self, ids: Ids, items: Sequence["Item"], item: "Item", answers: int) -> "Item":
+        """`item` with its place in a conversation of these token ids and items, in which the assistant says `answers`
+        messages: the tokens it reads, its size, its notes. Raises `BadMedia`."""
+        raise NotImplementedError
+
+    def blank(self) -> Inputs:
+        """The smallest prepared item with its notes."""
+        raise NotImplementedError
+
+    def rows(self, inputs: Inputs) -> int:
+        """How many tokens a prepared item reads, by the shapes of its tensors."""
+        raise NotImplementedError
+
+    def reading(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """Around a forward pass of the language model: afterwards there is what it made of each token, `[T, ...]`."""
+        raise NotImplementedError
+
+    def read(self, kept: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """`[T, C]`: of what `reading` kept of tokens with these ids `[T]`, a row for each."""
+        raise NotImplementedError
+
+    def loss(self, rows: torch.Tensor, items: Sequence[Inputs]) -> dict[str, torch.Tensor]:
+        """Sums of its losses, by the names of `terms`, on items whose tokens have these rows `[N, C]`, in order."""
+        raise NotImplementedError
+
+    def generate(
+        self, states: torch.Tensor, ids: Ids, items: Sequence["Item"], options: Mapping[str, Any], sampling: Sampling
+    ) -> torch.Tensor:
+        """Targets `[n, K]` of a new item: the last answer of a conversation. `states [T, C]` is what `read` gives of
+        its tokens, `ids [T]`; `options` are those of a row's item."""
+        raise NotImplementedError
+
+    def render(self, targets: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def save(self, item: Any, stem: str) -> str:
+        raise NotImplementedError
+
+    def preview(self, media: Media) -> str:
+        return escape(media.name)
+
+
 @dataclass(frozen=True)
 class Modality:
     """A content type of rows: how an item is written among tokens, and which modules read and produce it.
 
-    `begin`, `placeholder` and `end` are special tokens of the tokenizer; begin and end may be empty. The modules are
-    copies without weights: for `measure` and `prepare`.
+    `begin`, `placeholder` and `end` are special tokens of the tokenizer; begin and end may be empty, and all of them
+    where there is a follower only. `marks` are further ones, in the text that `Size.layout` has among the places. The
+    modules are copies without weights: for `measure` and `prepare`.
     """
 
     name: str
@@ -227,3 +331,6 @@ class Modality:
     begin: str
     placeholder: str
     end: str
+    marks: tuple[str, ...] = ()
+    in_chat: str = "{item}"  # how the published template writes an item into a message; {number} counts from 1
+    follower: Follower | None = None

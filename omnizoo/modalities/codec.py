@@ -30,6 +30,7 @@ from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.tally import causal_pairs
 from omnizoo.ops.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy_sum
+from omnizoo.ops.log_probability import by_rows, log_probabilities
 
 
 class AudioCodec(Decoder):
@@ -118,6 +119,17 @@ class AudioCodec(Decoder):
             head = LinearHead(weight, bias)
             losses.append(linear_cross_entropy_sum(hidden, head, codes.where(counts, 0), counts.to(hidden.dtype)))
         return torch.stack(losses).sum()
+
+    def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all codebooks together."""
+
+        def work(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            coarse, fine = self._logits(some)
+            finer = log_probabilities(fine.flatten(0, 1), wanted[:, 1:].flatten(), self.none)
+            return log_probabilities(coarse, wanted[:, 0], self.none) + finer.view(len(some), self.codebooks - 1).sum(1)
+
+        each = by_rows(work, hidden, targets, max(1, CHUNK // (self.codebooks * self.stop + 1)))
+        return each, (targets != self.none).sum(1).to(each.dtype)
 
     def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of codebook 0, whose last code is the stop, `[N, V + 1]`, and of the others `[N, K - 1, V]`."""

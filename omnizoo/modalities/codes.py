@@ -27,6 +27,7 @@ from omnizoo.modalities.frozen import Diffusers, Frozen, forward_flops, read_set
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.pixels import Array, PixelScale, from_patches, picture_html, read_pixels, to_patches, to_picture
 from omnizoo.ops.linear_cross_entropy import CHUNK, LinearHead, linear_cross_entropy_sum
+from omnizoo.ops.log_probability import by_rows, log_probabilities
 
 Grid = tuple[int, int]
 
@@ -106,6 +107,13 @@ class ImageCodes(Decoder):
         if type(last) is nn.Linear and len(hidden) * last.out_features > CHUNK:
             return linear_cross_entropy_sum(hidden, LinearHead(last.weight, last.bias), targets[:, 0])
         return code_loss(last(hidden), targets[:, 0])
+
+    def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def work(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return log_probabilities(self.head(some), wanted[:, 0])
+
+        each = by_rows(work, hidden, targets, max(1, CHUNK // self.tokenizer.codes))
+        return each, torch.ones_like(each)
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         if len(targets) == self.places:

@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain, pairwise
 from pathlib import Path
@@ -39,7 +40,8 @@ SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FL
 # What is read of `Media.options`, for each kind.
 PICTURE_OPTIONS: tuple[str, ...] = ()
 SOUND_OPTIONS = ("start", "end", "sampling_rate")
-CLIP_OPTIONS = ("start", "end", "fps")
+CLIP_OPTIONS: tuple[str, ...] = ("start", "end", "fps")
+FILM_HEADS = (b"\x1a\x45\xdf\xa3", b"FLV", b"\x00\x00\x01\xba", b"\x30\x26\xb2\x75")  # Matroska, FLV, MPEG, ASF
 VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,flv,mpeg,mpegts,gif,ogg,asf"
 
 
@@ -206,7 +208,10 @@ def _clip(media: Media, seconds: float, max_seconds: float) -> tuple[float, floa
 
 def sound_length(media: Media, sample_rate: int, max_seconds: float = math.inf) -> int:
     """Samples that `read_sound` will give, from the header."""
-    if isinstance(media.value, Path | bytes):
+    if _is_film(media):
+        with _film_sound(media) as (_, _, frames, rate):
+            pass
+    elif isinstance(media.value, Path | bytes):
         with _sound_file(media) as file:
             frames, rate = file.frames, file.samplerate
     else:
@@ -218,7 +223,11 @@ def sound_length(media: Media, sample_rate: int, max_seconds: float = math.inf) 
 
 def read_sound(media: Media, sample_rate: int, max_seconds: float = math.inf) -> npt.NDArray[np.float32]:
     """One channel in -1..1 at `sample_rate`. More than `max_seconds` is refused."""
-    if isinstance(media.value, Path | bytes):
+    if _is_film(media):
+        with _film_sound(media) as (container, stream, frames, rate):
+            first, last = _sound_clip(media, frames, rate, max_seconds)
+            wave = _film_samples(media, container, stream, last)[first:last]
+    elif isinstance(media.value, Path | bytes):
         with _sound_file(media) as file:
             rate = file.samplerate
             first, last = _sound_clip(media, file.frames, rate, max_seconds)
@@ -244,6 +253,46 @@ def _read_samples(media: Media, file: Any, first: int, last: int) -> npt.NDArray
         blocks.append(block.mean(1))
         at += len(block)
     return np.concatenate(blocks)
+
+
+def _is_film(media: Media) -> bool:
+    """True for files of the kinds that hold frames and sound side by side, or sound alone as these do (.m4a)."""
+    if not isinstance(media.value, Path | bytes):
+        return False
+    with media.open() as raw:
+        head = raw.read(16)
+    return head[4:8] == b"ftyp" or (head[:4], head[8:12]) == (b"RIFF", b"AVI ") or head.startswith(FILM_HEADS)
+
+
+@contextmanager
+def _film_sound(media: Media) -> Iterator[tuple[Any, Any, int, int]]:
+    """The file, its first track of sound, and how many samples of which rate that has by its header."""
+    with _container(media) as container:
+        if not container.streams.audio:
+            raise BadMedia(f"{media.name}: has no sound in it")
+        stream = container.streams.audio[0]
+        rate = stream.codec_context.sample_rate
+        _check_rate(media, rate)
+        if stream.codec_context.channels > MOST_CHANNELS:
+            raise BadMedia(f"{media.name}: more than the {MOST_CHANNELS} channels that are read")
+        yield container, stream, round(_seconds(media, container, stream) * rate), rate
+
+
+def _film_samples(media: Media, container: Any, stream: Any, count: int) -> npt.NDArray[np.float32]:
+    """The first `count`, as the header promises them: codecs give a few more, or fewer, at the end."""
+    plain = optional("av").AudioResampler(format="fltp")  # of the same rate and channels
+    blocks: list[npt.NDArray[np.float32]] = []
+    there = 0
+    for frame in container.decode(stream):
+        for part in plain.resample(frame):
+            blocks.append(part.to_ndarray().mean(0))
+            there += blocks[-1].size
+        if there >= count:
+            break
+    rate = stream.codec_context.sample_rate
+    if count - there > max(0.5 * rate, 0.1 * count):
+        raise BadMedia(f"{media.name}: its sound ends after {there / rate:.2f} s: truncated")
+    return np.pad(np.concatenate([*blocks, np.zeros(0, np.float32)])[:count], (0, max(0, count - there)))
 
 
 @contextmanager
@@ -369,11 +418,46 @@ def video_size(media: Media, fps: float, max_seconds: float = math.inf) -> tuple
         return end - begin, *picture_size(frames[0])
     with _video_file(media) as (container, stream):
         begin, end = _clip(media, _seconds(media, container, stream), max_seconds)
-        first = next(container.decode(stream), None)  # only frames tell how a phone was held
-        if first is None:
-            raise BadMedia(f"{media.name}: has no frames")
-        height, width = first.height, first.width
-        return end - begin, *((width, height) if first.rotation % 180 else (height, width))
+        return end - begin, *_upright_size(media, container, stream)
+
+
+def _upright_size(media: Media, container: Any, stream: Any) -> tuple[int, int]:
+    """(height, width): only frames tell how a phone was held."""
+    first = next(container.decode(stream), None)
+    if first is None:
+        raise BadMedia(f"{media.name}: has no frames")
+    return (first.width, first.height) if first.rotation % 180 else (first.height, first.width)
+
+
+@dataclass(frozen=True)
+class Footage:
+    """A clip by its header: how many frames it has, how many a second, and their size."""
+
+    frames: int
+    rate: float
+    height: int
+    width: int
+
+    def shown(self, indices: Sequence[int]) -> list[float]:
+        """When these frames are on show, in seconds from its start: their middle, for times in files are rounded."""
+        return [(index + 0.5) / self.rate for index in indices]
+
+
+def footage_of(media: Media, fps: float, max_seconds: float = math.inf) -> Footage:
+    """Frames given one by one are `fps` apart unless the row says otherwise."""
+    if not isinstance(media.value, Path | bytes):
+        frames, rate = _frames_given(media, fps)
+        begin, end = _clip(media, len(frames) / rate, max_seconds)
+        return Footage(max(1, round((end - begin) * rate)), rate, *picture_size(frames[0]))
+    with _video_file(media) as (container, stream):
+        seconds = _seconds(media, container, stream)
+        begin, end = _clip(media, seconds, max_seconds)
+        found = stream.average_rate or stream.guessed_rate
+        if not found:
+            raise BadMedia(f"{media.name}: its header does not say how many frames it has in a second")
+        rate, whole = float(found), stream.frames and (begin, end) == (0.0, seconds)
+        count = stream.frames if whole else max(1, round((end - begin) * rate))
+        return Footage(count, rate, *_upright_size(media, container, stream))
 
 
 def read_frames(media: Media, times: Sequence[float], fps: float, channels: int = 3) -> "list[Image]":
@@ -402,13 +486,18 @@ def _frames_given(media: Media, fps: float) -> tuple[list[Media], float]:
 
 
 @contextmanager
-def _video_file(media: Media) -> Iterator[tuple[Any, Any]]:
+def _container(media: Media) -> Iterator[Any]:
     library = optional("av")
     with ExitStack() as stack:
         stack.enter_context(parsing(media))
         raw = stack.enter_context(media.open())
         _check_length(media, raw)
-        container = stack.enter_context(library.open(raw, options={"format_whitelist": VIDEO_FORMATS}))
+        yield stack.enter_context(library.open(raw, options={"format_whitelist": VIDEO_FORMATS}))
+
+
+@contextmanager
+def _video_file(media: Media) -> Iterator[tuple[Any, Any]]:
+    with _container(media) as container:
         if not container.streams.video:
             raise BadMedia(f"{media.name}: has no video in it")
         stream = container.streams.video[0]

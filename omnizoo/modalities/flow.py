@@ -36,6 +36,7 @@ class FlowHead(Decoder):
 
     item_options = PICTURE_OPTIONS
     entering = ("enter",)
+    not_likely = "how likely it is follows from the whole path of a flow, not from the velocity that is learnt"
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ is trained on would depend on which other items share its rank.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.tally import measured_flops
@@ -45,12 +46,27 @@ class Frozen(nn.Module):
         raise NotImplementedError
 
 
-def forward_flops(frozen: Frozen, item: torch.Tensor) -> float:
+def tokenisers(model: nn.Module) -> dict[str, nn.Module]:
+    """The frozen parts of `model`, by name: decoders' own, and those inside of published models, which are known by
+    having a codebook (`quantize` or `quantizer`) and a way to it (`encode`)."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        makes_codes = isinstance(module, PreTrainedModel) and hasattr(module, "encode")
+        has_codebook = hasattr(module, "quantize") or hasattr(module, "quantizer")
+        if isinstance(module, Frozen) or (name and makes_codes and has_codebook):
+            found[name] = module
+    return found
+
+
+def forward_flops(
+    frozen: nn.Module, item: torch.Tensor, encode: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+) -> float:
     """Of `encode`, counted without memory; of one that wants to see values, a guess by its weights."""
-    skeleton = deepcopy(frozen).to("meta")
+    skeleton: Any = deepcopy(frozen).to("meta")
     try:
         with torch.no_grad():
-            counted = measured_flops(lambda: skeleton.encode(item.to("meta")))[0]
+            given = item.to("meta")
+            counted = measured_flops(lambda: encode(skeleton, given) if encode else skeleton.encode(given))[0]
     except (RuntimeError, ValueError, TypeError):
         counted = 0.0
     return counted or 2.0 * math.prod(item.shape[-2:]) * sum(t.numel() for t in frozen.state_dict().values())

@@ -71,6 +71,9 @@ class Kind(Protocol):
     def steps(self, frames: int) -> int:
         """Grids in a clip of so many frames."""
 
+    def fitted(self, image: "Image", grid: Grid) -> "Image":
+        """A picture as the tower sees it, but for the scale of its values."""
+
     def clip(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor: ...
 
     def blank(self) -> torch.Tensor: ...
@@ -116,7 +119,7 @@ class FixedSize:
         return frames
 
     def clip(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
-        return self.look.tensor([self._fitted(image) for image in images])
+        return self.look.tensor([self.fitted(image, grid) for image in images])
 
     def blank(self) -> torch.Tensor:
         return torch.zeros(1, self.look.channels, *self.size)
@@ -130,7 +133,7 @@ class FixedSize:
         seen: torch.Tensor = tower(pixel_values=values, **given).last_hidden_state
         return seen.flatten(2).transpose(1, 2) if seen.ndim == 4 else seen
 
-    def _fitted(self, image: "Image") -> "Image":
+    def fitted(self, image: "Image", grid: Grid) -> "Image":
         height, width = self.size
         if self.fit == "stretch":
             return self.look.resize(image, height, width)
@@ -170,10 +173,12 @@ class PatchList:
     def steps(self, frames: int) -> int:
         return frames
 
+    def fitted(self, image: "Image", grid: Grid) -> "Image":
+        return self.look.resize(image, grid[0] * self.patch, grid[1] * self.patch)
+
     def clip(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
         """`[T, h, w, patch]`: the shape says the grid"""
-        h, w = grid
-        values = self.look.tensor([self.look.resize(image, h * self.patch, w * self.patch) for image in images])
+        values = self.look.tensor([self.fitted(image, grid) for image in images])
         return (
             values.unfold(2, self.patch, self.patch)
             .unfold(3, self.patch, self.patch)
@@ -237,10 +242,13 @@ class PatchGrid:
     def steps(self, frames: int) -> int:
         return -(-frames // self.frames)
 
+    def fitted(self, image: "Image", grid: Grid) -> "Image":
+        return self.look.resize(image, grid[0] * self.unit, grid[1] * self.unit)
+
     def clip(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
         """`[t, h, w, features' patches]`: the shape says the grid"""
         h, w = grid
-        values = self.look.tensor([self.look.resize(image, h * self.unit, w * self.unit) for image in images])
+        values = self.look.tensor([self.fitted(image, grid) for image in images])
         values = torch.cat([values, values[-1:].expand(-len(values) % self.frames, -1, -1, -1)])
         values = values.view(-1, self.frames, self.look.channels, h, self.merge, self.patch, w, self.merge, self.patch)
         return values.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).flatten(3)
@@ -314,7 +322,14 @@ class VisionEncoder(Encoder):
         return features
 
     def preview(self, media: Media) -> str:
-        return thumbnail(read_picture(media), media.name)
+        return self.seen(read_picture(media, self.kind.look.channels), media.name)
+
+    def seen(self, image: "Image", title: str, side: int = 128) -> str:
+        """A picture as the tower sees it."""
+        fitted = self.kind.fitted(image, self.kind.grid(image.height, image.width))
+        return thumbnail(
+            fitted, f"{title}: {image.width} x {image.height}, seen as {fitted.width} x {fitted.height}", side
+        )
 
 
 def thumbnail(image: "Image", title: str, side: int = 128) -> str:

@@ -36,6 +36,10 @@ class Tally:
         self.flops += 2 * weight.numel() * rows * (1 + weight.requires_grad + self.trained)
         self.trained |= weight.requires_grad
 
+    def add(self, forward: float) -> None:
+        """Products of activations with each other, by their FLOPs forward; backward is twice that."""
+        self.flops += forward * (3 if self.trained else 1)
+
     def run(self, module: nn.Module, rows: float) -> None:
         """A module all of whose matrices are used once per row."""
         for _, parameter, is_multiplied in weights_of(module):
@@ -45,7 +49,7 @@ class Tally:
 
     def attend(self, pairs: float, width: float) -> None:
         """A score and a weighted value per (query, key) pair; `width` is heads x the mean of their two widths."""
-        self.flops += 4 * pairs * width * (3 if self.trained else 1)
+        self.add(4 * pairs * width)
 
 
 def is_trained(module: nn.Module) -> bool:

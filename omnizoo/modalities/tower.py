@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,12 @@ class Work:
     window: int = 0
 
     @classmethod
-    def of(cls, tower: PreTrainedModel) -> "Work":
-        """Of one whose matrices are all used once per token; or, after tokens were merged, once per `merge` of them."""
+    def of(cls, tower: PreTrainedModel, merging: Sequence[str] = ()) -> "Work":
+        """Of one whose matrices are all used once per token; or, after tokens were merged, once per `merge` of them:
+        those of parts called mergers, and of `merging`."""
         config, tally = tower.config, Tally()
         merge = getattr(config, "spatial_merge_size", 1) ** 2
-        mergers = {name: part for name, part in tower.named_children() if "merger" in name}
+        mergers = {name: part for name, part in tower.named_children() if "merger" in name or name in merging}
         for name, part in tower.named_children():
             if name not in mergers:
                 tally.run(part, 1)

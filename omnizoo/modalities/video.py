@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Inputs, Size
 from omnizoo.modalities.files import CLIP_OPTIONS, read_frames, sample_times, video_size
-from omnizoo.modalities.image import PatchGrid, VisionEncoder, thumbnail
+from omnizoo.modalities.image import PatchGrid, VisionEncoder
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.projector import Grid
 
@@ -77,7 +77,7 @@ class VideoEncoder(VisionEncoder):
     def preview(self, media: Media) -> str:
         times, frames, _ = self._frames(media)
         chosen = range(0, len(frames), -(-len(frames) // 8))
-        strip = "".join(thumbnail(frames[i], f"{times[i]:.1f} s", 96) for i in chosen)
+        strip = "".join(self.seen(frames[i], f"{times[i]:.1f} s", 96) for i in chosen)
         return f'<div title="{html.escape(media.name)}">{strip}</div>'
 
     def _frames(self, media: Media) -> tuple[list[float], list[Any], Grid]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Adapter
-from omnizoo.modalities.frozen import Frozen
+from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.hf_private import is_experts, kept_in_fp32, language_model, routers
 
 ALL_LINEAR = "all-linear"
@@ -101,8 +101,7 @@ def attach(model: nn.Module, settings: Adapter, dtype: torch.dtype, stored: torc
         _check_fit(name, model, kinds[name], settings)
     before = {name for name, _ in model.named_parameters()}
     kept = {name for name in before if name.startswith(tuple(f"{module}." for module in saved))}
-    tokenisers = [module for module in model.modules() if isinstance(module, Frozen)]
-    whole = {parameter for module in tokenisers for parameter in module.parameters()}  # their codes must not change
+    whole = {p for module in tokenisers(model).values() for p in module.parameters()}  # their codes must not change
     whole |= set(kept_in_fp32(model).values())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
@@ -134,7 +133,7 @@ def attach(model: nn.Module, settings: Adapter, dtype: torch.dtype, stored: torc
 
 def _adaptable(model: nn.Module) -> dict[str, str]:
     """What can have factors, by full name: linear layers, embeddings, and parameters of fused experts."""
-    frozen = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen))
+    frozen = tuple(f"{name}." for name in tokenisers(model))
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if name.startswith(frozen):

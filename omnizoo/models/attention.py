@@ -2,8 +2,9 @@
 
 No mask function goes with the name, so models build no mask. What attention needs to know of the pack travels through
 the model's own keyword arguments: its boundaries as `cu_seq_lens_q`, or, where its tokens are spread over ranks, the
-function `attend` that reaches across them. Some models lose them on the way: `carry_pack` leaves a copy where attention
-finds it. Without either it is an error, not a leak.
+function `attend` that reaches across them; and tokens that see each other as `mutual` (`attend` knows them). Some
+models lose them on the way: `carry_pack` leaves a copy where attention finds it. Without either it is an error, not a
+leak.
 """
 
 from typing import Any
@@ -15,6 +16,9 @@ from transformers import AttentionInterface
 from omnizoo.config.errors import UserError
 from omnizoo.models.hf_private import PACKED, PACKED_TOWER
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
+from omnizoo.ops.mutual import Mutual
+
+CARRIED = ("attend", "states", "cu_seq_lens_q", "max_length_q", "mutual")
 
 
 def packed(
@@ -38,6 +42,7 @@ def packed(
         )
     if not kwargs.keys() & {"attend", "cu_seq_lens_q"}:
         kwargs |= getattr(module, "pack_carried", {})
+    _refuse_chunks(module, kwargs)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     pattern = Pattern(causal, scaling, sliding_window, softcap, s_aux, dropout)
     if "attend" in kwargs:  # sequence parallel: the tokens of a pack are spread over ranks
@@ -47,9 +52,27 @@ def packed(
             f"model: {type(module).__name__} did not pass the sample boundaries on to attention: the samples of a pack "
             "would see each other; hand the keyword arguments of forward on, or use another model"
         )
-    boundaries = Boundaries(kwargs["cu_seq_lens_q"], kwargs["max_length_q"])
+    mutual: Mutual | None = kwargs.get("mutual")
+    known = None if mutual is None else mutual.lengths
+    boundaries = Boundaries(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], known)
     # Some models call `view` on what comes back, as transformers' own functions allow them to.
-    return packed_attention(query, key, value, boundaries, pattern).contiguous(), None
+    return packed_attention(query, key, value, boundaries, pattern, mutual).contiguous(), None
+
+
+def _refuse_chunks(module: nn.Module, told: dict[str, Any]) -> None:
+    """Layers that attend within chunks of a sample say so by a mask alone, which is not made here: within one chunk
+    they are like any other."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    number = getattr(module, "layer_idx", None)
+    if not isinstance(number, int) or number >= len(kinds) or kinds[number] != "chunked_attention":
+        return
+    chunk = module.config.attention_chunk_size  # type: ignore[union-attr]
+    longest = getattr(told.get("attend"), "longest", told.get("max_length_q", 0))
+    if chunk is not None and longest > chunk:
+        raise UserError(
+            f"model: {type(module).__name__} attends in chunks of {chunk} tokens, which packed attention does not; a "
+            f"sample here has {longest}: set data.pack_tokens to at most {chunk}"
+        )
 
 
 for name in (PACKED, PACKED_TOWER):
@@ -65,9 +88,7 @@ def carry_pack(model: nn.Module) -> None:
 
     def keep(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         carried.clear()
-        carried.update(
-            (key, kwargs[key]) for key in ("attend", "states", "cu_seq_lens_q", "max_length_q") if key in kwargs
-        )
+        carried.update((key, kwargs[key]) for key in CARRIED if key in kwargs)
 
     for module in model.modules():
         if module is not model:

@@ -18,16 +18,28 @@ from transformers import (
 
 from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
+from omnizoo.config.hub import hub_hint
 from omnizoo.config.schema import EncoderPart, Given, Modality, Model, Part, Projector
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
+from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.adapter import attach
 from omnizoo.models.adapter_files import adapter_settings, check_base, check_shapes
 from omnizoo.models.artefact import check_settings, read_json
 from omnizoo.models.attention import carry_pack
 from omnizoo.models.config_fields import check_numbers, check_shape, config_of
-from omnizoo.models.hf_private import PACKED, auto_class, carries_state, language_model, uses_attention_interface
-from omnizoo.models.omni import OmniConfig
-from omnizoo.models.stateful import bind_states
+from omnizoo.models.hf_private import (
+    PACKED,
+    auto_class,
+    carries_state,
+    check_names,
+    language_model,
+    uses_attention_interface,
+)
+from omnizoo.models.omni import OmniConfig, language_config
+from omnizoo.models.published_files import carry, read_published
+from omnizoo.models.shell import open_shell
+from omnizoo.models.stateful import bind_states, has_states
+from omnizoo.models.vocabulary import grow, may_grow
 
 RECIPE = "_omnizoo_recipe"  # where a model keeps the recipe that the config names for it
 RECIPE_EXPECTED = "an instance of omnizoo.Recipe"
@@ -47,6 +59,7 @@ def build_model(model: Model, precision: str, device: str = "meta") -> nn.Module
     Face models are, and has to hand its keyword arguments on to `omnizoo.attend`. With `model.adapter`, what is frozen
     is in the precision of the run itself.
     """
+    check_names()
     built = _build_base(model, precision, device)
     if model.adapter is not None:
         settings = adapter_settings(model.adapter)
@@ -63,7 +76,12 @@ def _build_base(model: Model, precision: str, device: str) -> nn.Module:
     if model.module is not None:
         with torch.device(device):
             return _with_recipe(_own_module(model).to(MASTER_DTYPE[precision]), model)
-    built = build_from(read_model_config(model), model, precision, device)
+    config, origin = read_model_config(model), model.foundation or model
+    source, has_weights = origin.path or origin.config, origin.path is not None
+    published = read_published(Path(source), language_config(config), has_weights) if isinstance(source, str) else None
+    built = build_from(config, model, precision, device)
+    if published is not None:
+        carry(built, published)
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
         built.generation_config = read_generation_config(Path(folder))
@@ -90,6 +108,9 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
     except BUILDING_ERRORS as error:
         raise UnbuildableError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
     assert isinstance(built, PreTrainedModel)
+    open_shell(built)
+    for tokeniser in tokenisers(built).values():
+        tokeniser.requires_grad_(False)
     nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
     keep_states_apart(language_model(built), key)
     _set_attention(language_model(built), model.attention)
@@ -111,7 +132,8 @@ def given_model(model: Model) -> nn.Module:
     if not isinstance(found, nn.Module):
         shown = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {type(found).__qualname__}"
         raise UserError(f"model= is {shown}; expected a torch.nn.Module, called as Hugging Face models are")
-    if isinstance(found, PreTrainedModel) and found.get_output_embeddings() is None:
+    is_shell = type(found).forward is nn.Module.forward
+    if isinstance(found, PreTrainedModel) and not is_shell and found.get_output_embeddings() is None:
         raise UserError(f"model= is a {type(found).__name__}, which has no head; expected one that gives logits")
     return found
 
@@ -133,6 +155,7 @@ def copy_given(given: nn.Module, model: Model, precision: str, device: str) -> n
     except BUILDING_ERRORS as error:
         raise UserError(f"model= is a {type(given).__name__} that cannot be copied: {explain(error)}") from error
     if isinstance(copied, PreTrainedModel):
+        open_shell(copied)
         keep_states_apart(language_model(copied), "model=")
         _set_attention(language_model(copied), model.attention)
     return nn.Module.to(copied, MASTER_DTYPE[precision])
@@ -167,7 +190,16 @@ def _own_module(model: Model) -> nn.Module:
 
 
 def read_model_config(model: Model) -> Any:
-    """The HF config of the model that `model` describes."""
+    """The HF config of the model that `model` describes, with rows for all tokens where the vocabulary may grow."""
+    config = _read_described(model)
+    folder = tokenizer_folder(model)
+    has_tokenizer = isinstance(model.tokenizer, Given) or (folder is not None and Path(folder).is_dir())
+    if may_grow(model) and (has_tokenizer or model.resize_vocabulary):  # a model alone may be built without one
+        grow(config, len(load_tokenizer(model)), model)
+    return config
+
+
+def _read_described(model: Model) -> Any:
     if model.given is not None:
         found = given_model(model)
         assert isinstance(found, PreTrainedModel)
@@ -229,7 +261,9 @@ def _read_config(model: Model | Part, section: str, trust_remote_code: bool) -> 
     key, folder = (f"{section}.path", model.path) if model.path else (f"{section}.config", model.config)
     assert isinstance(folder, str)
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"{key}: {folder} is not a Hugging Face model folder (no config.json in it)")
+        raise UserError(
+            f"{key}: {folder} is not a Hugging Face model folder (no config.json in it){hub_hint(folder, 'model')}"
+        )
     settings = check_settings(Path(folder), trust_remote_code, key)
     if not isinstance(settings.get("model_type"), str) and not trust_remote_code:
         raise UserError(f"{key}: {folder}/config.json has no `model_type`")
@@ -268,9 +302,9 @@ def load_tokenizer(model: Model) -> Any:
     if folder is None:
         raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
     if not Path(folder).is_dir():
-        raise UserError(f"model.tokenizer: {folder} is not a folder")
+        raise UserError(f"model.tokenizer: {folder} is not a folder{hub_hint(folder, 'model')}")
     if model.tokenizer is None:
-        read_model_config(model)  # AutoTokenizer reads it too, and would blame the tokenizer for what is wrong with it
+        _read_described(model)  # AutoTokenizer reads it too, and would blame the tokenizer for what is wrong with it
     check_settings(Path(folder), model.trust_remote_code, "model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -300,22 +334,39 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     rows = int(model.get_input_embeddings().get_parameter("weight").shape[0])
     if len(tokenizer) > rows:
         raise UserError(
-            f"model.tokenizer: {len(tokenizer)} tokens do not fit the model's vocabulary of {rows}; "
-            f"set vocab_size in model.config to at least {len(tokenizer)}, use the model's own tokenizer, or name "
-            "unused tokens of it as the `marks` of your modalities"
+            f"model.tokenizer: {len(tokenizer)} tokens do not fit the model's vocabulary of {rows}; set "
+            "model.resize_vocabulary: true to give the embedding and the head rows for them, or use the model's own "
+            "tokenizer"
         )
 
 
 def keep_states_apart(model: PreTrainedModel, key: str) -> None:
     """See that layers with a state along the sequence do not carry it from one packed sample into the next."""
-    bound, types = bind_states(model), getattr(model.config.get_text_config(), "layer_types", None) or []
-    kinds = [kind for kind in types if kind not in ("mlp", "moe") and ("attention" not in kind or "linear" in kind)]
+    bound = bind_states(model)
+    if any("indexed" in kind for kind in _layer_kinds(model)):
+        raise UserError(
+            f"{key}: `{model.config.model_type}` has layers whose attention sees what an index picks among all tokens "
+            "of a pack, those of other samples too; use another family"
+        )
+    kinds = [kind for kind in _layer_kinds(model) if "attention" not in kind or "linear" in kind]
     if len(kinds) > bound or (carries_state(model) and not bound):
         what = ", ".join(sorted(set(kinds))) or "recurrent"
         raise UserError(
-            f"{key}: `{model.config.model_type}` has {what} layers, which carry state across packed samples; such "
-            "families are not supported yet"
+            f"{key}: `{model.config.model_type}` has {what} layers, which carry state across packed samples by code "
+            "that cannot be told where these end; use another family"
         )
+
+
+def _layer_kinds(model: PreTrainedModel) -> list[str]:
+    """What each layer mixes tokens by, as the config says it; empty if it does not."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return [kind for kind in types if kind not in ("mlp", "moe")]
+
+
+def _only_states(model: PreTrainedModel) -> bool:
+    """Whether it has no attention at all."""
+    kinds = _layer_kinds(model)
+    return has_states(model) and bool(kinds) and all("linear" in kind for kind in kinds)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -325,7 +376,7 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
         except BUILDING_ERRORS as error:
             raise UserError(f"model.attention: `{name}` does not work here: {explain(error)}") from error
         return
-    if not uses_attention_interface(model):
+    if not uses_attention_interface(model) and not _only_states(model):
         raise UserError(
             f"model: {type(model).__name__} does not use transformers' attention interface, so the samples of a pack "
             "cannot be kept apart; use a family that does"

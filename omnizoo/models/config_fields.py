@@ -30,6 +30,14 @@ SIZES = {
 }
 
 
+def read_field(config: PretrainedConfig, name: str) -> Any:
+    """A field of a config, None if there is none. Where layers have it otherwise, what holds for the others: as an
+    attribute it cannot be read."""
+    fields = config.to_dict()
+    own = config.attribute_map.get(name, name)
+    return fields[own] if own in fields else getattr(config, name, None)
+
+
 def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
     """The config that a mapping with `model_type` describes. `key` is where the mapping stands, for messages."""
     given = deepcopy(dict(inline))  # transformers changes nested mappings in place

@@ -4,7 +4,7 @@ At a modality's begin token its decoder takes over, feeds what it makes back thr
 again at the end token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,30 @@ class Conversation:
 
 
 @torch.no_grad()
+def follow(
+    model: PreTrainedModel,
+    media: MediaModel,
+    modalities: Mapping[str, Modality],
+    ids: Sequence[int],
+    items: Sequence[Item],
+    options: Mapping[str, Any],
+    sampling: Sampling,
+) -> list[Piece]:
+    """What the followers of `model` make of a conversation that ends in the answer; `options` are those of a row's
+    item. They read it in one pass, as in training."""
+    pieces = []
+    for name in media.followers:
+        follower = modalities[name].follower
+        assert follower is not None
+        with follower.reading() as kept:
+            Conversation(model, media).read(ids, items)
+        states = follower.read(kept, torch.tensor(ids, device=model.device))
+        targets = follower.generate(states, np.array(ids, np.int32), items, options, sampling)
+        pieces.append(Piece(name, [], targets, follower.render(targets)))
+    return pieces
+
+
+@torch.no_grad()
 def generate(
     model: PreTrainedModel,
     media: MediaModel,
@@ -79,10 +103,12 @@ def generate(
     max_tokens: int = 256,
     sampling: Sampling | None = None,
     stop: Sequence[int] = (),
+    told: Callable[[Piece], None] | None = None,
 ) -> list[Piece]:
     """What `model` (whole, on one device) writes after a prompt, until a `stop` token or `max_tokens` tokens of text.
 
-    Places of produced items do not count; a decoder ends its items itself.
+    Places of produced items do not count; a decoder ends its items itself. `told` gets a piece whenever it has become
+    longer, or is there.
     """
     sampling = sampling or Sampling()
     name = model.config.get_text_config()._attn_implementation
@@ -92,7 +118,8 @@ def generate(
     conversation = Conversation(model, media)
     conversation.read(ids, items)
     begins = {tokenizer.convert_tokens_to_ids(m.begin): m for m in modalities.values() if m.decoder and m.begin}
-    never = [tokenizer.convert_tokens_to_ids(m.placeholder) for m in modalities.values()]
+    never = [tokenizer.convert_tokens_to_ids(m.placeholder) for m in modalities.values() if m.placeholder]
+    never += [own for m in modalities.values() if m.decoder for own in m.decoder.own_ids]
     stops = {*stop, tokenizer.eos_token_id}
     pieces: list[Piece] = []
     for _ in range(max_tokens):
@@ -104,10 +131,14 @@ def generate(
             break
         if token in begins:
             pieces.append(_produce(conversation, begins[token], token, tokenizer, sampling))
+            if told is not None:
+                told(pieces[-1])
             continue
         if not pieces or pieces[-1].modality != "text":
             pieces.append(Piece("text", []))
         pieces[-1].ids.append(token)
+        if told is not None:
+            told(pieces[-1])
         conversation.write(token)
     return pieces
 

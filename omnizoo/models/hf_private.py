@@ -1,4 +1,5 @@
-"""Every private name of transformers that OmniZoo relies on, checked on 5.22.2; tests/test_private.py sees them move.
+"""Every private name of transformers that OmniZoo relies on (config/versions.py: checked on which versions).
+tests/test_private.py sees them move, and `check_names` when a model is built.
 
 Public ways were tried first: `from_pretrained` cannot fill a model that FSDP2 has already sharded, and builds masks and
 buffers that packing must not have.
@@ -9,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,23 +18,54 @@ from unittest.mock import patch
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
     apply_converters,
+    rename_source_key,
     revert_weight_conversion,
 )
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
+from omnizoo.config.versions import check_signatures
+
 PACKED = "packed"  # the name of our attention in transformers' interface
 # The same, for towers: they attend in one call by a name with "flash" in it, else once per item, whose lengths they
 # read from the device. Language models do not get it: some of them pad values for what they take for flash attention.
 PACKED_TOWER = "packed_flash"
+
+
+@cache
+def check_names() -> None:
+    """Refuse a transformers whose private functions are not those that are called here."""
+    loader = PreTrainedModel._load_pretrained_model
+    check_signatures(
+        "transformers",
+        {
+            "_load_pretrained_model": (
+                loader,
+                ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
+            ),
+            "_adjust_missing_and_unexpected_keys": (
+                PreTrainedModel._adjust_missing_and_unexpected_keys,
+                ("self", "loading_info"),
+            ),
+            "init_weights": (PreTrainedModel.init_weights, ("self",)),
+            "initialize_weights": (PreTrainedModel.initialize_weights, ("self",)),
+            "get_model_conversion_mapping": (get_model_conversion_mapping, ("model",)),
+        },
+    )
 
 
 def block_class_names(model: nn.Module) -> set[str]:
@@ -55,12 +88,16 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
 
 
 def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """transformers' builder of models that write text, for this config; None if there is none."""
+    """transformers' builder of models that write text, for this config; None if there is none. Of a config with parts,
+    the builder of the whole: the other one may build its language model alone, and leave the rest of the files."""
     remote = getattr(config, "auto_map", None) or {}
-    for builder in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+    builders = (AutoModelForCausalLM, AutoModelForMultimodalLM)
+    for builder in builders[::-1] if config.sub_configs else builders:
         if type(config) in builder._model_mapping or (trust_remote_code and builder.__name__ in remote):
             return builder
-    return None
+    # Some families that read sound are filed among sequence-to-sequence models only.
+    is_filed = config.sub_configs and type(config) in AutoModelForSeq2SeqLM._model_mapping
+    return AutoModelForSeq2SeqLM if is_filed and not config.is_encoder_decoder else None
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -72,6 +109,14 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
 def attention_name(model: nn.Module) -> str:
     """A user's own module is taken to attend as it was told to."""
     return str(language_model(model).config._attn_implementation) if isinstance(model, PreTrainedModel) else PACKED
+
+
+def most_positions(model: nn.Module) -> int | None:
+    """How long a sample may be for what the model was trained on, if its config says so."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    most = getattr(language_model(model).config, "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
 
 
 def attend_packed(tower: PreTrainedModel) -> None:
@@ -101,7 +146,7 @@ def rules_on_meta() -> Iterator[None]:
 class Loaded:
     missing: set[str]  # parameters and persistent buffers of the model that the files do not have
     unexpected: set[str]  # keys of the files that the model does not have
-    mismatched: set[str]  # "name: shape in file, shape in model"
+    mismatched: dict[str, str]  # by name: "shape in file, shape in model"
 
 
 def conversion_mapping(model: nn.Module) -> list[Any]:
@@ -166,9 +211,18 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
     # transformers compares shards; a user knows the whole shapes.
     shapes = {name: model.get_parameter_or_buffer(name).shape for name, _, _ in info.mismatched_keys}
     mismatched = {
-        f"{name}: {_shape_in(files, name)} in the files, {tuple(shape)} in the model" for name, shape in shapes.items()
+        name: f"{_shape_in(files, name)} in the files, {tuple(shape)} in the model" for name, shape in shapes.items()
     }
     return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched)
+
+
+def names_in_model(model: PreTrainedModel, files: list[Path], mapping: list[Any]) -> dict[str, str]:
+    """What the keys of published files are called in `model`."""
+    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    own, prefix = model.state_dict(), model.base_model_prefix
+    keys = [key for file in files for key in _keys(file)]
+    return {key: rename_source_key(key, renamings, converters, prefix, own)[0] for key in keys}
 
 
 def _shape_in(files: list[Path], name: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from omnizoo.modalities.base import Decoder, Encoder, Inputs, Item, Port
+from omnizoo.modalities.base import Decoder, Encoder, Follower, Inputs, Item, Port
 from omnizoo.ops.device import to_device
 
 
@@ -27,9 +27,20 @@ class Delivered:
 
     placed: Features  # for the tokens in whose place they are
     predicted: Features  # of decoders: targets, for the tokens that predict them
+    learnt: torch.Tensor | None = None  # which of these the decoder's own loss is on; None: all
+
+
+@dataclass(frozen=True)
+class Likely:
+    """How likely the targets of one decoder are, those of this rank's tokens."""
+
+    log_likelihood: torch.Tensor  # [N]
+    values: torch.Tensor  # [N] how many each is of
+    index: torch.Tensor  # [N]: the token, in this rank's slice, that predicts it
 
 
 Deliver = Callable[[dict[Port, torch.Tensor]], dict[Port, Delivered]]
+Collect = Callable[[Port, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,22 @@ class MediaBatch:
     deliver: Deliver  # what all ports made, at once: to the tokens in whose place it is, and to those that predict it
     device: torch.device
     dtype: torch.dtype  # of the computation
+    # Where that is asked for: takes how likely targets are, by modality, before the model runs its head.
+    tell: Callable[[str, Likely], None] | None = None
+    collect: Collect | None = None  # of rows `[T, C]` of this rank's tokens, those that this rank's items read
+
+    def follow(self, port: Port, follower: Follower, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The losses of a follower on this rank's items; `states [T, C]` are of this rank's tokens."""
+        assert self.collect is not None, "followers learn in training only"
+        rows, items = self.collect(port, states), self.items[port]
+        if not items:
+            blank = follower.blank()
+            rows = torch.cat([rows, rows.new_zeros(follower.rows(blank), rows.shape[1])])  # the graph reaches others
+            return {name: 0 * loss for name, loss in follower.loss(rows, [self._placed(blank)]).items()}
+        return follower.loss(rows, [self._placed(inputs) for inputs in items])
+
+    def _placed(self, inputs: Inputs) -> Inputs:
+        return place(inputs, self.device, self.dtype)
 
     def encode(self, port: Port, encoder: Encoder) -> torch.Tensor:
         """Features `[n, C]` of this rank's items."""

@@ -4,14 +4,14 @@ nothing else asks which of the two a model is."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel
 
 from omnizoo.config.schema import Model
-from omnizoo.modalities.base import Item, Modality, Port
+from omnizoo.modalities.base import Decoder, Item, Modality, Port
+from omnizoo.modalities.base import Ids as Ids
+from omnizoo.ops.mutual import MutualTokens
 
-Ids = npt.NDArray[np.int32]
 Positions = Callable[[Ids, Sequence[Item]], npt.NDArray[Any]]  # of a sample: [R, L]
 
 
@@ -29,14 +29,30 @@ class MediaModel:
         return {}
 
     @property
-    def producers(self) -> Mapping[str, str]:
-        """By modality that is produced: the name of its decoder."""
+    def producers(self) -> Mapping[str, tuple[str, ...]]:
+        """By modality that is produced: the names of the modules that only its decoder runs, if any."""
         return {}
+
+    @property
+    def produced_by(self) -> Mapping[str, Decoder]:
+        """By modality that is produced: its decoder, in this very model."""
+        return {}
+
+    @property
+    def followers(self) -> Mapping[str, str]:
+        """By modality that is produced beside the sequence: the name of the module that follows it."""
+        return {}
+
+    @property
+    def idle(self) -> Sequence[str]:
+        """Modules that no training step runs: they stay as they are."""
+        return ()
 
     @property
     def ports(self) -> list[Port]:
         """In the order in which the model runs them."""
-        return [Port(name, "encoder") for name in self.towers] + [Port(name, "decoder") for name in self.producers]
+        inside = [Port(name, "encoder") for name in self.towers] + [Port(name, "decoder") for name in self.producers]
+        return inside + [Port(name, "follower") for name in self.followers]
 
     @property
     def calls(self) -> list[list[Port]]:
@@ -51,6 +67,11 @@ class MediaModel:
     @property
     def positions(self) -> Positions | None:
         """None: tokens are counted."""
+        return None
+
+    @property
+    def mutual(self) -> MutualTokens | None:
+        """Tokens that see each other, run by run, where all others look back. None: there are none."""
         return None
 
     def modalities(self, spec: Model) -> dict[str, Modality]:

@@ -21,8 +21,9 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
 from omnizoo.modalities.base import Decoder, Encoder, Modality
 from omnizoo.modalities.build import build_part, check_code
-from omnizoo.models.media_batch import Features, MediaBatch
+from omnizoo.models.media_batch import Delivered, Likely, MediaBatch
 from omnizoo.models.media_model import MediaModel
+from omnizoo.models.published_files import carried, set_dtype
 
 PREPROCESSOR = "preprocessor_config.json"
 ROLES = ("encoder", "decoder")
@@ -183,18 +184,32 @@ class OmniModel(MediaModel, PreTrainedModel):
         self, input_ids: torch.Tensor, media: MediaBatch | None = None, logits_to_keep: Any = 0, **kwargs: Any
     ) -> OmniOutput:
         embeddings = self.get_input_embeddings()(input_ids)
-        labels: dict[str, Features] = {}
+        labels: dict[str, Delivered] = {}
         if media is not None:
             embeddings, labels = self.enter(embeddings, media)
-        hidden: list[torch.Tensor] = []
-        with last_hidden_state(self.foundation, hidden.append):
-            out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
-        losses = {
-            name: self.decoder(name).loss(hidden[0][0, target.index], target.values) for name, target in labels.items()
-        }
-        return OmniOutput(out.logits, losses, out.get("past_key_values"), hidden[0])
+        seen: list[torch.Tensor] = []
+        losses: dict[str, torch.Tensor] = {}
 
-    def enter(self, embeddings: torch.Tensor, media: MediaBatch) -> tuple[torch.Tensor, dict[str, Features]]:
+        def produce(hidden: torch.Tensor) -> None:
+            seen.append(hidden)
+            for name, label in labels.items():
+                losses[name] = self.predict(name, hidden[0, label.predicted.index], label, media)
+
+        # Before the head runs: a loss there may be on whole answers, whatever they are made of.
+        with last_hidden_state(self.foundation, produce):
+            out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
+        return OmniOutput(out.logits, losses, out.get("past_key_values"), seen[0])
+
+    def predict(self, name: str, hidden: torch.Tensor, label: Delivered, media: MediaBatch | None) -> torch.Tensor:
+        """The loss of a decoder, summed over its targets; `media` is told how likely they are, if it asks."""
+        decoder, targets = self.decoder(name), label.predicted
+        if media is not None and media.tell is not None and decoder.has_likelihood():
+            media.tell(name, Likely(*decoder.log_likelihood(hidden, targets.values), targets.index))
+        if label.learnt is None:
+            return decoder.loss(hidden, targets.values)
+        return decoder.loss(hidden[label.learnt], targets.values[label.learnt])
+
+    def enter(self, embeddings: torch.Tensor, media: MediaBatch) -> tuple[torch.Tensor, dict[str, Delivered]]:
         """`embeddings [1, T, width]` with media in their places; and by decoder the targets to be predicted."""
         encoders = {port: self.encoder(port.modality) for port in self.ports if port.role == "encoder"}
         decoders = {port: self.decoder(port.modality) for port in self.ports if port.role == "decoder"}
@@ -207,7 +222,7 @@ class OmniModel(MediaModel, PreTrainedModel):
                 given = values.to(media.dtype) if values.is_floating_point() else values
                 values = decoders[port].embed(given)
             embeddings = embeddings.index_put((torch.zeros_like(index), index), values.to(embeddings.dtype))
-        return embeddings, {port.modality: delivered[port].predicted for port in decoders}
+        return embeddings, {port.modality: delivered[port] for port in decoders}
 
     @property
     def towers(self) -> dict[str, str]:
@@ -218,8 +233,12 @@ class OmniModel(MediaModel, PreTrainedModel):
         return {name: (f"encoders.{name}.projector",) for name in self.encoders}
 
     @property
-    def producers(self) -> dict[str, str]:
-        return {name: f"decoders.{name}" for name in self.decoders}
+    def producers(self) -> dict[str, tuple[str, ...]]:
+        return {name: (f"decoders.{name}",) for name in self.decoders}
+
+    @property
+    def produced_by(self) -> dict[str, Decoder]:
+        return {name: self.decoder(name) for name in self.decoders}
 
     @property
     def language(self) -> PreTrainedModel:
@@ -249,8 +268,13 @@ class OmniModel(MediaModel, PreTrainedModel):
 
 
 def save_model_config(model: PreTrainedModel, out: Path) -> None:
-    """Write the config.json of `model` and what goes with it: a folder that means the same wherever it is moved to."""
-    config = model.portable_config(out) if isinstance(model, OmniModel) else model.config
+    """Write the config.json of `model` and what goes with it: a folder that means the same wherever it is moved to.
+
+    Its dtype is the one that the weights were published in, whatever the run holds them in.
+    """
+    config = model.portable_config(out) if isinstance(model, OmniModel) else deepcopy(model.config)
+    if (dtype := carried(model).dtype) is not None:
+        set_dtype(config, dtype)
     config.save_pretrained(out)
 
 

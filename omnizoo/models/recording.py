@@ -225,8 +225,10 @@ def recording() -> Iterator[Recording]:
 
 
 def _laid_out(result: torch.Tensor, made: Window) -> torch.UntypedStorage:
-    """The storage of `result`, laid out as it was on meta."""
-    if (result.shape, result.stride(), result.storage_offset()) != (made.size, made.stride, made.offset):
+    """The storage of `result`, laid out as it was on meta, and in the same dtype: the default one may have been
+    another then."""
+    found = (result.dtype, result.shape, result.stride(), result.storage_offset())
+    if found != (made.dtype, made.size, made.stride, made.offset):
         laid = torch.empty_strided(made.size, made.stride, dtype=made.dtype)
         result = laid.copy_(result)
     return result.untyped_storage()

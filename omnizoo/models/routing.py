@@ -1,6 +1,6 @@
 """Reads routers from outside: what each layer's router returned in a forward pass, by hooks that sleep otherwise."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +24,14 @@ class RouterRecorder:
     """Make one per model, before or after sharding; `routers` is empty for a dense model.
 
     A router that does not say which experts it chose cannot be read: an error where that is `required` (a loss or bias
-    depends on it), otherwise such layers have no records.
+    depends on it), otherwise such layers have no records. `without`: modules whose routers see no tokens of packs.
     """
 
-    def __init__(self, model: nn.Module, required: bool) -> None:
+    def __init__(self, model: nn.Module, required: bool, without: Collection[str] = ()) -> None:
         self._required = required
         self._records: list[RouterRecord] | None = None
-        found = routers(model)
+        apart = tuple(f"{name}." for name in without)
+        found = {name: router for name, router in routers(model).items() if not name.startswith(apart)}
         self.routers = {name: module for name, (module, _) in found.items()}
         for name, (module, logits_at) in found.items():
             module.register_forward_hook(partial(self._record, name, logits_at))

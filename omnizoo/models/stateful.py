@@ -12,11 +12,13 @@ from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
 from omnizoo.config.errors import UserError
-from omnizoo.ops import recurrence
+from omnizoo.ops import recurrence, short_convolution
+from omnizoo.ops.recurrence import Steps
 
 Door = Callable[..., Any]
 # Keyword arguments that tell of a pack.
@@ -29,9 +31,7 @@ class Pack(Protocol):
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
-    def delta_rule(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor: ...
+    def carry(self, steps: Steps) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,10 @@ class Whole:
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         before = x.new_zeros(len(self.lengths), weight.shape[1] - 1, x.shape[1])
-        return recurrence.convolve(x, weight, bias, self.lengths, before)
+        return short_convolution.convolve(x, weight, bias, self.lengths, before)
 
-    def delta_rule(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
-        return recurrence.delta_rule(query, key, value, decay, beta, self.lengths)[0]
+    def carry(self, steps: Steps) -> torch.Tensor:
+        return recurrence.carry(steps, self.lengths)[0]
 
 
 def pack_of(module: nn.Module, given: Mapping[str, Any]) -> Pack | None:
@@ -104,15 +102,55 @@ def gated_delta_rule(module: nn.Module, original: Door) -> Door:
         if pack is None or initial_state is not None:
             kwargs |= {"initial_state": initial_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             return original(query, key, value, g=g, beta=beta, **kwargs)
-        # As the original does it: in fp32 at least, queries and keys of length 1, queries scaled.
-        wide = torch.promote_types(query.dtype, torch.float32)
-        q, k, v, decay, b = (x[0].to(wide) for x in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
-            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        out = pack.delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, b)
-        return out.to(query.dtype)[None], None
+        scale = query.shape[-1] ** -0.5
+        steps = Steps(query[0], key[0], value[0], g[0], beta[0], True, scale, use_qk_l2norm_in_kernel)
+        return pack.carry(steps)[None], None
 
     return rule
+
+
+def state_space(module: nn.Module, original: Door) -> Door:
+    """In place of `mamba2_chunk_scan`: `hidden_states [1, T, H, V]`, `dt [1, T, H]`, `A, D [H]`, `B` (keys) and `C`
+    (queries) `[1, T, G, K]`."""
+
+    def scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        rate: torch.Tensor,
+        keys: torch.Tensor,
+        queries: torch.Tensor,
+        chunk_size: int,
+        dt_bias: torch.Tensor | None = None,
+        initial_states: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        z: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        pack = pack_of(module, kwargs)
+        if pack is None or initial_states is not None or return_final_states:
+            kwargs |= {"dt_bias": dt_bias, "initial_states": initial_states, "dt_softplus": dt_softplus}
+            kwargs |= {"dt_limit": dt_limit, "return_final_states": return_final_states, "z": z}
+            return original(hidden_states, dt, rate, keys, queries, chunk_size, **kwargs)
+        assert z is None, "a gate inside of the scan, which no family has"
+        # In fp32 at least, as the kernels for it do, whatever the precision of the tokens.
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        step = dt[0].to(wide) if dt_bias is None else dt[0].to(wide) + dt_bias.to(wide)
+        step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+        tokens, skip = hidden_states[0], kwargs.get("D")
+        out = pack.carry(Steps(queries[0], keys[0], tokens, step * rate.to(wide), step, is_delta=False))
+        if skip is not None:
+            out = out + (skip.to(wide).unsqueeze(-1) * tokens.to(wide)).to(out.dtype)
+        return out[None]
+
+    return scan
+
+
+def not_fused(module: nn.Module, original: Door) -> Door:
+    """In place of `mamba2_split_conv1d_scan_combined`, which does convolution and scan at once, or says by None that it
+    does not, and is followed by both."""
+    return lambda *_, **__: None
 
 
 # What modeling files call, and what is called instead.
@@ -120,14 +158,24 @@ DOORS: dict[str, Callable[[nn.Module, Door], Door]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,  # with a decay of its own for each channel
+    "mamba2_split_conv1d_scan_combined": not_fused,
+    "mamba2_chunk_scan": state_space,
 }
+# By the delta rule a token reads what is there, writes, and reads; otherwise it writes and reads.
+PRODUCTS = {"torch_chunk_gated_delta_rule": 3, "chunk_kimi_delta_attention": 3, "mamba2_chunk_scan": 2}
 # Rules of other layers with a state, for which there is nothing of ours yet.
-UNKNOWN = {"mamba_selective_scan", "mamba2_chunk_scan"}
-BOUND = "_omnizoo_states"  # a mark
+UNKNOWN = {"mamba_selective_scan"}
+BOUND = "_omnizoo_states"  # a mark: the names of a layer's doors
 
 
 def has_states(model: nn.Module) -> bool:
     return any(BOUND in vars(module) for module in model.modules())
+
+
+def state_products(model: nn.Module) -> list[int]:
+    """Of each layer with a rule, how often a token is multiplied with a state or adds a product to one."""
+    doors = [vars(module).get(BOUND, ()) for module in model.modules()]
+    return [PRODUCTS[name] for names in doors for name in names if name in PRODUCTS]
 
 
 def bind_states(model: nn.Module) -> int:
@@ -145,6 +193,6 @@ def bind_states(model: nn.Module) -> int:
         )
         own.__kwdefaults__ = forward.__kwdefaults__
         module.forward = MethodType(own, module)  # of this instance alone
-        vars(module)[BOUND] = True
+        vars(module)[BOUND] = tuple(names)
         bound += 1
     return bound

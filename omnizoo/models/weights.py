@@ -1,7 +1,7 @@
 """Published weights into a model on meta: finds the safetensors, loads them, and accounts for every key."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from omnizoo.config.schema import Model
 from omnizoo.modalities.base import Port
 from omnizoo.models.artefact import inside, read_json, tensor_names
 from omnizoo.models.build import read_model_config
-from omnizoo.models.hf_private import auto_class, conversion_mapping, drop_prefix, load_files, retie
+from omnizoo.models.hf_private import auto_class, conversion_mapping, drop_prefix, load_files, names_in_model, retie
 from omnizoo.models.media_model import MediaModel
+from omnizoo.models.shell import open_shell
+from omnizoo.models.vocabulary import PublishedRows, may_grow, rows_of_files
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def weight_origins(model: nn.Module, media: MediaModel, spec: Model) -> list[Ori
 def load_weights(
     model: nn.Module, origin: Origin, spec: Model, device: torch.device, new: Collection[str] = ()
 ) -> set[str]:
-    """Fill `model` from `origin`; returns the names it lacks, all of them allowed by `spec.allow_missing` or `new`.
+    """Fill `model` from `origin`; returns the names it lacks, all of them allowed by `spec.allow_missing` or `new`, or
+    of a vocabulary that has grown (`grown_rows`).
 
     `new` are weights of the run's own, which no folder has: factors of an adapter. A part of a model may be published
     as part of another one: what else is in its folder is left alone.
@@ -66,14 +69,16 @@ def load_weights(
     if getattr(model.config, "quantization_config", None):
         raise UserError(f"{key}: {path}/config.json has a quantization_config; quantised weights cannot be read")
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    grown = grown_rows(model, [replace(origin, module="")], spec)
     loaded = load_files(model, weight_files(Path(path), key), origin.mapping, device)
     retie(model)
     for name, parameter in model.named_parameters():  # loading makes new ones of what is not sharded: frozen tokenisers
         parameter.requires_grad_(is_trained[name])
     missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
     unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
-    if loaded.mismatched:
-        raise UserError(f"{key}: {path} does not fit its own config.json: {_some(sorted(loaded.mismatched))}")
+    mismatched = sorted(f"{name}: {shapes}" for name, shapes in loaded.mismatched.items() if name not in grown)
+    if mismatched:
+        raise UserError(f"{key}: {path} does not fit its own config.json: {_some(mismatched)}")
     if missing:
         raise UserError(
             f"{key}: {path} lacks weights of the model: {_some(missing)}; "
@@ -84,7 +89,19 @@ def load_weights(
             f"{key}: {path} has weights the model does not know: {_some(unexpected)}; "
             "name them in model.allow_unexpected to ignore them"
         )
-    return loaded.missing
+    return loaded.missing | set(grown)
+
+
+def grown_rows(model: nn.Module, origins: Iterable[Origin], spec: Model) -> dict[str, PublishedRows]:
+    """Weights of a vocabulary that has grown, by name in `model`: what published files have of them."""
+    grown: dict[str, PublishedRows] = {}
+    for origin in origins if may_grow(spec) else ():
+        part: Any = model.get_submodule(origin.module) if origin.module else model
+        prefix = origin.module and origin.module + "."
+        files = weight_files(Path(origin.path), origin.key)
+        found = rows_of_files(part, files, names_in_model(part, files, origin.mapping))
+        grown |= {prefix + name: rows for name, rows in found.items()}
+    return grown
 
 
 def load_whole(spec: Model, dtype: torch.dtype) -> PreTrainedModel:
@@ -127,6 +144,7 @@ def load_whole(spec: Model, dtype: torch.dtype) -> PreTrainedModel:
         if keys := sorted(str(key) for key in info[f"{kind}_keys"]):
             what = {"missing": "lacks", "unexpected": "has unknown", "mismatched": "has other shapes of"}[kind]
             raise UserError(f"{folder} {what} weights of the model that its config.json describes: {_some(keys)}")
+    open_shell(model)
     return model
 
 

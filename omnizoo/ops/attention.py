@@ -1,10 +1,12 @@
 """Attention over packed samples: `[1, heads, tokens, width]` in which each sample sees only itself.
 
 `packed_attention` picks the kernel for the device (docs/LOG.md has the figures); `per_sample` is the plain torch twin
-that every kernel is tested against.
+that every kernel is tested against. Tokens that see each other (`Mutual`) take two blocks, by the same kernels and
+merged exactly: what is behind, as without them, and the triangle ahead.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +14,17 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.attention_blocks import (
+    WIDEST,
     Blocks,
-    Run,
     accumulator,
     add_sinks,
     attend_blocks,
     attend_blocks_backward,
-    block_between,
+    pack_blocks,
     sinks_gradient,
+    takes_flash,
 )
-from omnizoo.ops.device import has_flash
+from omnizoo.ops.mutual import Mutual
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,10 @@ class Boundaries:
 
     cu_seqlens: torch.Tensor  # int32 [samples + 1], starts with 0, ends with the number of tokens
     max_seqlen: int
+    known: Sequence[int] | None = None  # the lengths, where the host has them
 
     def lengths(self) -> list[int]:
-        return self.cu_seqlens.diff().tolist()
+        return self.cu_seqlens.diff().tolist() if self.known is None else list(self.known)
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,22 @@ class Pattern:
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: Boundaries, pattern: Pattern
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: Boundaries,
+    pattern: Pattern,
+    mutual: Mutual | None = None,
 ) -> torch.Tensor:
     """`query [1, H, T, D]`, `key, value [1, KV, T, D]` with KV dividing H; returns `[1, T, H, D]`."""
+    if mutual is not None and not mutual.counts(pattern.causal, pattern.window):
+        mutual = None
     plain = pattern.softcap is None and pattern.sinks is None and query.shape[-1] == value.shape[-1]
     if pattern.dropout > 0.0:
-        return per_sample(query, key, value, boundaries, pattern)
-    if has_flash(query.device) and query.dtype in (torch.bfloat16, torch.float16) and plain:
+        return per_sample(query, key, value, boundaries, pattern, mutual)
+    if mutual is not None:
+        return _in_blocks(query, key, value, boundaries, pattern, mutual)
+    if plain and takes_flash(query):
         return _varlen(query, key, value, boundaries, pattern)
     if plain and (pattern.window is None or pattern.window >= boundaries.max_seqlen):
         return per_sample(query, key, value, boundaries, pattern)  # one flash kernel per sample: nothing to gain
@@ -62,34 +75,48 @@ def packed_attention(
 
 
 def per_sample(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: Boundaries, pattern: Pattern
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: Boundaries,
+    pattern: Pattern,
+    mutual: Mutual | None = None,
 ) -> torch.Tensor:
     """One attention call per sample: no mask over the whole pack, work only where attention is."""
     lengths = boundaries.lengths()
     samples = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_one_sample(q, k, v, pattern) for q, k, v in samples], 2).transpose(1, 2)
+    outs = []
+    for number, (q, k, v) in enumerate(samples):
+        stretch = None if mutual is None else mutual.numbers(number, query.device)
+        outs.append(_one_sample(q, k, v, pattern, stretch))
+    return torch.cat(outs, 2).transpose(1, 2)
 
 
-def _one_sample(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+def _one_sample(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern, stretch: torch.Tensor | None = None
+) -> torch.Tensor:
     length = query.shape[2]
-    windowed = pattern.window is not None and pattern.window < length
+    masked = stretch is not None or (pattern.window is not None and pattern.window < length)
+    groups = query.shape[1] // key.shape[1]
+    if query.shape[-1] > WIDEST:  # the only kernel for these that does not write all logits down knows no groups
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = 1
     if pattern.softcap is None and pattern.sinks is None:
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=_visible(length, pattern, query.device) if windowed else None,
-            is_causal=pattern.causal and not windowed,
+            attn_mask=_visible(length, pattern, query.device, stretch) if masked else None,
+            is_causal=pattern.causal and not masked,
             dropout_p=pattern.dropout,
             scale=pattern.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=groups > 1,
         )
-    groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     logits = (query @ key.transpose(2, 3)) * scale_of(query, pattern)
     if pattern.softcap is not None:
         logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
-    logits = logits.masked_fill(~_visible(length, pattern, query.device), -torch.inf)
+    logits = logits.masked_fill(~_visible(length, pattern, query.device, stretch), -torch.inf)
     if pattern.sinks is not None:
         sinks = pattern.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(1, -1, length, 1)
         logits = torch.cat([logits, sinks], 3)
@@ -97,27 +124,34 @@ def _one_sample(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pat
     return F.dropout(weights, pattern.dropout) @ value
 
 
-def _visible(length: int, pattern: Pattern, device: torch.device) -> torch.Tensor:
-    """bool [length, length]: may query i see key j."""
+def _visible(length: int, pattern: Pattern, device: torch.device, stretch: torch.Tensor | None = None) -> torch.Tensor:
+    """bool [length, length]: may query i see key j. `stretch [length]`: tokens with the same number see each other also
+    ahead, however far; 0: none does."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
-    return visible if pattern.window is None else visible & (distance.abs() < pattern.window)
+    if pattern.window is not None:
+        visible &= distance.abs() < pattern.window
+    if stretch is None:
+        return visible
+    return visible | ((distance < 0) & (stretch[:, None] == stretch) & (stretch > 0))
 
 
 def _in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: Boundaries, pattern: Pattern
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: Boundaries,
+    pattern: Pattern,
+    mutual: Mutual | None = None,
 ) -> torch.Tensor:
     """One block per sample, by kernels that hand out the log-sum-exp: windows cost what they show, sinks nothing."""
-    blocks, at = [], 0
-    for length in boundaries.lengths():
-        run = Run(at, 0, length)
-        if (block := block_between(run, run, pattern.causal, pattern.window)) is not None:
-            blocks.append(replace(block, first=True))
-        at += length
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-    packed = Blocks(blocks, query.device)
-    out: torch.Tensor = _InBlocks.apply(*tokens, pattern.sinks, packed, pattern)  # type: ignore[no-untyped-call]
+    if mutual is not None:
+        blocks = mutual.blocks(pattern.window, query.device)
+    else:
+        blocks = Blocks(pack_blocks(boundaries.lengths(), pattern.causal, pattern.window), query.device)
+    out: torch.Tensor = _InBlocks.apply(*tokens, pattern.sinks, blocks, pattern)  # type: ignore[no-untyped-call]
     return out.unsqueeze(0)
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from omnizoo.ops import torch_private
 from omnizoo.ops.device import has_cpu_flash, has_flash, to_device
 
+WIDEST = 256  # heads that flash attention takes
 ROWS = 128  # of a band that are computed at once where the kernel takes a mask: less is overhead, more is masked work
 
 
@@ -50,9 +51,50 @@ class Block:
 
 def block_between(q: Run, k: Run, causal: bool, window: int | None) -> Block | None:
     """What queries `q` see of keys `k` of the same sample; None if nothing."""
-    never = q.position + q.length + k.position + k.length  # farther than any two tokens are apart
-    behind = never if window is None else window - 1
-    ahead = 0 if causal else behind
+    behind = _beyond(q, k) if window is None else window - 1
+    return _band_between(q, k, behind, 0 if causal else behind)
+
+
+def blocks_ahead(q: Run, k: Run, mutual: Sequence[tuple[int, int]]) -> list[Block]:
+    """What queries `q` see of later keys `k` in stretches (first position, how many) of a sample whose tokens all see
+    each other."""
+    found = []
+    for first, count in mutual:
+        inner_q, inner_k = (_within(run, first, count) for run in (q, k))
+        if inner_q and inner_k and (block := _band_between(inner_q, inner_k, -1, _beyond(q, k))):
+            found.append(block)
+    return found
+
+
+def pack_blocks(
+    lengths: Sequence[int],
+    causal: bool,
+    window: int | None,
+    mutual: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> list[Block]:
+    """Of a whole pack of samples: one block for each, then what stretches (`mutual`, of each sample) see ahead."""
+    blocks, ahead, at = [], [], 0
+    for number, length in enumerate(lengths):
+        run = Run(at, 0, length)
+        if (block := block_between(run, run, causal, window)) is not None:
+            blocks.append(replace(block, first=True))
+        ahead += [] if mutual is None else blocks_ahead(run, run, mutual[number])
+        at += length
+    return blocks + ahead
+
+
+def _beyond(q: Run, k: Run) -> int:
+    """Farther than any two of their tokens are apart."""
+    return q.position + q.length + k.position + k.length
+
+
+def _within(run: Run, first: int, count: int) -> Run | None:
+    low, high = max(run.position, first), min(run.position + run.length, first + count)
+    return Run(run.at + low - run.position, low, high - low) if low < high else None
+
+
+def _band_between(q: Run, k: Run, behind: int, ahead: int) -> Block | None:
+    """Each query sees from `behind` tokens before it (-1: from the next one on) to `ahead` tokens after it."""
     q_low, q_high = max(q.position, k.position - ahead), min(q.position + q.length, k.position + k.length + behind)
     k_low, k_high = max(k.position, q_low - behind), min(k.position + k.length, q_high + ahead)
     n, m = q_high - q_low, k_high - k_low
@@ -300,8 +342,13 @@ def sinks_gradient(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     return -((sinks.to(lse.dtype) - lse).exp() * delta).sum(0).to(sinks.dtype)
 
 
+def takes_flash(q: torch.Tensor) -> bool:
+    """Whether torch's flash attention over `cu_seqlens` takes such heads."""
+    return has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= WIDEST
+
+
 def _takes_groups(q: torch.Tensor, softcap: float | None) -> bool:
-    return has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16) and softcap is None
+    return takes_flash(q) and softcap is None
 
 
 def _same_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -96,6 +96,11 @@ def has_cpu_flash(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def has_triton(device: torch.device) -> bool:
+    """Whether packages with kernels for linear attention and short convolutions may be asked for theirs there."""
+    return device.type in ("cuda", PLANNED)
+
+
 def has_float64(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda", PLANNED)
 

@@ -1,156 +1,138 @@
-"""Layers with a state along the sequence: a short causal convolution, and the gated delta rule, on runs of tokens.
+"""A state that tokens carry along their sample: what each of them does to it, by which kernel, and runs of tokens whose
+states before are not known yet (parallel/states.py joins them).
 
-A run is a stretch of one sample, `lengths` those of all runs, one after the other. State never passes from a run to the
-next: what comes before a run is given, as the last tokens before it (convolution) or as a state (delta rule).
+`carry` picks the kernel for the device (ops/state_kernels.py); `chunked_rules` has the plain torch twins that kernels
+are tested against.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
-from omnizoo.ops.device import to_device
-
-Indices = npt.NDArray[np.int64]
-
-CHUNK = 64  # tokens that the delta rule takes at once
-
-
-def convolve(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: Sequence[int], before: torch.Tensor
-) -> torch.Tensor:
-    """Of each channel by itself: `x [T, C]`, `weight [C, K]`, and `before [N, K - 1, C]`, the tokens before each run
-    (zeros where a sample begins). Returns `[T, C]`."""
-    taps = weight.shape[1]
-    if not len(x):
-        return x + 0 * (
-            weight.sum() + before.sum() + (0 if bias is None else bias.sum())
-        )  # for gradients to reach them
-    rows, kept = (to_device(torch.from_numpy(index), x.device) for index in _with_room(tuple(lengths), taps - 1))
-    wide = torch.cat([x, before.flatten(0, 1)])[rows]
-    out = F.conv1d(wide.T.to(weight.dtype)[None], weight[:, None], bias, groups=len(weight))[0].T
-    return out[kept].to(x.dtype)
-
-
-@lru_cache(maxsize=64)
-def _with_room(lengths: tuple[int, ...], room: int) -> tuple[Indices, Indices]:
-    """Rows of tokens and of what is before them, such that each run has its `room` rows in front; and which outputs of
-    a convolution over them are those of the tokens."""
-    tokens, rows, kept, start, at = sum(lengths), [], [], 0, 0
-    for number, length in enumerate(lengths):
-        first = tokens + number * room
-        rows += [np.arange(first, first + room), np.arange(start, start + length)]
-        kept.append(np.arange(at, at + length))
-        start, at = start + length, at + room + length
-    none = np.empty(0, np.int64)
-    return np.concatenate([none, *rows]), np.concatenate([none, *kept])
+from omnizoo.ops.chunked_rules import delta_rule, linear_rule
+from omnizoo.ops.state_kernels import rule_kernel
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """Runs cut into chunks, in the order in which states need them: the first one of every run, then the second ..."""
+class Steps:
+    """What tokens do to the state `S [K, V]` of a head, one after the other: S <- exp(decay) S, then write, then read
+    `scale q S`. What is written under the key is `beta v`, or, by the delta rule, `beta (v - k S)`."""
 
-    steps: list[int]  # how many runs have a first chunk, a second one, ...
-    rows: torch.Tensor  # [chunks, CHUNK] which token; the number of tokens itself where there is none
-    place: torch.Tensor  # [T] of each token in `rows`
-    order: torch.Tensor  # [N] runs, the longest first
-    back: torch.Tensor  # [N] its inverse
+    query: torch.Tensor  # [T, G, K]; G divides H: heads in a row share a query and a key
+    key: torch.Tensor  # [T, G, K]
+    value: torch.Tensor  # [T, H, V]
+    decay: torch.Tensor  # [T, H], or [T, H, K] of each channel by itself (delta rule only); not above 0
+    beta: torch.Tensor  # [T, H]
+    is_delta: bool
+    scale: float = 1.0
+    is_unit: bool = False  # queries and keys are brought to length 1
 
+    @property
+    def wide(self) -> torch.dtype:
+        """Of states, decays and betas, whatever the precision of the rest."""
+        return torch.promote_types(self.value.dtype, torch.float32)
 
-@lru_cache(maxsize=64)
-def _chunks(lengths: tuple[int, ...]) -> tuple[Indices, Indices, Indices, list[int]]:
-    counts = [-(-length // CHUNK) for length in lengths]
-    order = np.argsort([-count for count in counts], kind="stable")
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = int(starts[-1])
-    steps = [sum(count > step for count in counts) for step in range(max(counts, default=0))]
-    rows = np.full((sum(steps), CHUNK), tokens)
-    place = np.empty(tokens, np.int64)
-    at = 0
-    for step, active in enumerate(steps):
-        for run in order[:active]:
-            first = step * CHUNK
-            size = min(CHUNK, lengths[run] - first)
-            there = starts[run] + first + np.arange(size)
-            rows[at, :size] = there
-            place[there] = at * CHUNK + np.arange(size)
-            at += 1
-    return rows, place, order, steps
-
-
-def _chunked(lengths: Sequence[int], device: torch.device) -> Chunks:
-    rows, place, order, steps = _chunks(tuple(lengths))
-    back = np.argsort(order, kind="stable")
-    moved = (to_device(torch.from_numpy(index), device) for index in (rows, place, order, back))
-    return Chunks(steps, *moved)
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Steps":
+        """The same change to every tensor."""
+        return replace(
+            self,
+            query=change(self.query),
+            key=change(self.key),
+            value=change(self.value),
+            decay=change(self.decay),
+            beta=change(self.beta),
+        )
 
 
-def delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    lengths: Sequence[int],
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule (Yang et al., 2024), by chunks: S <- exp(decay) S; S <- S + beta k (v - k S); out = q S.
-
-    `query, key [T, H, K]`, `value [T, H, V]`, `beta [T, H]`; `decay <= 0` of a head, `[T, H]`, or of each of its
-    channels, `[T, H, K]`. `state [N, H, K, V]` before each run, None for zeros. Returns the output `[T, H, V]` and the
-    states after each run, all in the dtype of `value`.
-    """
-    heads, wide, deep = key.shape[1], value.shape[2], key.shape[2]
-    if state is None:
-        state = value.new_zeros(len(lengths), heads, deep, wide)
-    if not sum(lengths):
-        # Gradients still have to reach what was given.
-        return value + 0 * (query.sum() + key.sum() + decay.sum() + beta.sum()), state
-    cut = _chunked(lengths, value.device)
-
-    def chunked(x: torch.Tensor) -> torch.Tensor:
-        """[chunks, H, CHUNK, ...]; zeros where a run has ended: they neither decay nor write."""
-        return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[cut.rows].transpose(1, 2)
-
-    q, k, v = chunked(query), chunked(key), chunked(value)
-    b, g = chunked(beta).unsqueeze(-1), chunked(decay).cumsum(2)  # log of what is left of the state of the beginning
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
-    if decay.dim() == 2:
-        between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(later, float("-inf")).exp()
-        of_keys, of_queries = (k @ k.mT) * between, (q @ k.mT) * between
-        g = g.unsqueeze(-1)
-    else:
-        # A decay of its own for each channel: the product over channels has to be taken with it.
-        of_keys, of_queries = (_decayed(x, k, g, later) for x in (k, q))
-    left, end = g.exp(), g[:, :, -1:]
-    # Within a chunk, what a token writes depends on what those before it have written: a triangular system.
-    system = b * of_keys.tril(-1) + torch.eye(CHUNK, dtype=value.dtype, device=value.device)
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat([b * v, b * k * left], -1), upper=False, unitriangular=True
+def carry(steps: Steps, lengths: Sequence[int], state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the tokens of runs of these lengths read, `[T, H, V]`, and the states after each run; `state [N, H, K, V]`
+    is that before each, None for zeros. States are in fp32 at least."""
+    kernel = rule_kernel(steps.value, steps.key.shape[2], steps.is_delta, steps.decay.dim() == 3)
+    if kernel is not None and len(steps.value):
+        return _by_kernel(kernel, steps, lengths, state)
+    wide = steps.wide
+    query, key, value, decay, beta = (
+        x.to(wide) for x in (steps.query, steps.key, steps.value, steps.decay, steps.beta)
     )
-    written, read = solved.split([wide, deep], -1)
-    q, k = q * left, k * (end - g).exp()
-    kept = end.exp().mT  # [chunks, H, K or 1, 1]
-
-    state, finished, out, at = state[cut.order], [], [], 0
-    for active in cut.steps:
-        if active < len(state):
-            finished.append(state[active:])
-            state = state[:active]
-        now = slice(at, at + active)
-        new = written[now] - read[now] @ state
-        out.append(q[now] @ state + of_queries[now] @ new)
-        state = state * kept[now] + k[now].mT @ new
-        at += active
-    after = torch.cat([state, *reversed(finished)])[cut.back]
-    return torch.cat(out).transpose(1, 2).flatten(0, 1)[cut.place], after
+    if steps.is_unit:
+        query, key = _unit(query), _unit(key)
+    if steps.is_delta:
+        query, key = (_to_heads(x, value.shape[1]) for x in (query, key))
+    rule = delta_rule if steps.is_delta else linear_rule
+    out, after = rule(query * steps.scale, key, value, decay, beta, lengths, state)
+    return out.to(steps.value.dtype), after
 
 
-def _decayed(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """Sum over channels of x_i k_j exp(g_i - g_j), for j <= i: `[chunks, H, CHUNK, CHUNK]`."""
-    between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(later[:, :, None], float("-inf")).exp()
-    return torch.einsum("nhik,nhjk,nhijk->nhij", x, k, between)
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _to_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[T, G, ...] -> [T, H, ...]"""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _by_kernel(
+    kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    steps: Steps,
+    lengths: Sequence[int],
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch for all runs. Queries, keys and values stay in their 16 bits, decays and states in fp32."""
+    wide, narrow = steps.wide, steps.value.dtype
+    query, key = (x.to(wide) for x in (steps.query, steps.key))
+    if steps.is_unit:
+        query, key = _unit(query), _unit(key)
+    query, key = (_to_heads(x.to(narrow), steps.value.shape[1]) for x in (query, key))
+    value, decay, beta = steps.value, steps.decay.to(wide), steps.beta.to(wide)
+    if not steps.is_delta:
+        value = (value.to(wide) * beta.unsqueeze(-1)).to(narrow)
+    given = (query, key, value, decay, beta) if steps.is_delta else (query, key, value, decay)
+    return kernel(*given, lengths=lengths, scale=steps.scale, state=state)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Runs that were worked on as if no state came before them, and what one would have added."""
+
+    out: torch.Tensor  # [T, H, V]
+    reads: Sequence[torch.Tensor]  # of each run [L, H or G, K]: what each token reads any state before it with
+    left: Sequence[torch.Tensor] | None  # [L, H]: how much of that state is left there; None: it is part of `reads`
+    effect: torch.Tensor  # [N, H, K, V + K or V + 1], of each run: what it writes, and what it does to a state before
+
+    def added(self, run: int, state: torch.Tensor) -> torch.Tensor:
+        """What a state `[H, K, V]` adds to the output of a run, `[L, H, V]`."""
+        reads = self.reads[run].transpose(0, 1)  # [H or G, L, K]
+        by_group = state.to(reads.dtype).reshape(len(reads), len(state) // len(reads), *state.shape[1:])
+        read = (reads.unsqueeze(1) @ by_group).flatten(0, 1).transpose(0, 1)
+        return read if self.left is None else (read * self.left[run].unsqueeze(-1)).to(reads.dtype)
+
+
+def apart(steps: Steps, lengths: Sequence[int]) -> Apart:
+    runs, heads, wide = len(lengths), *steps.value.shape[1:]
+    deep = steps.key.shape[2]
+    if not steps.is_delta:
+        assert not steps.is_unit, "which only delta rules have"
+        out, after = carry(steps, lengths)
+        # Run by run: over all of them, the sum would lose its digits.
+        left = [decay.cumsum(0).exp() for decay in steps.decay.to(steps.wide).split(list(lengths))]
+        kept = torch.stack([each[-1] for each in left]) if left else after.new_zeros(0, heads)
+        effect = torch.cat([after, kept[..., None, None].expand(-1, -1, deep, 1)], -1)
+        return Apart(out, (steps.query * steps.scale).split(list(lengths)), left, effect)
+    # Next to the values, as many columns as the state has rows, which nothing is written to; and a state that is zero
+    # for the values and the identity for those: what comes out there is what any state before would give.
+    identity = torch.eye(deep, dtype=steps.wide, device=steps.value.device).expand(runs, heads, deep, deep)
+    nothing = steps.value.new_zeros(runs, heads, deep, wide, dtype=steps.wide)
+    padded = torch.cat([steps.value, steps.value.new_zeros(len(steps.value), heads, deep)], -1)
+    out, effect = carry(replace(steps, value=padded), lengths, torch.cat([nothing, identity], -1))
+    out, reads = out.split([wide, deep], -1)
+    return Apart(out, reads.split(list(lengths)), None, effect)
+
+
+def advance(effect: torch.Tensor, state: torch.Tensor | None, wide: int) -> torch.Tensor:
+    """The state after a run, by its effect and the state before (None: zeros); `wide` is that of a value."""
+    written, moved = effect[..., :wide], effect[..., wide:]
+    if state is None:
+        return written
+    return written + (moved * state if moved.shape[-1] == 1 else moved @ state)

@@ -2,8 +2,6 @@
 cannot work is refused before a process, a group or a tensor exists."""
 
 import math
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,27 +104,6 @@ def layouts_of(world_size: int) -> Iterator[Layout]:
                 shard = world_size // replicate // ulysses // ring
                 for ep in divisors(shard * ulysses * ring):
                     yield Layout(replicate, shard, ulysses, ring, ep)
-
-
-def place_in_world() -> tuple[int, int, int] | None:
-    """(rank, world size, local rank) as set by our launcher, torchrun or Slurm; None if nobody started a world."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world, local = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", "0")
-    elif _number("SLURM_NTASKS", "1") > 1 and "SLURM_PROCID" in env:
-        rank, world, local = _number("SLURM_PROCID"), _number("SLURM_NTASKS"), _number("SLURM_LOCALID", "0")
-    else:
-        return None
-    if rank >= world:
-        raise UserError(f"the environment says that this process is rank {rank} of {world}, counted from 0: see RANK")
-    return rank, world, local
-
-
-def _number(name: str, default: str = "") -> int:
-    text = os.environ.get(name, default)
-    if not re.fullmatch("[0-9]{1,7}", text):
-        raise UserError(f"the environment variable {name} is {text!r}; expected a number, as torchrun or Slurm set it")
-    return int(text)
 
 
 def divisors(n: int) -> list[int]:

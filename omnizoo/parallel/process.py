@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from omnizoo.config.errors import UserError
 from omnizoo.ops.device import backend_for, is_host, pick_device
 from omnizoo.ops.torch_private import abort_groups, register_fake_collectives
-from omnizoo.parallel.layout import place_in_world
+from omnizoo.parallel.rendezvous import meeting_point, place_in_world
 
 
 @dataclass(frozen=True)
@@ -81,16 +80,11 @@ def pretended_group(rank: int, world_size: int, device: torch.device) -> Iterato
 def _store(rank: int, world_size: int) -> dist.Store:
     if world_size == 1:
         return dist.HashStore()
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not host or not port:
-        raise UserError(
-            f"this process is one of {world_size}, but MASTER_ADDR and MASTER_PORT are not set: export them in the job "
-            "script (the first node's name and a free port), or start with torchrun"
-        )
+    host, port = meeting_point(world_size)
     if (fd := os.environ.get("OMNIZOO_STORE_FD")) is not None:
-        store = dist.TCPStore(host, int(port), world_size, is_master=True, master_listen_fd=int(fd))
+        store = dist.TCPStore(host, port, world_size, is_master=True, master_listen_fd=int(fd))
     else:
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
-        store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0 and not hosted)
+        store = dist.TCPStore(host, port, world_size, is_master=rank == 0 and not hosted)
     # After a restart by torchrun the store still holds the keys of the killed attempt; a prefix per attempt hides them.
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

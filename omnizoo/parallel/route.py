@@ -34,6 +34,9 @@ class Placed(Protocol):
     def is_target(self) -> bool: ...  # also needed at the tokens before its own, which predict it
 
     @property
+    def is_learnt(self) -> bool: ...  # as a target
+
+    @property
     def places(self) -> int: ...  # how many features it has; its spans may hold them several times, one after the other
 
 
@@ -56,6 +59,7 @@ class Route:
     received: list[int]  # how many from each rank
     place: torch.Tensor  # [received] the token of each feature that arrives, among those this rank holds; -1: not here
     before: torch.Tensor  # [received] and the token that predicts it; -1: not here, or nobody does
+    learnt: torch.Tensor  # [received] 1: as a target
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Arrived:
     place: torch.Tensor  # [N] the token, among those this rank holds, in whose place each is
     predicted: torch.Tensor  # [M, C] those to be predicted
     before: torch.Tensor  # [M] the token that each is predicted from
+    learnt: torch.Tensor | None  # [L] which of these are learnt; None: all
 
 
 def plan_routes(
@@ -83,7 +88,8 @@ def plan_routes(
         {item.port for share in shares for item in share.items if item.spans} if present is None else present
     )
     leaving = {port: [np.empty((2, 0), np.int64)] for port in ports}  # (rank it goes to, number among its own)
-    arriving = {port: [np.empty((3, 0), np.int64)] for port in ports}  # (rank it comes from, its token, the one before)
+    # (rank it comes from, its token, the one before, whether it is learnt)
+    arriving = {port: [np.empty((4, 0), np.int64)] for port in ports}
     made = dict.fromkeys(ports, 0)
     for dp, share in enumerate(shares):
         owned = zip(share.items, share.owners, strict=True)
@@ -105,10 +111,10 @@ def plan_routes(
                 is_new[1:] = to[1:] != to[0]
                 leaving[item.port].append(np.stack([dp * layout.sp + to.T[is_new.T], own.T[is_new.T]]))
             if dp == dp_rank:
-                here = np.full((3, len(tokens)), -1)
-                here[0] = owner
+                here = np.full((4, len(tokens)), -1)
+                here[0], here[3] = owner, item.is_learnt
                 here[1 : 1 + len(to)] = np.where(to == sp_rank, place[reached], -1)
-                arriving[item.port].append(here[:, (here[1:] >= 0).any(0)])
+                arriving[item.port].append(here[:, (here[1:3] >= 0).any(0)])
     return {
         port: _route(layout.world, np.concatenate(leaving[port], axis=1), np.concatenate(arriving[port], axis=1))
         for port in ports
@@ -120,23 +126,37 @@ def deliver(
 ) -> dict[Port, Arrived]:
     """Of each port, this rank's own features `[n, C]` become those of the tokens it holds.
 
-    One all-to-all for all ports, none if nobody has an item. What comes back depends on `features` even if it is empty:
-    whoever uses all of it answers the other ranks in backward and gets exact zeros.
+    One all-to-all for all ports of `features`, none if nobody has an item. What comes back depends on `features` even
+    if it is empty: whoever uses all of it answers the other ranks in backward and gets exact zeros.
     """
-    ports = sorted(routes)
+    ports = sorted(port for port in routes if port in features)
     own = [features[port].index_select(0, to_device(routes[port].order, features[port].device)) for port in ports]
     if ports and len(routes[ports[0]].sent) > 1:
         sent, received = [routes[port].sent for port in ports], [routes[port].received for port in ports]
         own = list(exchange_tables(own, sent, received, group))
-    arrived = {
-        port: Arrived(*_at(came, routes[port].place), *_at(came, routes[port].before))
-        for port, came in zip(ports, own, strict=True)
-    }
+    arrived = {}
+    for port, came in zip(ports, own, strict=True):
+        route = routes[port]
+        arrived[port] = Arrived(*_at(came, route.place), *_at(came, route.before), _learnt(route, came.device))
     nothing = torch.empty(0, dtype=torch.int64)
     return {
-        port: arrived.get(port) or Arrived(*_at(made[:0], nothing), *_at(made[:0], nothing))
+        port: arrived.get(port) or Arrived(*_at(made[:0], nothing), *_at(made[:0], nothing), None)
         for port, made in features.items()
     }
+
+
+def collect(states: torch.Tensor, route: Route | None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """`deliver`, the other way: of rows `[T, C]` of the tokens this rank holds, those of its own items' places come to
+    it, in the order of its features. One all-to-all; None: nobody has an item."""
+    if route is None:
+        return states[:0]
+    rows = states.index_select(0, to_device(route.place, states.device))
+    if len(route.sent) > 1:
+        (rows,) = exchange_tables([rows], [route.received], [route.sent], group)
+    # The way there was ordered by the ranks that hold the tokens: `order` says which row each is of.
+    back = torch.empty_like(route.order)
+    back[route.order] = torch.arange(len(route.order))
+    return rows.index_select(0, to_device(back, rows.device))
 
 
 def _at(features: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,6 +164,12 @@ def _at(features: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, tor
     kept = (tokens >= 0).nonzero().squeeze(1)
     there = to_device(tokens[kept], features.device)
     return features if len(kept) == len(features) else features[to_device(kept, features.device)], there
+
+
+def _learnt(route: Route, device: torch.device) -> torch.Tensor | None:
+    """Which of those that are predicted here; None: all."""
+    flags = route.learnt[route.before >= 0]
+    return None if flags.all() else to_device(flags.nonzero().squeeze(1), device)
 
 
 def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
@@ -158,11 +184,12 @@ def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
 
 def _route(world: int, leaving: Numbers, arriving: Numbers) -> Route:
     # Stable: what goes from one rank to another keeps the order of items and of their places, which both ends know.
-    (goes_to, own), (comes_from, place, before) = leaving, arriving[:, np.argsort(arriving[0], kind="stable")]
+    (goes_to, own), (comes_from, place, before, learnt) = leaving, arriving[:, np.argsort(arriving[0], kind="stable")]
     return Route(
         order=torch.from_numpy(own[np.argsort(goes_to, kind="stable")]),
         sent=np.bincount(goes_to, minlength=world).tolist(),
         received=np.bincount(comes_from, minlength=world).tolist(),
         place=torch.from_numpy(place.copy()),
         before=torch.from_numpy(before.copy()),
+        learnt=torch.from_numpy(learnt.copy()),
     )

@@ -1,7 +1,7 @@
 """Sequence parallelism: the ranks of a ring x Ulysses grid share the tokens of a pack; attention and states talk.
 
 Each rank selects its tokens with `SequenceParallel.index` before the model. The model's attention interface calls the
-object itself, and layers with a state along the sequence its `convolve` and `delta_rule`; everything else in a model
+object itself, and layers with a state along the sequence its `convolve` and `carry`; everything else in a model
 works on tokens one by one and never notices.
 """
 
@@ -16,8 +16,10 @@ import torch
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
-from omnizoo.ops.attention_blocks import Block, Blocks, Run, block_between, fuse
+from omnizoo.ops.attention_blocks import Block, Blocks, Run, block_between, blocks_ahead, fuse
 from omnizoo.ops.device import to_device
+from omnizoo.ops.mutual import Mutual, Stretches
+from omnizoo.ops.recurrence import Steps
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.ring import Ring, repeat_kv, ring_attention
 from omnizoo.parallel.states import Recurrence
@@ -68,11 +70,19 @@ def ring_runs(lengths: Sequence[int], ring: int) -> list[list[list[Run]]]:
 
 
 def visible_blocks(
-    q_runs: Sequence[Sequence[Run]], k_runs: Sequence[Sequence[Run]], causal: bool, window: int | None, own: bool
+    q_runs: Sequence[Sequence[Run]],
+    k_runs: Sequence[Sequence[Run]],
+    causal: bool,
+    window: int | None,
+    own: bool,
+    mutual: Stretches | None = None,
 ) -> list[Block]:
-    """What the queries of one ring rank see of the keys of another (`own`: of itself), sample by sample."""
+    """What the queries of one ring rank see of the keys of another (`own`: of itself), sample by sample. `mutual`:
+    stretches of each sample whose tokens see each other, wherever they are."""
     blocks: list[Block] = []
-    for queries, keys in zip(q_runs, k_runs, strict=True):
+    for number, (queries, keys) in enumerate(zip(q_runs, k_runs, strict=True)):
+        stretches = () if mutual is None else mutual[number]
+        ahead = [block for q, k in product(queries, keys) for block in blocks_ahead(q, k, stretches)]
         if own and queries and (window is None or window >= queries[-1].position + queries[-1].length):
             # Without a window only the order counts, and that is the same with the gap between the runs closed.
             whole = Run(queries[0].at, 0, sum(run.length for run in queries))
@@ -81,27 +91,32 @@ def visible_blocks(
         if own:
             # Each query sees itself: these blocks are computed first and hold every query once.
             diagonal = [b for b in pairs if (b.q0, b.q1) == (b.k0, b.k1)]
-            blocks += [replace(b, first=True) for b in diagonal] + [b for b in pairs if b not in diagonal]
+            blocks += [replace(b, first=True) for b in diagonal] + [b for b in pairs if b not in diagonal] + ahead
         else:
-            blocks += fuse(pairs)
+            blocks += fuse(pairs + ahead)
     return blocks
 
 
 class SequenceParallel:
     """One packed micro-batch, spread over the ranks that share it. `lengths`: of all its samples, in order."""
 
-    def __init__(self, mesh: Mesh, lengths: Sequence[int], overlap: bool) -> None:
+    def __init__(self, mesh: Mesh, lengths: Sequence[int], overlap: bool, mutual: Mutual | None = None) -> None:
         layout = mesh.layout
-        self.mesh, self.lengths, self.overlap = mesh, lengths, overlap
+        self.mesh, self.lengths, self.overlap, self.mutual = mesh, lengths, overlap, mutual
         self.ring, self.ulysses = layout.ring, layout.ulysses
         self.ring_rank, self.ulysses_rank = divmod(mesh.sp_rank, layout.ulysses)
         self.slices = slice_tokens(lengths, layout.ring, layout.ulysses)
         self.tokens = [len(indices) for indices in self.slices]
         self.index = torch.from_numpy(self.slices[mesh.sp_rank])  # on the host
         cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        self.boundaries = Boundaries(to_device(cumulative, mesh.device), max(lengths, default=0))
+        self.boundaries = Boundaries(to_device(cumulative, mesh.device), max(lengths, default=0), lengths)
         self.runs = ring_runs(lengths, layout.ring)
         self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # by causal and window: layers repeat a few
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.boundaries.max_seqlen
 
     @cached_property
     def recurrence(self) -> Recurrence:
@@ -112,10 +127,8 @@ class SequenceParallel:
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.recurrence.convolve(x, weight, bias)
 
-    def delta_rule(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
-        return self.recurrence.delta_rule(query, key, value, decay, beta)
+    def carry(self, steps: Steps) -> torch.Tensor:
+        return self.recurrence.carry(steps)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
         """Attention, of this rank's tokens: `query [1, H, T, Dk]`, `key [1, KV, T, Dk]`, `value [1, KV, T, Dv]`, each
@@ -135,7 +148,8 @@ class SequenceParallel:
         )
         if pattern.sinks is not None:
             pattern = replace(pattern, sinks=pattern.sinks[slice(*split.heads[self.ulysses_rank])])
-        q, k, v = GatherTokens.apply(exchange, split, q, k, v)  # type: ignore[no-untyped-call]
+        ranges = (split.heads, split.kv_heads, split.kv_heads)
+        q, k, v = GatherTokens.apply(exchange, ranges, q, k, v)  # type: ignore[no-untyped-call]
         own = self._local(q, k, v, pattern, split.kv_repeats(self.ulysses_rank))
         out: torch.Tensor = ScatterTokens.apply(exchange, split, own)  # type: ignore[no-untyped-call]
         return out.unsqueeze(0)
@@ -151,12 +165,14 @@ class SequenceParallel:
             return ring_attention(q, k, v, ring, pattern)
         k, v = repeat_kv(k, kv_repeats), repeat_kv(v, kv_repeats)
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        return packed_attention(query, key, value, self.boundaries, pattern)[0]
+        return packed_attention(query, key, value, self.boundaries, pattern, self.mutual)[0]
 
     def _blocks(self, causal: bool, window: int | None) -> list[Blocks]:
         """What this ring rank's queries see of each ring rank's keys; all ranks know all runs, nothing is asked."""
         if (causal, window) not in self.blocks:
             own = self.runs[self.ring_rank]
-            visible = [visible_blocks(own, runs, causal, window, runs is own) for runs in self.runs]
+            mutual = self.mutual if self.mutual and self.mutual.counts(causal, window) else None
+            stretches = mutual.stretches if mutual else None
+            visible = [visible_blocks(own, runs, causal, window, runs is own, stretches) for runs in self.runs]
             self.blocks[causal, window] = [Blocks(blocks, self.mesh.device) for blocks in visible]
         return self.blocks[causal, window]

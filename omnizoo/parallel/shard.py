@@ -38,6 +38,7 @@ class Units:
     embedding: nn.Module | None = None
     head: nn.Module | None = None
     whole: Sequence[nn.Parameter] = ()  # parameters that stay as they are on every rank, in their own precision
+    idle: Sequence[nn.Module] = ()  # modules that training never runs: units of their own, which nobody gathers
 
 
 def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy) -> None:
@@ -49,12 +50,16 @@ def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: Mix
         own = kept.intersection(block.parameters())
         unit = fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, ignored_params=own)
         sum_gradients(unit, mesh.fsdp)
+    for module in units.idle:
+        sum_gradients(fully_shard(module, mesh=mesh.fsdp, mp_policy=policy), mesh.fsdp)
     if units.embedding is not None:
         unit = fully_shard(units.embedding, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
         sum_gradients(unit, mesh.fsdp)
         unit.set_unshard_in_backward(False)  # its gradient is made of ids and of what comes back, without the weights
     # Head and root are needed again at once when backward starts: resharding them would only add all-gathers.
     if units.head is not None:
+        if policy.param_dtype is not None:
+            cast_activations(units.head, policy.param_dtype)  # some models cast to what its weights are before gathered
         unit = fully_shard(units.head, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
         sum_gradients(unit, mesh.fsdp)
     root = fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=kept)

@@ -1,16 +1,16 @@
-"""State along a sequence whose tokens are spread over ranks: convolutions and the gated delta rule, as on one.
+"""State along a sequence whose tokens are spread over ranks: convolutions and recurrent rules, as on one.
 
 A rank holds stretches of samples. A convolution needs the few tokens before each stretch, which their owners send. For
-the delta rule there are two ways, and the one that sends less is taken:
+rules there are two ways, and the one that sends less is taken:
 
-- by states: the rule is affine in the state before a stretch, so each rank works on its stretches at once, as a pair
+- by states: a rule is affine in the state before a stretch, so each rank works on its stretches at once, as a pair
   (M, U) with `after = M before + U`; pairs go to the ranks that hold later stretches of the same sample, and what a
   state adds to the output is added there. What is sent does not grow with the number of tokens.
 - by heads: tokens of all heads are exchanged for all tokens of some heads, as Ulysses does it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -20,7 +20,10 @@ import torch.distributed as dist
 
 from omnizoo.ops import recurrence as ops
 from omnizoo.ops.device import to_device
+from omnizoo.ops.recurrence import Steps
+from omnizoo.ops.short_convolution import convolve
 from omnizoo.parallel.exchange import exchange_rows
+from omnizoo.parallel.ring import repeat_kv
 from omnizoo.parallel.ulysses import Exchange, GatherTokens, ScatterTokens, split_heads
 
 Indices = npt.NDArray[np.int64]
@@ -104,73 +107,65 @@ class Recurrence:
             before = torch.cat([came, came.new_zeros(1, x.shape[1])])[place]
             # Ranks answer each other in backward only if what came is part of what they made.
             before = before + 0 * came.sum()
-        return ops.convolve(x, weight, bias, self.own_lengths, before)
+        return convolve(x, weight, bias, self.own_lengths, before)
 
-    def delta_rule(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        by: str | None = None,
-    ) -> torch.Tensor:
-        """As `ops.recurrence.delta_rule`, without states to begin with. `by`: `states` or `heads`; None: what is less
-        to send."""
+    def carry(self, steps: Steps, by: str | None = None) -> torch.Tensor:
+        """What the tokens of this rank read, `[T, H, V]`. `by`: `states` or `heads`; None: what is less to send."""
         if not self.is_cut:
-            return ops.delta_rule(query, key, value, decay, beta, self.own_lengths)[0]
+            return ops.carry(steps, self.own_lengths)[0]
         if by is None:
-            costs = self.elements(key.shape[1], key.shape[2], value.shape[2], decay.dim() == 3)
-            by = min(costs, key=costs.__getitem__)
-        if by == "heads":
-            return self._by_heads(query, key, value, decay, beta)
-        return self._by_states(query, key, value, decay, beta)
+            costs = self.bytes_sent(steps)
+            by = min(costs, key=lambda way: max(costs[way]))
+        return self._by_heads(steps) if by == "heads" else self._by_states(steps)
 
-    def elements(self, heads: int, deep: int, wide: int, decays_by_channel: bool) -> dict[str, int]:
-        """How many numbers the busiest rank sends to others in a forward pass, by each way."""
-        pairs = [0] * len(self.slices)
+    def bytes_sent(self, steps: Steps) -> dict[str, list[int]]:
+        """What each rank sends to others in a forward pass, by each way that there is; `steps` of any number of tokens.
+
+        By states: `H K (V + K)` numbers in fp32 (delta rule) or `H K (V + 1)`, for each stretch and each rank that
+        holds later ones of its sample. By heads: each token's query, key, value and gates to the ranks of its heads,
+        and its output back.
+        """
+        (heads, wide), (groups, deep) = steps.value.shape[1:], steps.key.shape[1:]
+        ranks, size, full = range(len(self.slices)), steps.value.itemsize, steps.wide.itemsize
+        pairs = [0 for _ in ranks]
         for chain in self.chains.values():
             for stretch, to in _later(chain):
                 pairs[stretch.rank] += len(to - {stretch.rank})
-        costs = {"states": max(pairs) * heads * deep * (deep + wide)}
-        if heads >= len(self.slices):
-            width = 2 * deep + 2 * wide + 1 + (deep if decays_by_channel else 1)
-            most = max(len(tokens) for tokens in self.slices)
-            costs["heads"] = most * heads * width * (len(self.slices) - 1) // len(self.slices)
+        each = heads * deep * (wide + (deep if steps.is_delta else 1)) * full
+        costs = {"states": [count * each for count in pairs]}
+        if heads >= len(ranks):
+            split, tokens = split_heads(heads, groups, len(ranks)), [len(own) for own in self.slices]
+            gates = 1 + (deep if steps.decay.dim() == 3 else 1)
+            given = [
+                (last - first) * (wide * size + gates * full) + (end - begin) * 2 * deep * size
+                for (first, last), (begin, end) in zip(split.heads, split.kv_heads, strict=True)
+            ]
+            back = [(last - first) * wide * size for first, last in split.heads]
+            costs["heads"] = [
+                sum(tokens[rank] * given[other] + tokens[other] * back[rank] for other in ranks if other != rank)
+                for rank in ranks
+            ]
         return costs
 
-    def _by_states(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
-        heads, deep, wide = key.shape[1], key.shape[2], value.shape[2]
-        # Next to the values, as many columns as the state has rows, which nothing is written to; and a state that is
-        # zero for the values and the identity for those: what comes out there is what any state before would give.
-        identity = torch.eye(deep, dtype=value.dtype, device=value.device).expand(len(self.own), heads, deep, deep)
-        nothing = value.new_zeros(len(self.own), heads, deep, wide)
-        padded = torch.cat([value, value.new_zeros(len(value), heads, deep)], -1)
-        begin = torch.cat([nothing, identity], -1)
-        out, after = ops.delta_rule(query, key, padded, decay, beta, self.own_lengths, begin)
+    def _by_states(self, steps: Steps) -> torch.Tensor:
+        wide = steps.value.shape[2]
+        alone = ops.apart(steps, self.own_lengths)
         sending, row_of = self._pair_rows()
-        came = exchange_rows(after[sending.rows], sending.sent, sending.received, self.group)
-        out, reads = out.split([wide, deep], -1)
-        pieces = list(out.split(self.own_lengths))
+        came = exchange_rows(alone.effect[sending.rows], sending.sent, sending.received, self.group)
+        pieces, effects = list(alone.out.split(self.own_lengths)), came.unbind()
         for chain in self.chains.values():
             last = max((i for i, stretch in enumerate(chain) if stretch.rank == self.rank), default=0)
             state: torch.Tensor | None = None
             for stretch in chain[: last + 1]:
                 if stretch.rank == self.rank and state is not None:
-                    own = reads[stretch.at : stretch.at + stretch.length].transpose(0, 1)
-                    pieces[stretch.number] = pieces[stretch.number] + (own @ state).transpose(0, 1)
+                    pieces[stretch.number] = pieces[stretch.number] + alone.added(stretch.number, state)
                 if stretch in row_of:
-                    added, moved = came[row_of[stretch]].split([wide, deep], -1)
-                    state = added if state is None else added + moved @ state
+                    state = ops.advance(effects[row_of[stretch]], state, wide)
         # Ranks answer each other in backward only if what came is part of what they made.
-        return torch.cat([out[:0], *pieces]) + 0 * came.sum()
+        return torch.cat([alone.out[:0], *pieces]) + 0 * came.sum().to(alone.out.dtype)
 
-    def _by_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
-        split = split_heads(key.shape[1], key.shape[1], len(self.slices))
+    def _by_heads(self, steps: Steps) -> torch.Tensor:
+        split = split_heads(steps.value.shape[1], steps.key.shape[1], len(self.slices))
         exchange = Exchange(self.group, self.rank, [len(tokens) for tokens in self.slices], self.overlap)
         if self._order is None:
             places = np.concatenate(self.slices)
@@ -178,13 +173,17 @@ class Recurrence:
             there, back = (to_device(torch.from_numpy(index), self.device) for index in both)
             self._order = there, back
         order, back = self._order
-        deep, by_channel = key.shape[2], decay.dim() == 3
-        gates = torch.cat([beta.unsqueeze(-1), decay if by_channel else decay.unsqueeze(-1)], -1)
-        given = (torch.cat([query, key], -1), gates.to(value.dtype), value)
-        pair, gates, value = (x[order] for x in GatherTokens.apply(exchange, split, *given))  # type: ignore[no-untyped-call]
-        query, key = pair.split([deep, deep], -1)
+        deep, by_channel = steps.key.shape[2], steps.decay.dim() == 3
+        decay = steps.decay if by_channel else steps.decay.unsqueeze(-1)
+        gates = torch.cat([steps.beta.unsqueeze(-1).to(steps.wide), decay.to(steps.wide)], -1)
+        pairs = torch.cat([steps.query, steps.key], -1)
+        ranges = (split.kv_heads, split.heads, split.heads)
+        gathered = GatherTokens.apply(exchange, ranges, pairs, gates, steps.value)  # type: ignore[no-untyped-call]
+        pairs, gates, value = (x[order] for x in gathered)
+        query, key = repeat_kv(pairs, split.kv_repeats(self.rank)).split([deep, deep], -1)
         decay = gates[..., 1:] if by_channel else gates[..., 1]
-        out = ops.delta_rule(query, key, value, decay, gates[..., 0], self.lengths)[0]
+        own = replace(steps, query=query, key=key, value=value, decay=decay, beta=gates[..., 0])
+        out = ops.carry(own, self.lengths)[0]
         result: torch.Tensor = ScatterTokens.apply(exchange, split, out[back])  # type: ignore[no-untyped-call]
         return result
 
@@ -231,7 +230,7 @@ class Recurrence:
         return self._halos[room]
 
     def _pair_rows(self) -> tuple[Sending, dict[Stretch, int]]:
-        """For the delta rule: the pairs that this rank needs, by their stretch, as rows of what comes."""
+        """For a rule: the pairs that this rank needs, by their stretch, as rows of what comes."""
         if self._pairs is None:
             needed = [(stretch, to) for chain in self.chains.values() for stretch, to in _later(chain)]
             sending, place = self._sending(

@@ -109,22 +109,21 @@ def _after(work: dist.Work | None, received: torch.Tensor) -> torch.Tensor:
 
 
 class GatherTokens(torch.autograd.Function):
-    """q, k, v of my tokens in, q, k, v of my heads out. With overlap, one is on its way while the next is packed."""
+    """Tensors of my tokens in, the same of my heads out, each by its own ranges. With overlap, one is on its way while
+    the next is packed."""
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, split: HeadSplit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ctx: Any, exchange: Exchange, ranges: Sequence[Ranges], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.split = exchange, split
-        ranges = (split.heads, split.kv_heads, split.kv_heads)
-        started = [exchange.start_gather(x, r) for x, r in zip((q, k, v), ranges, strict=True)]
+        ctx.exchange, ctx.ranges = exchange, ranges
+        started = [exchange.start_gather(x, r) for x, r in zip(tensors, ranges, strict=True)]
         return tuple(finish() for finish in started)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ranges = (ctx.split.heads, ctx.split.kv_heads, ctx.split.kv_heads)
-        started = [ctx.exchange.start_scatter(x, r) for x, r in zip(grads, ranges, strict=True)]
+        started = [ctx.exchange.start_scatter(x, r) for x, r in zip(grads, ctx.ranges, strict=True)]
         return None, None, *(finish() for finish in started)
 
 

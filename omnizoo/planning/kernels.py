@@ -1,22 +1,27 @@
 """Stand-ins for what has no meaning on a device that is not there, and a context that puts them in place.
 
 Attention: torch would take it apart into plain products there, which no accelerator does; the stand-in is the fused
-kernel's own operator, which saves queries, keys, values, output and log-sum-exp. Routing: who gets how many rows only a
-real router knows; here experts are used evenly, or this rank gets `imbalance` times its share. Data: this rank is the
-one that has read all packs of the step.
+kernel's own operator, which saves queries, keys, values, output and log-sum-exp. Layers with a state: their kernels are
+packages that the machine of the plan need not have; the stand-ins make and keep what these do. Routing: who gets how
+many rows only a real router knows; here experts are used evenly, or this rank gets `imbalance` times its share. Data:
+this rank is the one that has read all packs of the step.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from omnizoo.assembly import parallelize
 from omnizoo.data import deal
 from omnizoo.data.told import Told, read_messages, write_message
+from omnizoo.ops import state_kernels
+from omnizoo.ops.chunked_rules import CHUNK
 from omnizoo.ops.device import PLANNED
 from omnizoo.ops.experts import Pairs
 from omnizoo.parallel.experts import Dispatch
@@ -58,6 +63,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
     with replaced(
         (torch.utils, "swap_tensors", swap),
         (F, "scaled_dot_product_attention", attention),
+        (state_kernels, "find", lambda module, name, what: STATE_KERNELS[name]),
         (Dispatch, "split", even_split),
         (deal, "gather_bytes", from_this_rank),
         (deal, "exchange_payloads", to_itself),
@@ -97,3 +103,53 @@ def attention(
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     with_bias: torch.Tensor = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
     return with_bias
+
+
+class _Rule(torch.autograd.Function):
+    """A state along runs of tokens, as `fla` does it: what it is given is kept, for the delta rule also a matrix per
+    chunk; backward makes the states before all chunks once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, has_matrix: bool, runs: int, state: torch.Tensor | None, *given: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (_, tokens, heads, wide), deep = given[2].shape, given[1].shape[-1]
+        matrix = [given[1].new_empty(1, tokens, heads, CHUNK)] if has_matrix else []
+        ctx.save_for_backward(*given, *matrix)
+        ctx.given, ctx.state = len(given), state
+        ctx.states = (-(-tokens // CHUNK) + runs, heads, deep, wide)
+        return torch.empty_like(given[2]), given[2].new_empty(runs, heads, deep, wide, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        given = ctx.saved_tensors[: ctx.given]
+        both = [given[1].new_empty(ctx.states) for _ in range(2)]  # states, and their gradients
+        back = [torch.empty_like(x) for x in given]
+        del both
+        return None, None, None if ctx.state is None else torch.empty_like(ctx.state), *back
+
+
+def _rule(has_matrix: bool, *given: torch.Tensor, initial_state: torch.Tensor | None, **options: Any) -> Any:
+    return _Rule.apply(has_matrix, len(options["cu_seqlens"]) - 1, initial_state, *given)  # type: ignore[no-untyped-call]
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+# By the names that ops/state_kernels.py looks for.
+STATE_KERNELS: dict[str, Any] = {
+    "chunk_gated_delta_rule": partial(_rule, True),
+    "chunk_kda": partial(_rule, True),
+    "chunk_simple_gla": partial(_rule, False),
+    "causal_conv1d_fn": _Convolution.apply,
+}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from omnizoo.config.errors import UserError
 from omnizoo.planning.ledger import PARTS, Timeline
-from omnizoo.training.report import STYLE
+from omnizoo.training.page_style import STYLE
 
 GIB = 2**30
 POINTS = 600  # of the timeline that are drawn

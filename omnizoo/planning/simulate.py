@@ -248,7 +248,7 @@ def draw(config: Config, model: nn.Module, objective: Objective, media: dict[str
 def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[FlatPack]:
     tokenizer = load_tokenizer(config.model)
     check_vocabulary(model, tokenizer)
-    train = config.train.model_copy(update={"global_batch": LOOKED_AT})
+    train = config.train.model_copy(update={"global_batch": LOOKED_AT, "epochs": None})
     data = config.data.model_copy(update={"workers": 0, "lanes": 1})
     loader = build_loader(config.model_copy(update={"train": train, "data": data}), tokenizer, 0, 1, **media)
     try:
@@ -259,7 +259,8 @@ def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[
 
 def cost_of(pack: FlatPack, objective: Objective) -> float:
     labels = int((pack.labels != IGNORE).sum())
-    return objective.flops.of(pack.lengths, labels, {}, {}) + sum(item.size.cost for item in pack.items)
+    ahead = objective.ahead(pack.items)
+    return objective.flops.of(pack.lengths, labels, {}, {}, ahead) + sum(item.size.cost for item in pack.items)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A family's file (`recipes/<model_type>.py`) holds one `RECIPE` with the few fact
 a family without a file gets the default one.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,14 +18,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
-from omnizoo.modalities.base import Item, Modality
-from omnizoo.modalities.frozen import Frozen
+from omnizoo.modalities.base import Follower, Item, Modality
+from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.build import RECIPE, RECIPE_EXPECTED
+from omnizoo.models.config_fields import read_field
 from omnizoo.models.hf_private import block_class_names, is_experts
 from omnizoo.models.media_batch import Features
 from omnizoo.models.media_model import Ids
+from omnizoo.ops.mutual import MutualTokens
 
-Options = Mapping[str, Mapping[str, Any]]  # by modality: `options` of its encoder in the config
+Options = Mapping[str, Mapping[str, Any]]  # `options` in the config, by modality; of decoders by "NAME/decoder"
 
 # What configs call the number of experts in a layer, and of those that a token visits.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
@@ -39,13 +42,23 @@ class Recipe:
     blocks: tuple[str, ...] = ()  # classes to shard and recompute one by one; empty: those the model calls indivisible
     shrink: Mapping[str, Any] = field(default_factory=dict)  # small values for config fields that are the family's own
     attention_width: tuple[str, str] | None = None  # config fields (query-key width, value width) of a head, if two
+    state_size: tuple[str, str, str] | None = None  # config fields of layers with a state: heads, its rows, its columns
+    has_experts: bool = False  # some of its models, though not by the defaults of its config
     # Families that read more than text. The model is on meta where its modalities are asked for.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
     positions: Callable[[PreTrainedModel, Ids, Sequence[Item]], npt.NDArray[Any]] | None = None  # [R, L] of a sample
+    mutual: Callable[[PreTrainedModel], MutualTokens | None] | None = None  # tokens that see each other, run by run
     # What the model's forward is called with, features of media (by modality) among it.
     enter: Callable[[PreTrainedModel, dict[str, Any], dict[str, Features]], dict[str, Any]] | None = None
     towers: Mapping[str, str] = field(default_factory=dict)  # modality -> module that encodes it
     projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules between tower and foundation
+    # Modality that is produced in the sequence -> modules that only its decoder runs; (): none, but the model's own.
+    producers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    language: str = ""  # the part that takes embeddings and gives logits, which all of the above is said of; "": all
+    # Modality that is produced beside the sequence -> the module that follows it, and its class.
+    followers: Mapping[str, tuple[str, Callable[..., Follower]]] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()  # modules that no training step runs
+    undrawn: tuple[str, ...] = ()  # classes whose weights the family's own rules for initial values leave out
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
     for name, module in modules.items():
         if type(module).__name__ in classes:
             found.append((name, isinstance(modules[name.rpartition(".")[0]], nn.ModuleList | nn.Sequential)))
-    frozen = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Frozen))  # not by `forward`
+    frozen = tuple(f"{name}." for name in tokenisers(model))  # not run by `forward`
     found = [(name, is_listed) for name, is_listed in found if not name.startswith(frozen)]
     listed = [name for name, is_listed in found if is_listed] or [name for name, _ in found]
     return [name for name in listed if not any(name.startswith(other + ".") for other in listed)]
@@ -135,7 +148,14 @@ def read_facts(model: nn.Module) -> Facts:
             f"model: {type(model).__name__} does not say which of its modules are blocks (no `_no_split_modules`): it "
             "cannot be sharded block by block"
         )
-    heads: int = getattr(config, "num_attention_heads", 0)
+    owners = Counter(id(p) for name in blocks for p in model.get_submodule(name).parameters())
+    if any(count > 1 for count in owners.values()):
+        raise UserError(
+            f"model: blocks of {type(model).__name__} share weights, and each is sharded by itself; use another family"
+        )
+    heads, kv_heads = (
+        (config and read_field(config, name)) or 0 for name in ("num_attention_heads", "num_key_value_heads")
+    )
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
     declared = count_experts(config)[0] if config is not None else 0
     return Facts(
@@ -143,5 +163,5 @@ def read_facts(model: nn.Module) -> Facts:
         experts=tuple(experts),
         num_experts=max((int(module.num_experts) for module in experts.values()), default=declared),
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads or heads,
     )

@@ -2,4 +2,8 @@
 
 from omnizoo.recipes.base import Recipe
 
-RECIPE = Recipe(about="Kimi Linear 48B-A3B", attention_width=("qk_head_dim", "v_head_dim"))
+RECIPE = Recipe(
+    about="Kimi Linear 48B-A3B",
+    state_size=("linear_num_heads", "linear_head_dim", "linear_head_dim"),
+    attention_width=("qk_head_dim", "v_head_dim"),
+)

@@ -1,63 +1,59 @@
-"""How media enter the published Qwen3 omni models: their own towers as encoders, their own merge into the text.
+"""How pictures enter the published Qwen models: their own towers as encoders, their own merge into the text.
 
 An encoder here has no weights: it calls the model it was made for. Features of deepstack models carry all their levels
-side by side, so that they travel once; `enter_visual` takes them apart again.
+side by side, so that they travel once; `enter_visual` takes them apart again. Clips are in qwen_clips.py, sound is in
+qwen_sound.py.
 
 Nothing is read back from the device: what a tower needs to know of sizes is made before, or told by shapes.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.functional import pad
-from transformers import PreTrainedModel, Qwen2VLImageProcessorPil, WhisperFeatureExtractor
+from transformers import PreTrainedModel, Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Encoder, Inputs, Item, Modality, Size
-from omnizoo.modalities.files import (
-    CLIP_OPTIONS,
-    PICTURE_OPTIONS,
-    SOUND_OPTIONS,
-    picture_size,
-    read_frames,
-    read_picture,
-    read_sound,
-    sample_times,
-    sound_length,
-    video_size,
-)
+from omnizoo.modalities.files import PICTURE_OPTIONS, picture_size, read_picture
 from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.item import BadMedia, Media
-from omnizoo.modalities.tally import Tally
 from omnizoo.modalities.tower import Work
+from omnizoo.models.artefact import read_json
 from omnizoo.models.hf_private import PACKED, attend_packed, attention_name, language_model
 from omnizoo.models.media_batch import Features
+from omnizoo.models.media_model import Ids
 
-MOST_PATCHES, MOST_WINDOWS = 2048, 4  # of a part of a clip or a sound: ranks share out what is longer
+log = logging.getLogger(__name__)
 SHARE = 2**62  # what a weight of 1 is in whole numbers
 LEVELS = "deepstack_levels"  # the keyword that carries them through the model
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
-IMAGES = {
-    "size": {"shortest_edge": 64 * 32**2, "longest_edge": 16384 * 32**2},  # pixels
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}
-# For `omnizoo verify`: two levels of deepstack and a layer more (what is added after the last one, nobody attends to);
-# M-RoPE shares 8 frequencies as the published share 64.
+KINDS = {"image": 1, "video": 2}  # as models tell their tokens apart
+# For `omnizoo verify`: M-RoPE shares 8 frequencies as the published share 64.
+SHRINK_TEXT = {"rope_parameters": {"mrope_section": [4, 2, 2]}}
+# Two levels of deepstack and a layer more (what is added after the last one, nobody attends to).
 SHRINK = {
-    "text_config": {"num_hidden_layers": 3, "rope_parameters": {"mrope_section": [4, 2, 2]}},
+    "text_config": SHRINK_TEXT | {"num_hidden_layers": 3},
     "vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
 }
+SHRINK_PARTIAL = {  # of heads that turn by part of their width
+    "text_config": {"rope_parameters": {"partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}},
+    "vision_config": {"num_position_embeddings": 16},
+}
+# One layer that attends in windows, and one that sees all of a picture.
+SHRINK_WINDOWS = {"fullatt_block_indexes": [1], "window_size": 56}
 
 
 class Tower(Encoder):
@@ -80,9 +76,15 @@ class Tower(Encoder):
 
 
 class ImageTower(Tower):
-    """Images of `min_pixels` to `max_pixels`; by default what the folder's preprocessor says."""
+    """Images of `min_pixels` to `max_pixels`; by default what the folder's preprocessor says. Patches have a place on
+    two axes, which turns their queries and keys: Qwen2-VL."""
 
     item_options = PICTURE_OPTIONS
+    kind: ClassVar[Any] = Qwen2VLImageProcessorPil
+    published: ClassVar[Mapping[str, Any]] = {"size": {"shortest_edge": 4 * 28**2, "longest_edge": 16384 * 28**2}}
+    # What `told` reads: of each patch, and of each step (a picture is one, a clip has several).
+    by_patch: ClassVar[tuple[str, ...]] = ("pixels",)
+    by_step: ClassVar[tuple[str, ...]] = ("positions",)
 
     def __init__(
         self, model: PreTrainedModel, folder: str | None, min_pixels: int | None = None, max_pixels: int | None = None
@@ -91,9 +93,9 @@ class ImageTower(Tower):
         self.vision = vision = model.config.vision_config
         self.factor: int = vision.patch_size * vision.spatial_merge_size  # pixels along the edge of one place's square
         self.processor = preprocessor(
-            Qwen2VLImageProcessorPil,
+            self.kind,
             folder,
-            IMAGES,
+            self.published,
             patch_size=vision.patch_size,
             merge_size=vision.spatial_merge_size,
             temporal_patch_size=vision.temporal_patch_size,
@@ -139,22 +141,18 @@ class ImageTower(Tower):
 
     def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """All that depends on the grid is made here: on the device, the tower would have to read it."""
-        tower, merge = self.tower, self.vision.spatial_merge_size
-        taps, shares = get_vision_interpolation_indices_and_weights(
-            grid[None],
-            num_grid_per_side=tower.num_grid_per_side,
-            mode=tower.interpolation_mode,
-            align_corners=tower.interpolation_align_corners,
-            spatial_merge_size=merge,
-        )
-        positions = get_vision_position_ids(grid[None], merge).int()
+        positions = get_vision_position_ids(grid[None], self.vision.spatial_merge_size).int()
+        # [steps, patches, 2]: the shape tells both
+        return {"pixels": pixels, "grid": grid, "positions": positions.unflatten(0, (int(grid[0]), -1))}
+
+    def told(self, items: Sequence[Inputs]) -> dict[str, Any]:
+        """What the tower would work out from the grids."""
+        shapes = [item["positions"].shape for item in items]
+        device = items[0]["positions"].device
         return {
-            "pixels": pixels,
-            "grid": grid,
-            "positions": positions.unflatten(0, (int(grid[0]), -1)),  # [steps, patches, 2]: the shape tells both
-            "taps": taps.int(),
-            # Whole numbers, for floats come in the precision of the computation; none of an fp32's digits is lost.
-            "shares": (shares.double() * SHARE).long(),
+            "cu_seqlens": boundaries([(steps * patches, patches) for steps, patches, _ in shapes], device),
+            "max_seqlen": max(patches for _, patches, _ in shapes),
+            "position_ids": torch.cat([item["positions"].flatten(0, 1) for item in items]),
         }
 
     def preview(self, media: Media) -> str:
@@ -165,190 +163,70 @@ class ImageTower(Tower):
         return len(inputs["pixels"]) // merge**2
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        pixels, taps, shares = (torch.cat([item[name] for item in items]) for name in ("pixels", "taps", "shares"))
-        shapes = [item["positions"].shape for item in items]
-        out = self.tower(
-            pixels.type(self.tower.dtype),
-            grid_thw=None,
-            cu_seqlens=boundaries([(steps * patches, patches) for steps, patches, _ in shapes], pixels.device),
-            max_seqlen=max(patches for _, patches, _ in shapes),
-            position_ids=torch.cat([item["positions"].flatten(0, 1) for item in items]),
-            interp_indices=taps,
-            interp_weights=shares.to(torch.float32) / SHARE,
-            return_dict=True,
+        pixels = torch.cat([item["pixels"] for item in items]).type(self.tower.dtype)
+        out = self.tower(pixels, **{"grid_thw": None} | self.told(items), return_dict=True)
+        return torch.cat([out.pooler_output, *getattr(out, "deepstack_features", ())], 1)
+
+
+class InterpolatedTower(ImageTower):
+    """With a learned table of positions, of which a patch takes the mean of its four nearest: Qwen3-VL and later."""
+
+    published: ClassVar[Mapping[str, Any]] = {
+        "size": {"shortest_edge": 64 * 32**2, "longest_edge": 16384 * 32**2},  # pixels
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    by_patch = ("pixels", "taps", "shares")
+
+    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+        tower = self.tower
+        taps, shares = get_vision_interpolation_indices_and_weights(
+            grid[None],
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=self.vision.spatial_merge_size,
         )
-        return torch.cat([out.pooler_output, *out.deepstack_features], 1)
+        # Whole numbers, for floats come in the precision of the computation; none of an fp32's digits is lost.
+        return super().with_places(pixels, grid) | {"taps": taps.int(), "shares": (shares.double() * SHARE).long()}
+
+    def told(self, items: Sequence[Inputs]) -> dict[str, Any]:
+        taps, shares = (torch.cat([item[name] for item in items]) for name in ("taps", "shares"))
+        return super().told(items) | {"interp_indices": taps, "interp_weights": shares.to(torch.float32) / SHARE}
 
 
-class VideoTower(ImageTower):
-    """Clips as `fps` frames a second, `min_frames` to `max_frames` of them; a few frames together become a step."""
+class WindowedTower(ImageTower):
+    """Most layers attend in windows, for which places stand in another order: Qwen2.5-VL."""
 
-    item_options = CLIP_OPTIONS
+    by_step = ("positions", "order", "windows")
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        folder: str | None,
-        min_pixels: int | None = None,
-        max_pixels: int = 768 * 32**2,
-        fps: float = 2.0,
-        min_frames: int = 4,
-        max_frames: int = 768,
-        max_seconds: float = 3600.0,
-    ) -> None:
-        super().__init__(model, folder, min_pixels or min(128 * 32**2, max_pixels), max_pixels)
-        self.fps, self.min_frames, self.max_frames, self.max_seconds = fps, min_frames, max_frames, max_seconds
-        self.together: int = self.vision.temporal_patch_size
-
-    def sample(self, media: Media) -> tuple[list[float], tuple[int, int]]:
-        """When frames are taken, and their height and width as the tower sees them."""
-        seconds, height, width = video_size(media, self.fps, self.max_seconds)
-        times = sample_times(seconds, max(self.fps, self.min_frames / seconds), self.max_frames)
-        return times, self.resized(len(times), height, width, media)
-
-    def steps(self, times: list[float]) -> npt.NDArray[np.float64]:
-        """`[steps, together]`: the last frame again and again, until steps are whole."""
-        return np.pad(times, (0, -len(times) % self.together), mode="edge").reshape(-1, self.together)
-
-    def measure(self, media: Media) -> Size:
-        times, size = self.sample(media)
-        steps = self.steps(times)
-        measured = self.size_of(len(steps), *size)
-        layout = self.layout(steps[:, [0, -1]].mean(1), measured.places // len(steps))
-        return replace(measured, layout=layout, shape=(*measured.shape, self.together / self.fps))
-
-    def layout(self, seconds: npt.NDArray[np.float64], places: int) -> tuple[str | int, ...]:
-        """Of a clip with a step of `places` at each of `seconds`: one run."""
-        return ()
-
-    def prepare(self, media: Media) -> Inputs:
-        times, (height, width) = self.sample(media)
-        steps = self.steps(times)
-        frames = read_frames(media, steps.flatten().tolist(), self.fps)
-        resized = [frame.resize((width, height), self.processor.resample) for frame in frames]
-        out = self.processor(images=resized, do_resize=False, return_tensors="pt")
-        # The processor makes a step of every frame by itself: what is wanted of a step's t-th frame is its t-th part.
-        values = (self.vision.in_channels, self.together, self.vision.patch_size**2)
-        parts = out["pixel_values"].view(*steps.shape, -1, *values).diagonal(dim1=1, dim2=4)
-        grid = torch.tensor([len(steps), *out["image_grid_thw"][0, 1:].tolist()])
-        return self.with_places(parts.movedim(-1, 3).flatten(2).flatten(0, 1), grid)
-
-    def parts(self, size: Size, inputs: Inputs) -> list[tuple[Size, Inputs]]:
-        """Patches see those of their own step."""
-        steps, patches, _ = inputs["positions"].shape
-        together = max(1, MOST_PATCHES // patches)
-        if steps <= together:
-            return [(size, inputs)]
-        split = {name: inputs[name].split(together * patches) for name in ("pixels", "taps", "shares")}
-        parts = []
-        for number, positions in enumerate(inputs["positions"].split(together)):
-            share = len(positions) / steps
-            own = {name: pieces[number].clone() for name, pieces in split.items()}  # a view would travel whole
-            own |= {"positions": positions.clone(), "grid": inputs["grid"] * 1}
-            own["grid"][0] = len(positions)
-            parts.append((replace(size, places=round(size.places * share), cost=size.cost * share), own))
-        return parts
-
-    def preview(self, media: Media) -> str:
-        times = self.sample(media)[0]
-        few = times[:: -(-len(times) // 8)]
-        frames = read_frames(media, few, self.fps)
-        return "".join(thumbnail(frame, f"{time:.1f} s", 96) for frame, time in zip(frames, few, strict=True))
-
-
-class AudioTower(Tower):
-    """Sound as mel frames, in chunks of a second that take 13 places each."""
-
-    item_options = SOUND_OPTIONS
-
-    def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 300.0) -> None:
-        super().__init__(model, "model.audio_tower")
-        audio = model.config.audio_config
-        self.chunk: int = 2 * audio.n_window
-        self.extractor = preprocessor(WhisperFeatureExtractor, folder, {}, feature_size=audio.num_mel_bins)
-        self.rate: int = self.extractor.sampling_rate
-        self.max_seconds = max_seconds
-
-    def places_of(self, frames: torch.Tensor) -> torch.Tensor:
-        """Three convolutions of stride 2 see each chunk by itself."""
-        return frames // self.chunk * -(-self.chunk // 8) - (-(frames % self.chunk) // 8)
-
-    def measure(self, media: Media) -> Size:
-        samples = sound_length(media, self.rate, self.max_seconds)
-        if samples < self.extractor.n_fft:
-            raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
-        frames = samples // self.extractor.hop_length
-        places = int(self.places_of(torch.tensor(frames)))
-        return Size(places, cost=self.flops(frames, places), shape=(frames,))
-
-    def flops(self, frames: int, places: int) -> float:
-        """Convolutions see whole chunks; layers attend over windows of several."""
-        per_chunk, per_place, per_pair = self.work
-        window = self.window
-        full, rest = divmod(places, window)
-        return -(-frames // self.chunk) * per_chunk + places * per_place + (full * window**2 + rest**2) * per_pair
-
-    @property
-    def window(self) -> int:
-        """Places that see each other."""
-        chunks: int = self.tower.n_window_infer // self.chunk
-        return -(-self.chunk // 8) * chunks
-
-    @cached_property
-    def work(self) -> tuple[float, float, float]:
-        """FLOPs of a chunk, a place and a pair."""
-        tower, bins, length = self.tower, self.tower.num_mel_bins, self.chunk
-        chunk = Tally()
-        for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
-            bins, length = -(-bins // 2), -(-length // 2)
-            chunk.multiply(convolution.weight, bins * length)
-        chunk.run(tower.conv_out, length)
-        place = Tally(chunk.trained)
-        place.run(tower.layers, 1)
-        pair = Tally(place.trained)
-        pair.attend(len(tower.layers), tower.config.d_model)
-        place.run(tower.proj1, 1)
-        place.run(tower.proj2, 1)
-        return chunk.flops, place.flops, pair.flops
-
-    def prepare(self, media: Media) -> Inputs:
-        sound = read_sound(media, self.rate, self.max_seconds)
-        out = self.extractor(sound, sampling_rate=self.rate, padding=True, truncation=False, return_tensors="pt")
-        return {"mels": out["input_features"][0].T}  # [frames, bins]
-
-    def parts(self, size: Size, inputs: Inputs) -> list[tuple[Size, Inputs]]:
-        """Places see those of their own window."""
-        pieces = inputs["mels"].split(MOST_WINDOWS * self.tower.n_window_infer)
-        lengths = [(len(piece), self.places({"mels": piece})) for piece in pieces]
-        sizes = [replace(size, places=places, cost=self.flops(frames, places)) for frames, places in lengths]
-        return [(own, {"mels": piece.clone()}) for own, piece in zip(sizes, pieces, strict=True)]
-
-    def blank(self) -> Inputs:
-        return {"mels": torch.zeros(1, self.extractor.feature_size)}
-
-    def places(self, inputs: Inputs) -> int:
-        return int(self.places_of(torch.tensor(len(inputs["mels"]))))
-
-    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """The tower pads chunks to the longest of a call, and what it makes of a short one depends on that: so all are
-        padded to whole ones here, and an item gives the same features in any company."""
-        chunk, places = self.chunk, [self.places(item) for item in items]
-        padded = [pad(item["mels"], (0, 0, 0, -len(item["mels"]) % chunk)).unflatten(0, (-1, chunk)) for item in items]
-        device, window = padded[0].device, self.window
-        # Only the last chunk of an item has places that are padding.
-        ends = np.cumsum([len(chunks) for chunks in padded]) * -(-chunk // 8)
-        starts = [0, *ends[:-1].tolist()]
-        kept = [torch.arange(start, start + n, device=device) for start, n in zip(starts, places, strict=True)]
-        out = self.tower(
-            padded_feature=torch.cat(padded).transpose(1, 2),
-            chunk_lengths=torch.empty(0),  # read for what is given here already
-            valid_indices=torch.cat(kept),
-            cu_seqlens=boundaries([(n, window) for n in places], device),
-            max_seqlen=min(window, max(places)),
-            return_dict=True,
+    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+        """`order [steps, places]` of a step's places, `windows [steps, n]` patches in each of its windows."""
+        vision = self.vision
+        step = torch.cat([torch.ones_like(grid[:1]), grid[1:]])
+        order, ends = get_vision_window_index(
+            step[None], vision.spatial_merge_size, vision.window_size, vision.patch_size
         )
-        features: torch.Tensor = out.last_hidden_state
-        return features
+        steps = int(grid[0])
+        each = {"order": order.int().repeat(steps, 1), "windows": ends.diff().int().repeat(steps, 1)}
+        return super().with_places(pixels, grid) | each
+
+    def told(self, items: Sequence[Inputs]) -> dict[str, Any]:
+        """Steps are counted through, and so are the windows of all."""
+        start, orders, device = 0, [], items[0]["order"].device
+        for item in items:
+            steps, places = item["order"].shape
+            firsts = torch.arange(start, start + steps * places, places, device=device)
+            orders.append((item["order"] + firsts[:, None]).flatten())
+            start += steps * places
+        lengths = torch.cat([item["windows"].flatten() for item in items])
+        most = (self.vision.window_size // self.vision.patch_size) ** 2
+        told = super().told(items)
+        return told | {
+            "window_index": torch.cat(orders),
+            "cu_window_seqlens": nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+            "max_window_seqlen": min(most, told["max_seqlen"]),
+        }
 
 
 def boundaries(runs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
@@ -368,7 +246,7 @@ def build_modalities(
     options: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Modality]:
     """`kinds`: by modality its tower and its marks (begin, placeholder, end)."""
-    built = {}
+    built: dict[str, Modality] = {}
     language_model(model).register_forward_pre_hook(take_levels, with_kwargs=True)
     for name, (tower, begin, placeholder, end) in kinds.items():
         given = options.get(name, {})
@@ -386,17 +264,45 @@ def shapes_of(items: Sequence[Item], modality: str) -> torch.Tensor | None:
     return torch.tensor(shapes) if shapes else None
 
 
+def visual_positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item], **told: Any) -> Ids:
+    """`[4, L]`: in the text, by which samples are told apart; then time, height and width. `told`: what else the
+    model's own rule takes."""
+    kinds = torch.zeros(1, len(ids), dtype=torch.int64)
+    for item in items:
+        for first, count in item.spans:
+            kinds[0, first : first + count] = KINDS[item.port.modality]
+    clips = shapes_of(items, "video")
+    core: Any = model.get_submodule("model")
+    axes, _ = core.get_rope_index(
+        torch.from_numpy(ids).long()[None],
+        mm_token_type_ids=kinds,
+        image_grid_thw=shapes_of(items, "image"),
+        video_grid_thw=None if clips is None else clips[:, :3].long(),
+        **told,
+    )
+    return torch.cat([torch.arange(len(ids))[None], axes[:, 0]]).int().numpy()
+
+
 def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
     """Put features among the embeddings, by index: the model would pick their places by masks, which the host has to
     wait for. Always both kinds, so that every rank builds one graph."""
     embeddings = inputs.get("inputs_embeds")
     if embeddings is None:
         embeddings = model.get_input_embeddings()(inputs["input_ids"])
-    visual = [features[name] for name in ("image", "video")]
+    visual = [features[name] for name in KINDS]
     index = torch.cat([arrived.index for arrived in visual])
     first, *deeper = torch.cat([arrived.values for arrived in visual]).split(embeddings.shape[-1], 1)
     levels = [put(torch.zeros_like(embeddings), index, level) for level in deeper]
-    return inputs | {"input_ids": None, "inputs_embeds": put(embeddings, index, first), LEVELS: levels}
+    entered = inputs | {"input_ids": None, "inputs_embeds": put(embeddings, index, first)}
+    return entered | {LEVELS: levels} if levels else entered
+
+
+def enter_with_sound(
+    model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
+) -> dict[str, Any]:
+    sound = features["audio"]
+    embeddings = put(model.get_input_embeddings()(inputs["input_ids"]), sound.index, sound.values)
+    return enter_visual(model, inputs | {"inputs_embeds": embeddings}, features)
 
 
 def put(embeddings: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -414,9 +320,15 @@ def take_levels(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     return args, kwargs
 
 
-def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **own: int) -> Any:
+def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **own: Any) -> Any:
     """As the folder says, else as published; `own` are sizes that the model itself decides."""
-    files = ("preprocessor_config.json", "processor_config.json")
-    if folder is not None and any((Path(folder) / file).is_file() for file in files):
-        return kind.from_pretrained(folder, **own)
+    files = [Path(folder or "") / name for name in ("preprocessor_config.json", "processor_config.json")]
+    if folder is not None and (found := [file for file in files if file.is_file()]):
+        for file in found:
+            read_json(file)  # which says in a line what is wrong with it
+        # `from_pretrained(folder, **own)` leaves out what of `own` the file does not have
+        read = getattr(kind, "get_feature_extractor_dict", None) or kind.get_image_processor_dict
+        return kind.from_dict(read(folder)[0] | own)
+    if folder is not None and any(Path(folder).glob("*.safetensors")):  # published weights, or an export
+        log.warning("%s has no preprocessor_config.json: its media are prepared as its family is published", folder)
     return kind(**published, **own)

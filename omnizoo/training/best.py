@@ -1,6 +1,6 @@
 """What evaluations decide: which checkpoint is the best (`checkpoint.best`), and when to end (`train.early_stop`).
 
-Both are callbacks as a user's own could be. All metrics of an evaluation are losses: lower is better.
+Both are callbacks as a user's own could be. Lower is better, unless `evaluation.metrics` says otherwise.
 """
 
 import math
@@ -28,8 +28,8 @@ class BestCheckpoint(Logger):
     The best one before is safe until the next save: pruning goes by what is written down.
     """
 
-    def __init__(self, metric: str, run: str) -> None:
-        self._metric, self._run = metric, run
+    def __init__(self, metric: str, run: str, higher: bool = False) -> None:
+        self._metric, self._run, self._higher = metric, run, higher
         self._saved: Best | None = None
         self._candidate: Best | None = None  # until its checkpoint is there, which may fail
 
@@ -45,7 +45,9 @@ class BestCheckpoint(Logger):
 
     def on_evaluation(self, event: Evaluation) -> Ask:
         value = event.metrics[self._metric]
-        if value is None or not math.isfinite(value) or (self._saved is not None and value >= self._saved.value):
+        if value is None or not math.isfinite(value):
+            return None
+        if self._saved is not None and not is_better(value, self._saved.value, self._higher):
             return None
         self._candidate = Best(self._run, self._metric, value, event.step)
         return "save"
@@ -67,8 +69,8 @@ class BestCheckpoint(Logger):
 class EarlyStop(Callback):
     """Asks to stop once `patience` evaluations in a row were not better than the best by more than `min_delta`."""
 
-    def __init__(self, metric: str, patience: int, min_delta: float) -> None:
-        self._metric, self._patience, self._min_delta = metric, patience, min_delta
+    def __init__(self, metric: str, patience: int, min_delta: float, higher: bool = False) -> None:
+        self._metric, self._patience, self._min_delta, self._higher = metric, patience, min_delta, higher
         self._best: float | None = None
         self._waited = 0
 
@@ -77,8 +79,9 @@ class EarlyStop(Callback):
 
     def on_evaluation(self, event: Evaluation) -> Ask:
         value = event.metrics[self._metric]
-        bar = math.inf if self._best is None else self._best - self._min_delta
-        if value is not None and math.isfinite(value) and value < bar:
+        is_first = self._best is None
+        bar = 0.0 if self._best is None else self._best + (self._min_delta if self._higher else -self._min_delta)
+        if value is not None and math.isfinite(value) and (is_first or is_better(value, bar, self._higher)):
             self._best, self._waited = value, 0
         else:
             self._waited += 1
@@ -95,11 +98,17 @@ class EarlyStop(Callback):
             self._best, self._waited = state["best"], state["waited"]
 
 
+def is_better(value: float, bar: float, higher: bool) -> bool:
+    return value > bar if higher else value < bar
+
+
 def watchers(config: Config, run: str) -> list[Entry]:
     """Those that the config asks for; `run` is the id of the run."""
-    entries, early = [], config.train.early_stop
-    if config.checkpoint.best is not None:
-        entries.append(Entry(BestCheckpoint(config.checkpoint.best, run), "checkpoint.best", ""))
+    entries, early, best = [], config.train.early_stop, config.checkpoint.best
+    higher = config.evaluation.higher_is_better
+    if best is not None:
+        entries.append(Entry(BestCheckpoint(best, run, higher(best)), "checkpoint.best", ""))
     if early is not None:
-        entries.append(Entry(EarlyStop(early.metric, early.patience, early.min_delta), "train.early_stop", ""))
+        stop = EarlyStop(early.metric, early.patience, early.min_delta, higher(early.metric))
+        entries.append(Entry(stop, "train.early_stop", ""))
     return entries

@@ -25,9 +25,9 @@ from omnizoo.models.adapter import switched_off
 from omnizoo.models.hf_private import PublishedKeys
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.agree import agree, rank_apart
-from omnizoo.parallel.layout import place_in_world
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
+from omnizoo.parallel.rendezvous import place_in_world
 from omnizoo.parallel.shard import release
 from omnizoo.training.begin import begin, check_parts
 from omnizoo.training.built_in_losses import AtHead
@@ -48,6 +48,8 @@ class Engine:
         self.config, self.mesh = config, mesh
         self.directory = Path(config.checkpoint.dir or Path(config.log.dir) / "checkpoints")
         check_parts(config)
+        if config.train.epochs is not None:
+            raise UserError("train.epochs: an engine reads no rows, so there is nothing to count; set train.steps")
         losses = build_losses(config)
         self._temperature = temperature_of(losses)
         if config.preference_pairs != "refused":
@@ -85,7 +87,8 @@ class Engine:
         with process_group() as process:
             read = on_device(read, process.device)
             # A step is what it is given; any number that fits the ranks will do.
-            train = read.train.model_copy(update={"global_batch": process.world_size * read.train.micro_batch})
+            batch = {"global_batch": process.world_size * read.train.micro_batch, "batch_tokens": None}
+            train = read.train.model_copy(update=batch)
             read = read.model_copy(update={"train": train})
             mesh = build_mesh(read, process)
             set_up_logging(mesh)

@@ -4,20 +4,16 @@ Each rank adds up the values of its own tokens; the sums, one number per answer,
 them, so that losses and gradients are those of one process.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from omnizoo.config.schema import Config
 from omnizoo.models.head import Logits
 from omnizoo.ops.linear_cross_entropy import CHUNK
-from omnizoo.ops.precision import exact
+from omnizoo.ops.log_probability import by_rows, log_probabilities
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.built_in_losses import AtHead
 from omnizoo.training.forward import Local
@@ -49,14 +45,13 @@ class OfLogProbabilities(AtHead):
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
         self.sharing, self.add_up = mesh.layout.sp, partial(mesh.sum_along, "sp")
-        self.precision = config.parallel.precision
 
     def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
         return self.of_tokens(log_probabilities(self.tempered(logits), batch.targets), batch)
 
     def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: Local) -> torch.Tensor:
         tempered = Logits(lambda rows: self.tempered(head(rows)), head.linear)
-        return self.of_tokens(in_chunks(hidden, tempered, batch.targets, self.precision), batch)
+        return self.of_tokens(in_chunks(hidden, tempered, batch.targets), batch)
 
     def tempered(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.temperature == 1 else logits / self.temperature
@@ -69,22 +64,7 @@ class OfLogProbabilities(AtHead):
         return self.add_up(own.detach().clone()) + (own - own.detach())
 
 
-def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of `targets [N]` by `logits [N, V]`, in fp32 or better."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -F.cross_entropy(wide, targets, reduction="none")
-
-
-def in_chunks(hidden: torch.Tensor, head: Logits, targets: torch.Tensor, precision: str) -> torch.Tensor:
+def in_chunks(hidden: torch.Tensor, head: Logits, targets: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of `targets [N]`, with few logits at a time; in backward, they are made again."""
     rows = ROWS if head.linear is None else max(1, CHUNK // len(head.linear.weight))
-
-    def each(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return log_probabilities(head(some), wanted)
-
-    run: Callable[..., torch.Tensor] = each
-    if torch.is_grad_enabled():
-        # Autograd leaves the mode that the forward pass ran under.
-        run = partial(checkpoint, each, use_reentrant=False, context_fn=lambda: (nullcontext(), exact(precision)))
-    pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return torch.cat([run(*piece) for piece in pieces])
+    return by_rows(lambda some, wanted: log_probabilities(head(some), wanted), hidden, targets, rows)

@@ -5,7 +5,8 @@ term is a plain mean over the whole step, whatever the layout.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from omnizoo.data.loader import FlatPack
 from omnizoo.data.mismatched import apart
 from omnizoo.data.plan import TEXT, Totals
 from omnizoo.data.told import Known
+from omnizoo.modalities.base import Item
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.models.stateful import has_states
@@ -47,12 +49,19 @@ class Objective:
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config, losses: Sequence[NamedLoss] | None = None) -> None:
         self.model, self.mesh, self.config = model, mesh, config
-        self.calls = media_model(model).calls
+        media = media_model(model)
+        self.calls = media.calls
         self.ports = [port for call in self.calls for port in call]
-        self.has_states = has_states(model)
+        self.has_states, self.mutual = has_states(model), media_model(model).mutual
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
         self.produced = [port.modality for port in self.ports if port.role == "decoder"]
+        for name in media.followers:
+            follower = media.modalities(config.model)[name].follower
+            assert follower is not None
+            weighted = self.weights.get(name, 1.0)
+            terms = {f"{name}/{term}" if term else name: weighted * own for term, own in follower.terms.items()}
+            self.produced, self.weights = [*self.produced, *terms], self.weights | terms
         losses = losses_of_rows(config) if losses is None else losses
         for loss in losses:
             loss.loss.set_up(model, mesh, config)
@@ -63,13 +72,24 @@ class Objective:
                 "train.losses: none of them is on what the model predicts; expected cross_entropy, or your own"
             )
         self.head = self._find_head()
-        self.recorder = RouterRecorder(model, required=bool(self.of_routers or config.router.bias_rate))
+        is_needed = bool(self.of_routers or config.router.bias_rate)
+        self.recorder = RouterRecorder(model, is_needed, without=list(media.followers.values()))
         for loss in self.of_routers if not self.recorder.routers else ():
             log.warning("%s is of routers, and the model has none: it is left out", loss.who)
         self.statistics = RouterStatistics()
         some = dict.fromkeys((TEXT, *self.produced), 1)
         # A count that cannot be known fails now rather than in the first step.
         self.counts(Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0))
+
+    @contextmanager
+    def measuring(self, measures: Sequence[NamedLoss]) -> Iterator[None]:
+        """For the length of the block, terms of weight 0 besides: of an evaluation, say."""
+        own = self.of_text
+        self.of_text = [*own, *measures]
+        try:
+            yield
+        finally:
+            self.of_text = own
 
     def _find_head(self) -> Head | None:
         """For losses that see hidden states."""
@@ -78,7 +98,13 @@ class Objective:
 
     def cost(self, pack: Known) -> float:
         """FLOPs of a pack, but for those of encoders; ranks share packs by it."""
-        return self.flops.of(pack.lengths, pack.labels, pack.places(is_predicted=False), pack.places(is_predicted=True))
+        produced, predicted = pack.places(is_predicted=False), pack.places(is_predicted=True)
+        return self.flops.of(pack.lengths, pack.labels, produced, predicted, self.ahead(pack.items))
+
+    def ahead(self, items: Iterable[Item]) -> int:
+        """Pairs of tokens of which the first sees the second, later one."""
+        runs = ((item.port.modality, count) for item in items for _, count in item.spans)
+        return 0 if self.mutual is None else self.mutual.pairs_ahead(runs)
 
     def counts(self, totals: Totals) -> dict[str, float]:
         """What each term's sum runs over, all ranks together."""
@@ -106,7 +132,9 @@ class Objective:
                 loss.loss.begin_step(Upcoming(batches, mismatched, self.localize))
 
     def localize(self, batch: Batch) -> Local:
-        return localize(batch, self.mesh, self.config.parallel, self.ports, self.has_states)
+        asks_likelihood = self.config.preference_pairs != "refused"
+        how = (self.config.parallel, self.ports, self.has_states, self.mutual, asks_likelihood)
+        return localize(batch, self.mesh, *how)
 
     def terms(self, batch: Batch) -> list[LossTerm]:
         """Forward one packed micro-batch on this rank."""

@@ -47,6 +47,18 @@ class RunFolder:
         return self.root / "bad_rows.jsonl"
 
     @property
+    def starts(self) -> Path:
+        return self.root / "starts.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
+
+    def items_of(self, step: int) -> Path:
+        """What the model has produced at the evaluation after `step`."""
+        return self.root / "samples" / f"step_{step:08d}"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

@@ -5,6 +5,7 @@ The answers of a pair share a pack, and ranks may share both (training/likelihoo
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, Model, Optimizer
 from omnizoo.data.plan import Totals
@@ -21,10 +23,11 @@ from omnizoo.models.adapter import attached, switched_off
 from omnizoo.models.base_identity import base_identity
 from omnizoo.models.build import build_model
 from omnizoo.models.head import Head, Logits, OddHeadError
+from omnizoo.ops.log_probability import log_probabilities
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local, LocalAnswers, forward
-from omnizoo.training.likelihood import OfLogProbabilities, in_chunks, log_probabilities
+from omnizoo.training.likelihood import OfLogProbabilities, in_chunks
 from omnizoo.training.loss_contract import Upcoming
 from omnizoo.training.reference_cache import ReferenceCache
 
@@ -34,10 +37,11 @@ class OfAnswers(OfLogProbabilities):
 
     def of_tokens(self, each: torch.Tensor, batch: Local) -> torch.Tensor:
         """By the log-probability `each [N]` of this rank's targets. Ranks that share answers return equal shares."""
+        scored = all_of(each, batch)
         if batch.answers is None:
             self.measured = {name: each.new_zeros(()) for name in self.metrics}
-            return 0 * each.sum()
-        total, measured = self.of_sums(self.sums_of(with_ones(each), batch.answers), batch.answers)
+            return 0 * scored.values.sum().to(each.dtype)
+        total, measured = self.of_sums(self.sums_of(scored.values, scored), batch.answers)
         self.measured = {name: value.detach().to(each.dtype) / self.sharing for name, value in measured.items()}
         # The value is shared among ranks, the gradient is that of each rank's own tokens.
         return total.detach().to(each.dtype) / self.sharing + (total - total.detach()).to(each.dtype)
@@ -46,6 +50,29 @@ class OfAnswers(OfLogProbabilities):
         """The loss, and its metrics, of whole answers: `sums[0]` are their log-probabilities, `sums[1]` their
         lengths."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Scored:
+    """All that answers are made of on this rank: targets of the text, and those of decoders."""
+
+    values: torch.Tensor  # [2, N]: log-probabilities, and next to them how many values each is of; float64
+    samples: int  # of the micro-batch
+    sample_of_target: torch.Tensor  # [N]
+
+
+def all_of(each: torch.Tensor, batch: Local) -> Scored:
+    """By the log-probability `each [M]` of this rank's targets of the text, and what decoders told."""
+    told, answers = [batch.likely[name] for name in sorted(batch.likely)], batch.answers
+    values = [torch.stack([each.double(), torch.ones_like(each, dtype=torch.float64)])]
+    values += [torch.stack([likely.log_likelihood.double(), likely.values.double()]) for likely in told]
+    if answers is None:
+        return Scored(torch.cat(values, 1), 0, each.new_empty(0, dtype=torch.int64))
+    samples = [answers.sample_of_target]
+    if told:
+        assert answers.sample_of_token is not None
+        samples += [answers.sample_of_token[likely.index] for likely in told]
+    return Scored(torch.cat(values, 1), answers.samples, torch.cat(samples))
 
 
 class Preference(OfAnswers):
@@ -134,7 +161,8 @@ class Asked:
         self.model.train(is_training)
         if batch.answers is None:
             return each.new_zeros(0, dtype=torch.float64)
-        return self.loss.sums_of(each[None], batch.answers)[0]
+        scored = all_of(each, batch)
+        return self.loss.sums_of(scored.values[:1], scored)[0]
 
     def _each(self, batch: Local) -> torch.Tensor:
         if self.head is None:
@@ -142,7 +170,7 @@ class Asked:
         found: list[torch.Tensor] = []
 
         def work(hidden: torch.Tensor, head: Logits) -> None:
-            found.append(in_chunks(hidden, head, batch.targets, self.loss.precision))
+            found.append(in_chunks(hidden, head, batch.targets))
 
         with self.head.doing(work) as anchor:
             logits, _ = forward(self.model, batch)
@@ -236,6 +264,9 @@ class Reference:
         own, other = (vocabulary(each) for each in (self.policy, copy))
         if own != other:
             raise UserError(f"train.losses: the reference {self.folder} has {other} tokens, and the model {own}")
+        has = [", ".join(map(str, media_model(each).ports)) or "no media" for each in (self.policy, copy)]
+        if has[0] != has[1]:
+            raise UserError(f"train.losses: the reference {self.folder} has {has[1]}, and the model {has[0]}")
         parallelize(copy, self.mesh, self.config)
         return copy.eval()
 
@@ -264,11 +295,6 @@ class ORPO(Preference):
     def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         log_odds = [answer - torch.log(-torch.expm1(answer)) for answer in (chosen, rejected)]
         return -chosen + self.beta * unlikeliness(log_odds[0] - log_odds[1])
-
-
-def with_ones(each: torch.Tensor) -> torch.Tensor:
-    """Values, and next to them what counts them: `[2, N]`."""
-    return torch.stack([each.double(), torch.ones_like(each, dtype=torch.float64)])
 
 
 def unlikeliness(apart: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A small copy of the model with random weights, in one process, is run as training runs it. Changing a token must leave
 all that may not see it as it was; and a sample must give the same in a pack as alone, or the model
-counts positions from the beginning of the pack.
+counts positions from the beginning of the pack. Tokens that are meant to see each other must, and no others.
 """
 
 import logging
@@ -33,13 +33,15 @@ from omnizoo.models.build import (
     read_model_config,
 )
 from omnizoo.models.experts import expert_modules, use_dispatched
-from omnizoo.models.hf_private import language_model, uses_attention_interface
+from omnizoo.models.hf_private import PACKED, attention_name, language_model, uses_attention_interface
 from omnizoo.models.omni import language_config
-from omnizoo.recipes.base import own_recipe, read_facts, recipe_for
+from omnizoo.ops.mutual import Mutual, MutualTokens
+from omnizoo.recipes.base import own_recipe, read_facts
 from omnizoo.training.forward import packed_inputs
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 LENGTHS = (19, 23, 13)  # of the samples in the pack: longer than the windows of a shrunken model
+MUTUAL = (3, 6)  # where in each of them (first, how many) tokens see each other, if the model has any such
 VOCABULARY = 256
 LARGEST = 50_000_000  # weights; a copy of more would take seconds, and memory that a host may not have
 ALONE = 1e-4  # of a sample's logits, alone against in a pack: shapes differ, and so does rounding
@@ -95,6 +97,9 @@ def _probe(spec: Model) -> Probed:
             continue
         model.train(not is_random)
         _refuse_leaks(run, spec)
+        mutual = media_model(model).mutual
+        if mutual is not None and attention_name(model) == PACKED:  # others are told by a mask
+            _check_mutual(run, mutual)
         if is_random or is_own:
             return Probed(shrinking, ("by code of its own",) if is_random else (), stubborn=is_random)
         return Probed(shrinking, _active(spec, small))
@@ -116,7 +121,9 @@ def active_dropout(model: nn.Module) -> dict[str, float]:
 def dropout_of_media(model: nn.Module) -> list[str]:
     """Dropout in the encoders and decoders of a model, which the probe does not run."""
     media = media_model(model)
-    parts = [(name, model.get_submodule(part)) for name, part in [*media.towers.items(), *media.producers.items()]]
+    named = [*media.towers.items(), *media.followers.items()]
+    named += ((name, part) for name, own in media.producers.items() for part in own)
+    parts = [(name, model.get_submodule(part)) for name, part in named]
     return [f"{name}.{inner} {p:g}" for name, part in parts for inner, p in active_dropout(part).items()]
 
 
@@ -194,15 +201,15 @@ class _Run:
         return np.split(self.tokens[self.drawn], list(accumulate(LENGTHS))[:-1])
 
     @torch.no_grad()
-    def logits(self, samples: Sequence[np.ndarray[Any, Any]], seed: int = 0) -> list[torch.Tensor]:
-        """`[L, V]` of each sample, all of them in one pack."""
-        positions = recipe_for(self.model).positions
-        rows = [
-            positions(self.model, ids.astype(np.int32), []) if positions else np.arange(len(ids))[None]  # type: ignore[arg-type]
-            for ids in samples
-        ]
+    def logits(
+        self, samples: Sequence[np.ndarray[Any, Any]], seed: int = 0, mutual: MutualTokens | None = None
+    ) -> list[torch.Tensor]:
+        """`[L, V]` of each sample, all of them in one pack; where `mutual`, with a stretch in each as if by tokens."""
+        positions = media_model(self.model).positions
+        rows = [positions(ids.astype(np.int32), []) if positions else np.arange(len(ids))[None] for ids in samples]
         lengths = [len(ids) for ids in samples]
-        inputs = packed_inputs(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths))
+        seen = None if mutual is None else Mutual(lengths, [[MUTUAL]] * len(lengths), mutual.everywhere)
+        inputs = packed_inputs(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths), seen)
         inputs |= {
             "input_ids": torch.as_tensor(np.concatenate(samples))[None],
             "position_ids": _as_batch(np.concatenate(rows, axis=1)),
@@ -219,6 +226,7 @@ class _Run:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
             raise UserError(f"{self.name}: forward gives a {type(output).__name__}; expected an object with `logits`")
+        logits = logits.masked_fill(logits == torch.finfo(logits.dtype).min, 0)  # of tokens that it never predicts
         return list(logits.squeeze(0).split(lengths))
 
     def is_random(self) -> bool:
@@ -280,6 +288,25 @@ def _refuse_leaks(run: _Run, spec: Model) -> None:
                 f"{who}{told} gives a sample other logits in a pack than alone: its positions do not begin anew with "
                 "each sample, or it chooses among the tokens of the whole pack; use another family"
             )
+
+
+def _check_mutual(run: _Run, mutual: MutualTokens) -> None:
+    """Tokens of a stretch see each other, nobody else sees ahead, and no other sample sees them."""
+    first, count = MUTUAL
+    whole = run.logits(run.samples(), mutual=mutual)
+    for place, sees in ((first + count - 1, first), (first + count, first + count)):
+        seen = run.logits(run.changed(place=place), mutual=mutual)
+        for a, b in zip(whole, seen, strict=True):
+            if not _same(a[:sees], b[:sees]):
+                raise UserError(f"{run.name} sees later tokens than those that its recipe says see each other")
+            if any(_same(a[at], b[at]) for at in range(sees, place)):
+                raise UserError(
+                    f"{run.name} does not hand `mutual` on to its attention: tokens that its recipe says see each "
+                    "other do not"
+                )
+    for ids, packed in zip(run.samples()[1:], whole[1:], strict=True):
+        (alone,) = run.logits([ids], mutual=mutual)
+        assert (alone - packed).norm() <= ALONE * alone.norm(), "samples of a pack see each other's stretches"
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from omnizoo.config.schema import Config
 from omnizoo.training.callbacks import Callbacks, Start
 from omnizoo.training.metrics import Metrics, MetricsWriter, RunFolder, replace_file
 from omnizoo.training.progress import Progress, show_start
+from omnizoo.training.starts import add_start
 
 
 class Recorder:
@@ -33,7 +34,8 @@ class Recorder:
                 replace_file(run.identity, Identity(origin.run, origin.resume).text())
                 save_config(config, run.config)
                 self._writer = MetricsWriter(run, resume_step=start.step)
-                for file in (run.bad_steps, run.bad_rows):  # steps that are about to be run again
+                add_start(run.starts, start.step, facts, config.train.steps)
+                for file in (run.bad_steps, run.bad_rows, run.samples):  # steps that are about to be run again
                     _drop_after(file, start.step)
             except OSError as error:
                 raise UserError(f"log.dir: {error.filename or run.root} cannot be written: {error.strerror}") from None
@@ -90,6 +92,10 @@ class Recorder:
 
     def bad_step(self, step: int, loss: float, grad_norm: float, samples: list[str]) -> None:
         self._append("bad_steps", [{"step": step, "loss": str(loss), "grad_norm": str(grad_norm), "samples": samples}])
+
+    def samples(self, records: Iterable[dict[str, Any]]) -> None:
+        """Answers to held-out questions; files are named from the run folder."""
+        self._append("samples", records)
 
     def flush(self) -> None:
         """Before a checkpoint is committed: a step it holds must not be missing from the metrics."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,38 @@ from omnizoo.checkpoint.start import Origin
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import merge_states, read_held_out
+from omnizoo.data.epochs import count_steps
+from omnizoo.data.loader import ROWS_READ, Reader, merge_states
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
 from omnizoo.ops.quantised import count_weights
 from omnizoo.parallel.agree import agree
-from omnizoo.parallel.layout import Layout, micro_batches, place_in_world
+from omnizoo.parallel.layout import Layout, micro_batches
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
+from omnizoo.parallel.rendezvous import place_in_world
 from omnizoo.parallel.shard import local_bytes
 from omnizoo.training.ahead import Ahead
 from omnizoo.training.begin import begin, check_parts
 from omnizoo.training.best import check_metrics, watchers
 from omnizoo.training.callbacks import Asked, Callback, Callbacks, Start, user_callbacks
-from omnizoo.training.evaluate import check_held_out, describe_held_out, evaluate, metric_names
+from omnizoo.training.evaluate import (
+    check_held_out,
+    deal_held_out,
+    describe_held_out,
+    evaluate,
+    metric_names,
+    read_parts,
+)
 from omnizoo.training.interrupt import StopRequest
+from omnizoo.training.lengthy import Lengthy
 from omnizoo.training.loggers import built_in_loggers
 from omnizoo.training.loss_contract import losses_of_rows
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.record import Recorder
+from omnizoo.training.samples import Sampler, check_samples
 from omnizoo.training.step import train_step
 
 log = logging.getLogger(__name__)
@@ -99,15 +110,14 @@ def _train(
         if probed is not None:
             warn_of(probed, model, mesh.layout, config.train.micro_batch)
         agree(mesh, lambda: check_memory(model, mesh, config))
+        agree(mesh, lambda: check_samples(model, mesh, config))
         agree(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
         loader = agree(mesh, lambda: assembled.loader(mesh))
         held_out_reader = agree(mesh, assembled.held_out)
         for reader in (loader.reader, held_out_reader):
             if reader is not None:
                 check_same_rows(reader, mesh)
-        held_out = agree(
-            mesh, lambda: read_held_out(held_out_reader, mesh.rank, mesh.layout.world) if held_out_reader else []
-        )
+        held_out = agree(mesh, lambda: read_parts(held_out_reader, mesh) if held_out_reader else {})
         peak = peak_flops(mesh.device, config.parallel.precision)
         begun = begin(model, mesh, config, directory)
         origin, optimizer, state = begun.origin, begun.optimizer, begun.state
@@ -123,24 +133,30 @@ def _train(
                     f"start a new run from its weights (checkpoint.resume: weights:{origin.checkpoint})"
                 )
             agree(mesh, lambda: loader.load_state_dict(saved))
+        config = count_steps(config, loader.reader, mesh, state.get("steps"))
         watching = Callbacks([*watchers(config, origin.run), *own] if mesh.is_first else [], active=mesh.is_first)
         watching.load_state_dict(state.get("callbacks", {}))
         if start >= config.train.steps:
             if mesh.is_first:
                 at = f"{origin.checkpoint} is at step {start} of {config.train.steps}"
-                print(f"nothing to do: {at}; raise train.steps")
+                print(f"nothing to do: {at}" + ("" if config.train.epochs else "; raise train.steps"))
             return 0
 
         fetching = time.perf_counter()
         objective = agree(mesh, lambda: Objective(model, mesh, config))
-        eval_data = objective.deal(held_out, 1)
-        if config.train.eval_every:
+        eval_data = deal_held_out(objective, held_out)
+        sampler = None
+        if held_out_reader is not None:
             check_held_out(objective, eval_data)
             check_metrics(config, metric_names(objective, eval_data))
+            if config.evaluation.samples:
+                sampler = Sampler(config, model, mesh, assembled.tokenizer, held_out_reader)
         ahead = stack.enter_context(Ahead(loader, objective, config.train.steps - start))
         data = ahead.next()  # before anything is written: unusable data leaves no trace
-        facts = describe(config, mesh, model, name, run, directory, origin)
-        facts |= {"held-out": describe_held_out(config, eval_data.totals.packs)}
+        facts = describe(config, mesh, model, name, run, directory, origin, loader.reader)
+        facts |= {"held-out": describe_held_out(config, eval_data.packs)}
+        rows, told = sum(map(len, loader.reader.sources)), Lengthy(config, loader.reader)
+        facts |= told.at_start(data.counters)
         started = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
         with agree(mesh, lambda: Recorder(config, run, started, facts, origin, watching)) as recorder:
             if heed(mesh, watching).stop:
@@ -165,9 +181,11 @@ def _train(
                     )
                 else:
                     bad_in_a_row = 0
-                is_learnt = any(data.totals.targets.values())
+                is_learnt = data.totals.is_learnt
                 if not is_learnt:
                     recorder.say(f"step {step}: nothing to learn in it, the loss is on none of its tokens")
+                for warning in told.news(data.counters):
+                    recorder.say(f"warning: {warning}")
                 if data.bad_rows:
                     recorder.bad_rows(step, sorted(set(data.bad_rows)))
 
@@ -184,10 +202,17 @@ def _train(
                     "imbalance": max(data.imbalance.values()),
                     **{f"imbalance/{part}": figure for part, figure in data.imbalance.items() if objective.ports},
                     "bad_steps": bad_steps,
-                    **data.counters,
+                    **{name: count for name, count in data.counters.items() if name != ROWS_READ},
+                    "epoch": data.counters[ROWS_READ] / rows,
                 }
                 is_evaluated = bool(config.train.eval_every) and step % config.train.eval_every == 0
-                found = evaluate(objective, eval_data) if is_evaluated else {}
+                found: dict[str, float | None] = {**evaluate(objective, eval_data)} if is_evaluated else {}
+                if is_evaluated and sampler is not None:
+                    taken = sampler.take(step, run)
+                    found |= taken.metrics
+                    recorder.samples(taken.records)
+                    for failure in taken.failures:
+                        recorder.say(f"warning: step {step}: {failure}; this evaluation is without it")
                 recorder.step(step, metrics | found)
                 if is_evaluated:
                     watching.evaluation(step, found)
@@ -204,6 +229,8 @@ def _train(
                     state = begun.saved() | {"tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
                     state["callbacks"] = watching.state_dict()
+                    if config.train.epochs is not None:
+                        state["steps"] = config.train.steps
                     lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
@@ -291,28 +318,33 @@ def describe(
     run: RunFolder,
     directory: Path,
     origin: Origin,
+    reader: Reader,
 ) -> dict[str, str]:
     """The start-up table."""
     parameters = count_weights(model)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     held = local_bytes(model)
     train, layout = config.train, mesh.layout
     own = "those of the object" if config.model.given else f"drawn from train.seed {train.seed}"
     drawn = (config.model.foundation or config.model).path or own
     return {
         "model": f"{name}, {parameters / 1e6:.1f} M parameters",
+        "trained": f"{trained / 1e6:.1f} M parameters, {trained / max(1, parameters):.1%}",
         **({"adapter": adapter} if (adapter := describe_adapter(model)) else {}),
         "weights": str(origin.checkpoint or drawn) if not adapter else drawn,
         **({"modalities": ", ".join(map(str, ports))} if (ports := media_model(model).ports) else {}),
         "mesh": f"{layout} = {layout.world} process(es) on {device_name(mesh.device)}; "
         f"{held / 2**20:.1f} MiB of weights each",
-        "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens; per rank "
+        "run": f"{train.steps:,} steps" + ("" if train.epochs is None else f": {train.epochs:g} epoch(s)"),
+        "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens, "
+        f"{train.global_batch * config.data.pack_tokens:,} in all; per rank "
         f"{micro_batches(layout, train.global_batch, train.micro_batch)} micro-batch(es) of {train.micro_batch}",
         "precision": f"{config.parallel.precision}, recompute {config.parallel.recompute}",
         "optimizer": ", ".join(
             dict.fromkeys([config.optimizer.kind, *(g.kind for g in config.optimizer.groups if g.kind)])
         ),
         "attention": attention_name(model),
-        "data": "\n".join(f"{source.name} (weight {source.weight:g})" for source in config.data.sources),
+        "data": "\n".join(describe_sources(reader)),
         "run folder": str(run.root),
         "checkpoints": f"{directory}, "
         + (f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"),
@@ -322,6 +354,14 @@ def describe(
         if origin.checkpoint
         else "step 0",
     }
+
+
+def describe_sources(reader: Reader) -> Iterator[str]:
+    for number, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True)):
+        taken, _ = reader.format_of(number)
+        format = f", taken as {taken}" if taken else ""
+        weight = "" if reader.config.train.epochs else f" (weight {spec.weight:g})"
+        yield f"{spec.name}: {len(source):,} rows{format}{weight}"
 
 
 def farewell(step: int, config: Config, run: RunFolder, directory: Path, stopped_by: str | None) -> str:

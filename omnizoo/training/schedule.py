@@ -14,11 +14,11 @@ def learning_rate(train: Train, step: int) -> float:
     a function of the user's own says, warmup included."""
     if train.schedule not in SCHEDULES:
         return _own(train, step)
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
+    if step <= train.warmup:
+        return train.lr * step / train.warmup
     if train.schedule == "constant":
         return train.lr
-    start = train.warmup_steps
+    start = train.warmup
     if train.schedule == "wsd":
         start = max(start, train.steps - (train.decay_steps or max(1, train.steps // 5)))
     progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - start)))

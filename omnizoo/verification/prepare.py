@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from omnizoo.assembly.groups import Groups, matching
+from omnizoo.assembly.groups import Groups, frozen, matching, still_frozen
 from omnizoo.assembly.parallelize import check
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import save_config
@@ -47,13 +47,18 @@ def prepare(config: Config, world: int, wanted: str, precision: str, folder: Pat
 
 
 def _with_groups(small: Config, config: Config) -> Config:
-    """`small` with the parameter groups that it still has: a shrunken model has fewer layers than the config's own."""
-    groups = config.optimizer.groups
+    """`small` with the parameter groups and patterns of `model.freeze` that it still has: a shrunken model has fewer
+    layers than the config's own."""
+    groups, patterns = config.optimizer.groups, config.model.freeze
+    if patterns:
+        frozen(build_model(config.model, "fp32"), patterns)
+        left = still_frozen(build_model(small.model.model_copy(update={"freeze": []}), "fp32"), patterns)
+        small = small.model_copy(update={"model": small.model.model_copy(update={"freeze": left})})
     if not groups:
         return small
     Groups(build_model(config.model, "fp32"), groups)  # patterns must mean something in the model they are for
-    left = matching(build_model(small.model, "fp32"), groups)
-    return small.model_copy(update={"optimizer": small.optimizer.model_copy(update={"groups": left})})
+    kept = matching(build_model(small.model, "fp32"), groups)
+    return small.model_copy(update={"optimizer": small.optimizer.model_copy(update={"groups": kept})})
 
 
 def choose(config: Config, world: int, wanted: str) -> list[Layout]:

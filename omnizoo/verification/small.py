@@ -35,7 +35,8 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     parallel: dict[str, Any] = {"precision": precision}
     if config.parallel.reshard_after_forward is None:  # the small model would never need to
         parallel["reshard_after_forward"] = True
-    train = {"steps": 3, "global_batch": world, "micro_batch": 1, "warmup_steps": 0}
+    train: dict[str, Any] = {"steps": 3, "epochs": None, "global_batch": world, "batch_tokens": None, "micro_batch": 1}
+    train |= {"warmup_steps": 0, "warmup_ratio": 0.0}
     config = config.without_cache()
     return config.model_copy(
         update={

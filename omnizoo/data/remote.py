@@ -1,0 +1,175 @@
+"""Sources that are elsewhere: what fsspec reads (`hf://`, `s3://`, `memory://`), copied to disk and read from there.
+
+The copy is in a folder named by what the files are (sizes, checksums, dates as the other side tells them), so a changed
+file is a new copy, and nobody's open file changes. Media are copied when a row first names them.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from omnizoo.config.errors import UserError, first_line
+from omnizoo.data.rows import Folder
+from omnizoo.modalities.item import BadMedia
+
+log = logging.getLogger(__name__)
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# What a file system needs besides fsspec; of others, fsspec says it in words of its own.
+PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+    "oss": "ossfs",
+    "oci": "ocifs",
+    "hf": "huggingface_hub",
+    "webdav": "webdav4",
+}
+VERSIONS = ("ETag", "etag", "checksum", "md5", "sha256", "blob_id", "last_commit", "mtime", "LastModified", "created")
+
+
+def is_address(path: str) -> bool:
+    match = ADDRESS.match(path)
+    return match is not None and match[1].lower() != "file"
+
+
+@dataclass(frozen=True)
+class RemoteFolder(Folder):
+    """Media files next to a source that is elsewhere; `base` and `root` are those of the copy."""
+
+    remote: "Remote" = field(kw_only=True)
+
+    def find(self, name: str) -> Path:
+        local = Path(os.path.normpath(self.base / name))
+        if not local.is_relative_to(self.remote.mirror):
+            raise BadMedia(f"{name[:256]} is outside of {self.remote.address}, of which media are copied")
+        if not local.exists() and len(name) < 1024:
+            self.remote.fetch(local.relative_to(self.remote.mirror).as_posix(), missing_is_bad=True)
+        return super().find(name)
+
+
+class Remote:
+    """One address. `mirror` is the folder of the copies, laid out as on the other side."""
+
+    def __init__(self, address: str, cache_dir: str | None) -> None:
+        self.address = address
+        self.cache = Path(cache_dir or Path.home() / ".cache" / "omnizoo").expanduser()
+        self.system, self.path = connect(address)
+        self.mirror = self.cache / self._folder_name([])
+
+    def _folder_name(self, versions: Sequence[Any]) -> str:
+        digest = hashlib.blake2b(json.dumps([self.address, *versions], default=str).encode(), digest_size=8)
+        readable = re.sub(r"[^A-Za-z0-9.-]+", "_", self.address)[:80]
+        return f"{readable}-{digest.hexdigest()}"
+
+    def copy(self, choose: Callable[[list[str]], list[str]]) -> Path:
+        """Copy the file, or those of the folder that `choose` names; returns where that is.
+
+        Where the other side cannot be reached, the copy that was made last is used, and that is said.
+        """
+        note = self.cache / f"{self._folder_name([])}.json"
+        try:
+            is_file, found = self._look()
+        except FileNotFoundError:
+            raise UserError(f"data source {self.address} does not exist") from None
+        except UserError as error:
+            if not note.exists():
+                raise
+            known: dict[str, str] = json.loads(note.read_text())
+            log.warning("%s; using the copy of it in %s", error, self.cache / known["folder"])
+            self.mirror = self.cache / known["folder"]
+            return self.mirror / known["path"]
+        names = list(found) if is_file else choose(list(found))
+        self.mirror = self.cache / self._folder_name([[name, found[name]] for name in names])
+        for name in names:
+            self.fetch(name)
+        local = self.mirror / (names[0] if is_file else "")
+        note.write_text(json.dumps({"folder": self.mirror.name, "path": names[0] if is_file else ""}))
+        return local
+
+    def _look(self) -> tuple[bool, dict[str, str]]:
+        """Whether it is a file; and by name below the folder, what tells one version of a file from another."""
+        with self._explained():
+            about = self.system.info(self.path)
+            if about["type"] == "file":
+                self.path, _, name = self.path.rpartition("/")
+                return True, {name: _version(about)}
+            below = self.system.find(self.path, detail=True)
+        start = self.path.rstrip("/") + "/" if self.path.strip("/") else self.path
+        return False, {full.removeprefix(start).lstrip("/"): _version(about) for full, about in sorted(below.items())}
+
+    def fetch(self, name: str, missing_is_bad: bool = False) -> Path:
+        """The local copy of a file below the address, made if it is not there yet."""
+        local = self.mirror / name
+        if local.exists():
+            return local
+        try:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            with _held(local.with_name(f".{local.name}.lock")):
+                if local.exists():  # by another process, in the meantime
+                    return local
+                partial = local.with_name(f".{local.name}.{os.getpid()}.partial")
+                with self._explained():
+                    self.system.get_file(str(PurePosixPath(self.path) / name), str(partial))
+                partial.replace(local)
+        except FileNotFoundError:
+            if missing_is_bad:
+                raise BadMedia(f"{self.address}: there is no {name[:256]}") from None
+            raise UserError(f"{self.address}: there is no {name[:256]}") from None
+        except OSError as error:
+            raise UserError(f"data.cache_dir: {local} cannot be written: {error.strerror or error}") from None
+        return local
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each file system has errors of its own: of its network, its logins, its names
+            way = ""
+            if self.address.startswith("hf://datasets/"):
+                name = "/".join(self.address.removeprefix("hf://datasets/").split("/")[:2]).partition("@")[0]
+                way = f"; where there is a network: `hf download {name} --repo-type dataset --local-dir DIR`"
+            raise UserError(f"{self.address} cannot be read: {first_line(error)}{way}") from error
+
+
+def connect(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    protocol = address.partition("://")[0].lower()
+    try:
+        system, path = url_to_fs(address)
+    except ImportError as error:
+        package = PACKAGES.get(protocol)
+        way = f"pip install {package}" if package else first_line(error)
+        raise UserError(f"{address}: {protocol}:// needs a package that is not installed: {way}") from None
+    except ValueError as error:
+        expected = "expected a file, a folder, or an address that fsspec reads"
+        raise UserError(f"{address}: {first_line(error)}; {expected}") from None
+    except Exception as error:
+        raise UserError(f"{address} cannot be read: {first_line(error)}") from error
+    return system, path
+
+
+def _version(about: dict[str, Any]) -> str:
+    known = {key: str(about[key]) for key in VERSIONS if about.get(key) is not None}
+    return json.dumps({"size": about.get("size"), **known}, sort_keys=True)
+
+
+@contextmanager
+def _held(lock: Path) -> Iterator[None]:
+    """One process of this machine at a time."""
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,69 @@
+"""Who this process is in the world, and where its ranks meet: as our launcher, torchrun or Slurm have said it.
+
+Reads the environment only, without torch: a command can refuse a layout before anything is started.
+"""
+
+import os
+import re
+
+from omnizoo.config.errors import UserError
+
+NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+FIRST_PORT, PORTS = 15_000, 10_000  # below those that Linux hands out by itself (32768 and up)
+
+
+def place_in_world() -> tuple[int, int, int] | None:
+    """(rank, world size, local rank) as set by our launcher, torchrun or Slurm; None if nobody started a world."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, world, local = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", "0")
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _number("SLURM_NTASKS", "1") > 1:
+        rank, world, local = _number("SLURM_PROCID"), _number("SLURM_NTASKS"), _number("SLURM_LOCALID", "0")
+    else:
+        return None
+    if rank >= world:
+        raise UserError(f"the environment says that this process is rank {rank} of {world}, counted from 0: see RANK")
+    return rank, world, local
+
+
+def tasks_without_srun() -> int:
+    """How many tasks a Slurm job has, if this process is its batch script itself; else 0."""
+    env = os.environ
+    is_script = "SLURM_PROCID" in env and "SLURM_STEP_ID" not in env and "RANK" not in env
+    tasks = _number("SLURM_NTASKS", "1") if is_script else 1
+    return tasks if tasks > 1 else 0
+
+
+def meeting_point(world_size: int) -> tuple[str, int]:
+    """(host, port) of the store. Under Slurm: the first node of the step, and a port that its job alone has."""
+    env = os.environ
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    nodes = next((env[name] for name in NODE_LISTS if env.get(name)), None)
+    if nodes is not None and "RANK" not in env:
+        host = host or first_host(nodes)
+        step = _number("SLURM_STEP_ID", "0") if env.get("SLURM_STEP_ID", "0").isdecimal() else 0
+        port = port or str(FIRST_PORT + (_number("SLURM_JOB_ID", "0") * 7 + step) % PORTS)
+    if not host or not port:
+        raise UserError(
+            f"this process is one of {world_size}, but MASTER_ADDR and MASTER_PORT are not set: export them in the job "
+            "script (the first node's name and a free port), or start with torchrun or srun"
+        )
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise UserError(f"the environment variable MASTER_PORT is {port!r}; expected a port, 1 to 65535")
+    return host, int(port)
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm list such as `gpu[003-006,9],login1`: `gpu003`."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    name = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first)
+    if not name:
+        raise UserError(f"Slurm's list of nodes is {nodes!r}; expected names such as gpu[01-04]")
+    return name
+
+
+def _number(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not re.fullmatch("[0-9]{1,10}", text):
+        raise UserError(f"the environment variable {name} is {text!r}; expected a number, as torchrun or Slurm set it")
+    return int(text)

@@ -1,0 +1,173 @@
+"""How pictures, clips and sound enter Gemma 4: patches of any shape, pooled into places; mel frames, four to a place.
+
+The tower's parts are called one by one: as a whole it takes pictures padded to one length, and picks what is theirs by
+a mask that the host would have to wait for.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
+
+from omnizoo.modalities.base import Inputs, Size
+from omnizoo.modalities.files import (
+    PICTURE_OPTIONS,
+    SOUND_OPTIONS,
+    picture_size,
+    read_picture,
+    read_sound,
+    sound_length,
+)
+from omnizoo.modalities.item import BadMedia, Media
+from omnizoo.modalities.tally import Tally
+from omnizoo.modalities.tower import preprocessor_settings
+from omnizoo.recipes.vision_towers import PatchTower, VisionTower, image_processor
+
+BEGIN, END = "<|image>", "<image|>"
+SOUND_BEGIN, SOUND_END = "<|audio>", "<audio|>"
+
+
+class PoolTower(PatchTower):
+    """Pictures of at most `max_soft_tokens` places; by default what the folder's preprocessor says."""
+
+    item_options = PICTURE_OPTIONS
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
+        super().__init__(model, "model.vision_tower", "model.embed_vision")
+        config: Any = model.config
+        self.patch: int = config.vision_config.patch_size
+        self.pooled: int = config.vision_config.pooling_kernel_size  # patches along the edge of a place's square
+        self.processor = image_processor(
+            *(Gemma4ImageProcessorPil, folder, {}),
+            patch_size=self.patch,
+            pooling_kernel_size=self.pooled,
+            max_soft_tokens=max_soft_tokens,
+        )
+
+    def measure(self, media: Media) -> Size:
+        places = self.places_of(media, *picture_size(media))
+        return self.size_of(places * self.pooled**2, places, (BEGIN, places, END))
+
+    def places_of(self, media: Media, height: int, width: int) -> int:
+        most = self.processor.max_soft_tokens * self.pooled**2
+        try:
+            rows, columns = get_aspect_ratio_preserving_size(height, width, self.patch, most, self.pooled)
+        except ValueError as error:
+            raise BadMedia(f"{media.name} is {width} x {height} pixels: {error}") from None
+        return rows * columns // (self.patch * self.pooled) ** 2
+
+    def prepare(self, media: Media) -> Inputs:
+        out = self.processor(images=read_picture(media), return_tensors="pt")
+        count = int(out["num_soft_tokens_per_image"][0]) * self.pooled**2  # what follows is padding
+        return {
+            "pixels": out["pixel_values"][0, :count].clone(),
+            "positions": out["image_position_ids"][0, :count].clone(),
+        }
+
+    def blank(self) -> Inputs:
+        edge = torch.arange(self.pooled)
+        return {
+            "pixels": torch.zeros(self.pooled**2, 3 * self.patch**2),
+            "positions": torch.cartesian_prod(edge, edge).flip(1),
+        }
+
+    def places(self, inputs: Inputs) -> int:
+        return len(inputs["pixels"]) // self.pooled**2
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        tower, lengths = self.tower, [len(item["pixels"]) for item in items]
+        pixels, positions = (torch.cat([item[name] for item in items])[None] for name in ("pixels", "positions"))
+        nothing = torch.zeros(positions.shape[:2], dtype=torch.bool, device=pixels.device)  # is padding
+        if self.is_packed:
+            ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(pixels.device, non_blocking=True)
+            told: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": max(lengths)}
+            seen = None
+        else:
+            told, numbers = {}, torch.arange(len(items)).repeat_interleave(torch.tensor(lengths)).to(pixels.device)
+            seen = (numbers[:, None] == numbers)[None, None]
+        hidden = tower.encoder(tower.patch_embedder(pixels, positions, nothing), seen, positions, **told)
+        states = hidden.last_hidden_state.split(lengths, 1)
+        each = zip(states, positions.split(lengths, 1), nothing.split(lengths, 1), lengths, strict=True)
+        pooled = torch.cat([tower.pooler(s, p, n, length // self.pooled**2)[0][0] for s, p, n, length in each])
+        if tower.config.standardize:
+            pooled = (pooled - tower.std_bias.float()) * tower.std_scale.float()
+        features: torch.Tensor = self.projector(pooled.to(states[0].dtype))
+        return features
+
+
+class MelTower(VisionTower):
+    """Sound of at most `max_seconds`, which is what the model was made for."""
+
+    item_options = SOUND_OPTIONS
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 30.0) -> None:
+        super().__init__(model, "model.audio_tower", "model.embed_audio")
+        bins = self.tower.config.subsampling_conv_channels[0]  # the model has no other word for them
+        told = preprocessor_settings(folder, "feature_extractor")
+        known = {key: told[key] for key in signature(Gemma4AudioFeatureExtractor).parameters if key in told}
+        self.extractor = Gemma4AudioFeatureExtractor(**known | {"feature_size": bins})
+        self.rate: int = self.extractor.sampling_rate
+        self.max_seconds = max_seconds
+
+    def measure(self, media: Media) -> Size:
+        samples = sound_length(media, self.rate, self.max_seconds)
+        whole = self.extractor.frame_length - self.extractor.frame_length // 2  # half of a frame comes before the first
+        frames = max(0, (samples - 1 - whole) // self.extractor.hop_length + 1)
+        if not frames:
+            raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
+        places = count_places(frames)
+        return Size(places, self.per_place * places, layout=(SOUND_BEGIN, places, SOUND_END))
+
+    @cached_property
+    def per_place(self) -> float:
+        """FLOPs: two convolutions see four frames, layers a place and those just before it."""
+        tower, config = self.tower, self.tower.config
+        tally, bins = Tally(), self.extractor.feature_size
+        first, second = tower.subsample_conv_projection.layer0, tower.subsample_conv_projection.layer1
+        tally.multiply(first.conv.weight, 2 * bins // 2)
+        tally.multiply(second.conv.weight, bins // 4)
+        tally.run(tower.subsample_conv_projection.input_proj_linear, 1)
+        tally.run(tower.layers, 1)
+        tally.attend(len(tower.layers) * config.attention_context_left, config.hidden_size)
+        tally.run(tower.output_proj, 1)
+        tally.run(self.projector, 1)
+        return tally.flops
+
+    def prepare(self, media: Media) -> Inputs:
+        sound = read_sound(media, self.rate, self.max_seconds)
+        out = self.extractor([sound], truncation=False, return_tensors="pt")
+        return {"mels": out["input_features"][0][out["input_features_mask"][0]]}  # what is padding comes last
+
+    def blank(self) -> Inputs:
+        return {"mels": torch.zeros(1, self.extractor.feature_size)}
+
+    def places(self, inputs: Inputs) -> int:
+        return count_places(len(inputs["mels"]))
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        """Sounds are padded to the longest; the tower looks back only, and at nothing that is masked."""
+        mels = pad_sequence([item["mels"] for item in items], batch_first=True)
+        frames = torch.tensor([len(item["mels"]) for item in items])
+        mask = (torch.arange(mels.shape[1]) < frames[:, None]).to(mels.device, non_blocking=True)
+        out = self.tower(mels, mask, return_dict=True).last_hidden_state
+        kept = torch.cat([out[n, : self.places(item)] for n, item in enumerate(items)])
+        features: torch.Tensor = self.projector(kept)
+        return features
+
+    def preview(self, media: Media) -> str:
+        return media.name
+
+
+def count_places(frames: int) -> int:
+    """Two convolutions of stride 2."""
+    return -(-frames // 4)

@@ -1,0 +1,49 @@
+"""Weights on their way in and out: what a run would start from, and the logits of what it has trained."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from processes import train_in_this_world
+
+from omnizoo.assembly.parallelize import parallelize
+from omnizoo.config.load import load_config
+from omnizoo.models.build import build_model
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import Process
+from omnizoo.training import run
+
+PROBE = torch.arange(40).view(2, 20) * 7 % 512
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=PROBE, use_cache=False).logits
+
+
+def train_and_keep_logits(args: list[object]) -> torch.Tensor:
+    """Train to the end; the logits of the trained model, taken when it is saved, with transformers' own attention."""
+    kept, save = [], run.save
+
+    def spy(directory: Path, step: int, model: Any, *rest: Any) -> Path:
+        before = model.config._attn_implementation
+        model.set_attn_implementation("eager")
+        kept.append(logits_of(model))
+        model.set_attn_implementation(before)
+        return save(directory, step, model, *rest)
+
+    run.save = spy
+    try:
+        assert train_in_this_world(args) == 0
+    finally:
+        run.save = save
+    return kept[-1]
+
+
+def load(process: Process, path: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """Whole parameters of the model that a run of this config would start from."""
+    config = load_config(path, list(overrides))
+    model = build_model(config.model, config.parallel.precision)
+    parallelize(model, build_mesh(config, process), config)
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
