@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from processes import WORLD, start_server
-from tqdm import tqdm
 
-tqdm.monitor_interval = 0  # no thread of its own: loader workers are forked
 logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which buries what a failing test says
 
 

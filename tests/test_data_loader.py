@@ -401,7 +401,7 @@ def start(tokenizer: PreTrainedTokenizerFast) -> Iterator[Start]:
         started.append(psutil.Process(process.pid))
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        started.extend(started[0].children())
+        started.extend(started[0].children(recursive=True))
         return process
 
     yield run
@@ -423,12 +423,13 @@ def test_a_process_that_ends_without_closing_its_loader_does_not_hang(configure:
 def test_workers_ignore_interrupts_and_go_when_their_process_is_killed(configure: Configure, start: Start) -> None:
     # far ahead and with large packs, so that workers have more queued than a pipe takes
     process = start(configure(workers=2, prefetch=50, pack_tokens=4096))
-    workers = psutil.Process(process.pid).children()
+    below = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in below if child.ppid() != process.pid]
     assert len(workers) == 2
-    for worker in workers:
-        worker.send_signal(signal.SIGINT)
-        worker.send_signal(signal.SIGTERM)
-    assert set(psutil.wait_procs(workers, timeout=1)[1]) == set(workers)  # all alive
+    for child in below:  # the server that they are forked from, too: schedulers send signals to all that there is
+        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
+    assert set(psutil.wait_procs(below, timeout=1)[1]) == set(below)  # all alive
     process.kill()
     process.wait()
-    assert psutil.wait_procs(workers, timeout=20)[1] == []
+    assert psutil.wait_procs(below, timeout=20)[1] == []

@@ -1,7 +1,6 @@
 """The doors of docs/extending.md: each has a small example, and each example is trained, and verified, by a test."""
 
 import json
-import os
 import re
 import sqlite3
 import sys
@@ -84,12 +83,7 @@ def test_every_public_name_is_there() -> None:
 def test_a_module_rows_a_schedule_and_a_callback_of_ones_own_train_together(tmp_path: Path, rows: list[str]) -> None:
     callback = '[{kind: "time_budget:TimeBudget", options: {minutes: 600}}]'
     given = ["--train.schedule", "restarts:restarts", "--log.callbacks", callback, "--data.workers", "1"]
-    # A process of its own: a worker is forked, and the one of the tests has threads of all kinds.
-    path = ":".join([os.environ["PYTHONPATH"], str(ROOT)])
-    done = run_omnizoo(
-        ["train", TEXT, *SMALL, *MODULE, *rows, *given, f"--log.dir={tmp_path / 'run'}"], PYTHONPATH=path
-    )
-    assert done.code == 0, done.stderr
+    assert main(["train", TEXT, *SMALL, *MODULE, *rows, *given, f"--log.dir={tmp_path / 'run'}"]) == 0
     steps = read_steps(tmp_path / "run")
     assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     rates = [row["lr"] for row in steps]

@@ -6,11 +6,10 @@
 
     PYTHONPATH=examples/sqlite_rows omnizoo train my.yaml
 
-Rows are asked for by number, in any order and as often as needed, also by loader workers, which are forked: so each
-process opens the file for itself.
+Rows are asked for by number, in any order and as often as needed. A loader worker makes the source anew, by the same
+options, so each process has its own connection.
 """
 
-import os
 import sqlite3
 from pathlib import Path
 
@@ -22,20 +21,15 @@ class SqliteRows(omnizoo.RowSource):
         if not Path(path).is_file():
             raise ValueError(f"{path} is not a file")
         self.path, self.table, self.column = path, table, column
-        self.connections: dict[int, sqlite3.Connection] = {}  # by process
-        self.ids = [id for (id,) in self.connection().execute(f'SELECT rowid FROM "{table}" ORDER BY rowid')]
-
-    def connection(self) -> sqlite3.Connection:
-        if os.getpid() not in self.connections:
-            self.connections[os.getpid()] = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)
-        return self.connections[os.getpid()]
+        self.connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        self.ids = [id for (id,) in self.connection.execute(f'SELECT rowid FROM "{table}" ORDER BY rowid')]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def read(self, row: int) -> dict[str, str]:
         query = f'SELECT "{self.column}" FROM "{self.table}" WHERE rowid = ?'
-        (text,) = self.connection().execute(query, [self.ids[row]]).fetchone()
+        (text,) = self.connection.execute(query, [self.ids[row]]).fetchone()
         if not text:
             raise omnizoo.BadRow("its text is empty")  # data.on_bad_row decides what comes of it
         return {"text": text}

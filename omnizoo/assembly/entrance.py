@@ -9,9 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.parts import Treatments
-from omnizoo.assembly.published import media_model
+from omnizoo.assembly.published import KEPT, media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Model
+from omnizoo.models.build import RECIPE
 
 log = logging.getLogger(__name__)
 Model_ = TypeVar("Model_", bound=nn.Module)
@@ -33,8 +34,12 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
             "key out"
         )
     media.modalities(spec)  # here, so that they are copied with the model, and not built again
-    skeleton = media_model(_skeleton(model, spec))
-    return {"modalities": skeleton.modalities(spec), "positions": skeleton.positions}
+    skeleton = _skeleton(model, spec)
+    said = media_model(skeleton)
+    found = {"modalities": said.modalities(spec), "positions": said.positions}
+    for name in (KEPT, RECIPE):  # not for loader workers: a user's recipe may hold what no other process can be given
+        vars(skeleton).pop(name, None)
+    return found
 
 
 def _skeleton(model: Model_, spec: Model) -> Model_:

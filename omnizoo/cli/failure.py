@@ -11,10 +11,9 @@ def foreseen(rank: int, error: BaseException) -> str | None:
             f"rank {rank} is out of memory ({first_line(error)}): lower data.pack_tokens or train.micro_batch, set "
             "parallel.recompute: full, or share the model among more ranks (parallel.dp_shard)"
         )
-    from omnizoo.data.loader import worker_death
+    from omnizoo.data.workers import WorkerDeath
 
-    death = worker_death(error)
-    return None if death is None else f"rank {rank}: {death}"
+    return f"rank {rank}: {error}" if isinstance(error, WorkerDeath) else None
 
 
 def report_failure(rank: int, error: BaseException) -> None:

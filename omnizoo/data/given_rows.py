@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch.utils.data import IterableDataset
 
@@ -52,14 +52,18 @@ class GivenRows(RowSource):
 
 
 class OwnRows(RowSource):
-    """A user's own RowSource: what it reads is looked at, and its rows are called by the name of the source."""
+    """A user's own RowSource: what it reads is looked at, and its rows are called by the name of the source. `again`
+    makes it once more, in another process: it may hold what cannot be sent to one, like a connection."""
 
-    def __init__(self, source: RowSource, name: str) -> None:
-        self.source, self.name = source, name
+    def __init__(self, source: RowSource, name: str, again: tuple[Any, ...] | None = None) -> None:
+        self.source, self.name, self.again = source, name, again
         try:
             self.extents, self.count = source.extents, len(source)
         except CODE_ERRORS as error:
             raise UserError(f"{name}: how many rows it has cannot be told: {named_line(error)}") from error
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.again or super().__reduce_ex__(protocol)
 
     def __len__(self) -> int:
         return self.count
@@ -101,7 +105,7 @@ def open_rows(spec: Source, media_outside: bool) -> RowSource:
     if isinstance(rows, RowSource):
         if spec.media_dir is not None:
             raise UserError(f"{name}: media_dir is for plain rows; a RowSource finds media by its own `find`")
-        return OwnRows(rows, name)
+        return OwnRows(rows, name, (open_rows, (spec, media_outside)) if spec.rows is not None else None)
     base = Path(spec.media_dir).expanduser() if spec.media_dir is not None else Path()
     folder = Folder(base, None if media_outside else base.resolve())
     if isinstance(rows, str | bytes | Path | Mapping | type):

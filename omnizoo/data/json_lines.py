@@ -56,7 +56,7 @@ class JsonArray(JsonLines):
 
 
 def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size: int) -> bytes:
-    """A part of a file. By pread: forked workers share the file, so they must not share a position in it."""
+    """A part of a file. By pread: whoever else reads the file at the same time has no position to share."""
     if size > MOST_BYTES:
         raise BadRow(f"its {size:,} bytes are more than the {MOST_BYTES:,} that are read at once")
     try:

@@ -6,16 +6,12 @@ step every lane is exactly at the end of that step, wherever it runs, so a state
 other.
 """
 
-import faulthandler
 import functools
 import itertools
 import logging
 import math
-import multiprocessing
 import os
 import re
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -28,15 +24,18 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.doors import CODE_ERRORS
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.schema import Config, Source
 from omnizoo.data.fingerprint import content_of, content_of_item, reading_of
 from omnizoo.data.formats import Shape
+from omnizoo.data.handover import Handover, NotPicklable
 from omnizoo.data.lanes import Counters, Lane
 from omnizoo.data.packing import Pack, Sample
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow, RowSource
 from omnizoo.data.sources import open_source
+from omnizoo.data.workers import Surroundings, Workers, start_server, worker_count
 from omnizoo.modalities.base import Encoder, Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
@@ -44,11 +43,11 @@ from omnizoo.models.media_model import Positions
 
 log = logging.getLogger(__name__)
 
-WORKER_DEATH = re.compile(r"DataLoader worker \(pid\S* .*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 SHAPED = ("format", "columns", "json_columns", "take")  # what a source says of how its rows are written
 LOOKED_AT = 8  # rows, to tell the format of a source
 ROWS_READ = "rows_read"  # a counter, without those that wait to be packed
 OF_CHATS = "data.overlong of chats"
+AT_HOME = "data.workers: 0 reads without other processes"
 IGNORE = -100  # the label of a position without a target, as torch's cross entropy has it
 
 
@@ -284,60 +283,19 @@ class LaneSteps(IterableDataset[LaneStep | Failure]):
             yield LaneStep(packs, {n: lanes[n].state() for n in sorted(moved)}, bad_rows, undecodable)
 
 
-def start_worker(worker: int) -> None:
-    """Interrupts are the training loop's to handle; a worker ends when its loader or its parent process does."""
-    parent = os.getppid()
-    faulthandler.enable(2)  # a worker that crashes in native code says where; `sys.stderr` of notebooks is no file
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+class HandedOver(IterableDataset[LaneStep | Failure]):
+    """Lanes on their way to a worker. They are made there only when they are to run: a mistake is then told as one."""
 
-    def watch() -> None:
-        # Python ends the workers of an exiting process by SIGTERM, so that one must be obeyed. A killed process sends
-        # none: torch's own watchdog then ends the loop, but not the wait for someone to take what is queued.
-        while os.getppid() == parent:
-            received = signal.sigtimedwait({signal.SIGTERM}, 1)
-            if received is not None and received.si_pid == parent:
-                break
-        os._exit(0)
+    def __init__(self, steps: LaneSteps) -> None:
+        self.steps = Handover(steps)
 
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def worker_death(error: BaseException) -> str | None:
-    """How a loader worker died, if that is what `error` is about: torch raises it wherever the main thread is then.
-
-    torch 2.13 says it in a RuntimeError: "DataLoader worker (pid 7) is killed by signal: Killed. "; where it notices
-    later, "DataLoader worker (pid(s) 7) exited unexpectedly", with the first one as its cause.
-    """
-    seen: BaseException | None = error
-    found = None
-    while seen is not None:
-        if isinstance(seen, RuntimeError) and (match := WORKER_DEATH.match(str(seen))):
-            found = match[1] or found or ""
-        seen = seen.__cause__ or seen.__context__
-    if found is None:
-        return None
-    lighter = "use fewer data.workers, or a smaller data.prefetch, data.look_ahead or data.pack_tokens"
-    if found == "Killed":
-        return f"a loader worker was killed (SIGKILL), as the kernel does when memory runs out; {lighter}"
-    if found == "Bus error":
-        return f"a loader worker was out of shared memory (SIGBUS); make /dev/shm larger, or {lighter}"
-    how = f"was killed by a signal ({found})" if found else "ended"
-    return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {lighter}"
-
-
-MOST_WORKERS, CORES_PER_WORKER = 4, 4  # of a rank, where nobody has said how many
-
-
-def worker_count(asked: int | None) -> int:
-    """Loader processes of a rank, where nobody has said how many: enough to stay ahead of most models, and none where
-    they would take the cores that compute, or where Python lets this process have none."""
-    if asked is not None:
-        return asked
-    if multiprocessing.current_process().daemon:
-        return 0
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(MOST_WORKERS, cores // CORES_PER_WORKER)
+    def __iter__(self) -> Iterator[LaneStep | Failure]:
+        try:
+            steps: LaneSteps = self.steps.open()
+        except (UserError, *CODE_ERRORS) as error:
+            while True:  # whichever worker fails, the loader must find it at its turn
+                yield Failure(f"data.workers: a worker cannot make what it reads with: {named_line(error)}; {AT_HOME}")
+        yield from steps
 
 
 def identity(item: Any) -> Any:
@@ -353,10 +311,13 @@ class Loader:
         self.undecodable = 0  # rows left out after packing, on this rank
         self.states: dict[int, dict[str, Any]] = {}
         self.workers = min(worker_count(self.config.data.workers), len(share.own_lanes))
+        if self.workers:
+            start_server()
         self.iterator: Iterator[LaneStep | Failure] | None = None
+        self.processes = Workers()
 
     def start(self) -> None:
-        """Start the workers now, in this thread: they are forked, which is no good while other threads are at work."""
+        """Start the workers now, so that they read while others get ready."""
         if self.iterator is None:
             self.iterator = iter(self._reading())
 
@@ -366,7 +327,7 @@ class Loader:
         # torch takes items from its workers in turn, so these are one of each: the whole step
         parts: list[LaneStep] = []
         for _ in range(max(1, self.workers)):
-            item = next(self.iterator)
+            item = self._next()
             if isinstance(item, Failure):
                 self.close()
                 raise UserError(item.message)
@@ -380,20 +341,34 @@ class Loader:
         bad_rows = [message for part in parts for message in part.bad_rows] if self.share.counts else []
         return Step(packs, bad_rows + undecodable)
 
+    def _next(self) -> LaneStep | Failure:
+        assert self.iterator is not None
+        try:
+            return next(self.iterator)
+        except RuntimeError as error:  # of torch, once it has waited for a worker that is gone
+            raise self.processes.death() or error from error
+
     def _reading(self) -> Iterable[LaneStep | Failure]:
         _ = self.fingerprint  # of the data as it is now, before the run
         steps = LaneSteps(self.reader, self.share, self.step, self.states)
         if not self.workers:
             return steps
+        try:
+            handed_over = HandedOver(steps)
+        except NotPicklable as reason:
+            log.warning("data.workers: 0 instead of %d: other processes cannot be given %s", self.workers, reason)
+            self.workers = 0
+            return steps
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one process per worker is parallel enough
+        self.processes = Workers()
         return DataLoader(
-            steps,
+            handed_over,
             batch_size=None,
             collate_fn=identity,
             num_workers=self.workers,
             prefetch_factor=self.config.data.prefetch,
-            worker_init_fn=start_worker,
-            multiprocessing_context="fork",  # indices of large files are shared, not built again
+            worker_init_fn=Surroundings.here().start,
+            multiprocessing_context=self.processes,
             generator=torch.Generator(),  # torch draws a seed for its workers: not from the run's own generator
         )
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -26,6 +27,10 @@ class GroupCache:
         self.tables: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
         self.damaged: dict[tuple[Path, int], str] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process starts with none."""
+        return GroupCache, (self.limit,)
+
     def get(self, path: Path, group: int) -> pyarrow.Table:
         key = (path, group)
         if key in self.damaged:
@@ -33,7 +38,7 @@ class GroupCache:
         if key not in self.tables:
             try:
                 with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-                    # one thread: arrow's pool and forked workers do not go together
+                    # one thread: one process per worker is parallel enough
                     table = file.read_row_group(group, use_threads=False)
                 table.validate(full=True)  # damaged offsets would be read as they are, wherever they point
             except ARROW_ERRORS as error:

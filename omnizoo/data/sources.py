@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Collection, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -160,13 +161,27 @@ def open_path(
         raise UserError(f"data source {path}: {error.filename or ''}: {error.strerror or first_line(error)}") from None
 
 
+class OpenFiles:
+    """Files by path, of which the last ones asked for stay open: a folder may have more files than may be open. Another
+    process opens its own."""
+
+    def __init__(self, most: int = 64) -> None:
+        self.most, self.opened = most, functools.lru_cache(maxsize=most)(open_unbuffered)
+
+    def __call__(self, path: Path) -> FileIO:
+        return self.opened(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenFiles, (self.most,)
+
+
 def open_unbuffered(path: Path) -> FileIO:
     return open(path, "rb", buffering=0)
 
 
 def concatenate(files: list[Path], folder_of: Callable[[Path], Folder], modalities: Collection[str]) -> RowSource:
     cache = GroupCache()
-    open_file = functools.lru_cache(maxsize=64)(open_unbuffered)  # a folder may have more files than may be open
+    open_file = OpenFiles()
 
     def open_part(file: Path) -> RowSource:
         if file.suffix in PARQUET:

@@ -26,6 +26,7 @@ from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.epochs import count_steps
 from omnizoo.data.loader import ROWS_READ, Reader, merge_states
+from omnizoo.data.workers import start_server, worker_count
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores
 from omnizoo.ops.quantised import count_weights
@@ -92,6 +93,8 @@ def _train(
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as stack:
         config = on_device(config, process.device)
+        if worker_count(config.data.workers):
+            start_server()  # now: it needs seconds, and so does what comes before the first row
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
