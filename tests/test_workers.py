@@ -81,6 +81,15 @@ def test_rows_that_the_config_names_are_made_anew_by_each_worker(
     assert "data.workers" not in caplog.text
 
 
+def test_a_loader_whose_reader_has_seen_chats_starts_workers(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a square"}]
+    chats = Source(given=Given([{"messages": turns}] * 9, "data="))
+    loader = loader_of(chats, tokenizer, 1)
+    loader.reader.renderer.render({"messages": turns})  # as when rows are measured before the run
+    assert ids_of(loader) == ids_of(loader_of(chats, tokenizer, 0))
+    assert loader.workers == 1
+
+
 def test_large_arrays_and_tensors_are_mapped_and_what_is_small_is_sent() -> None:
     rows = np.arange(LARGE, dtype=np.int64)
     value = {"rows": rows, "few": rows[:3], "half": torch.randn(LARGE).bfloat16(), "every_other": rows[::2]}

@@ -101,6 +101,10 @@ class Renderer:
         self.read = [name for name, modality in known.items() if modality.encoder is not None]
         self.produced = [name for name, modality in known.items() if modality.decoder is not None]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was learnt of templates: it holds functions, and another process finds it out by itself."""
+        return vars(self) | {"conventions": {}}
+
     def _check_marks(self) -> list[int]:
         """Ids of the placeholders."""
         modalities, added = self.notation.modalities, self.tokenizer.get_added_vocab()
