@@ -27,7 +27,7 @@ from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from omnizoo.assembly.published import media_model
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Inside, Item, Modality, Port
 from omnizoo.modalities.files import read_sound
 from omnizoo.modalities.item import Media

@@ -27,7 +27,7 @@ from omnizoo.assembly.parallelize import parallelize
 from omnizoo.checkpoint.tensors import on_meta
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Adapter, Model
+from omnizoo.config.model_section import Adapter, Model
 from omnizoo.models.adapter import attached, set_magnitudes
 from omnizoo.models.adapter_files import INITS, adapter_settings, read_factors, write_folder
 from omnizoo.models.build import build_model

@@ -150,9 +150,11 @@ def test_nobody_asks_whether_a_model_is_composed_or_published() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """No pickle, and no torch.load; torch's own collectives of objects stay between our own ranks."""
+    """No pickle, and no torch.load; torch's own collectives of objects stay between our own ranks. So does what a rank
+    gives its loader workers, which never is in a file that others could write."""
+    others = [file for file in FILES if file != PACKAGE / "data/handover.py"]
     found = [
-        f"{f}:{line} {name}" for f in FILES for line, name in imports(f) if name.split(".")[0] in ("pickle", "dill")
+        f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.split(".")[0] in ("pickle", "dill")
     ]
     found += [f"{f}:{line} {name}" for f in FILES for line, name in names_used(f) if name == "torch.load"]
     assert found == []

@@ -33,9 +33,9 @@ from omnizoo.checkpoint.ownership import hold
 from omnizoo.checkpoint.start import find
 from omnizoo.checkpoint.tensors import write
 from omnizoo.cli.main import main
+from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Source
 from omnizoo.data import fingerprint
 from omnizoo.data.fingerprint import content_of
 from omnizoo.data.sources import open_source

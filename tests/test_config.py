@@ -11,22 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnizoo.config import reference
+from omnizoo.config.data_section import Data, Source
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config, parse_overrides, save_config
+from omnizoo.config.model_section import EncoderPart, Marks, Modality, Model
 from omnizoo.config.other_tools import HERE
-from omnizoo.config.schema import (
-    Config,
-    Data,
-    EncoderPart,
-    Marks,
-    Modality,
-    Model,
-    Optimizer,
-    ParameterGroup,
-    Part,
-    Source,
-    Train,
-)
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Part
+from omnizoo.config.train_section import Optimizer, ParameterGroup, Train
 
 SMALL = """\
 model:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnizoo.config.data_section import Data, Source
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Data, Source
 from omnizoo.data.lanes import EpochOrder, Lane
 from omnizoo.data.packing import Pack
 from omnizoo.data.render import Rendered, Renderer

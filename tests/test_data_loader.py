@@ -21,19 +21,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from omnizoo.assembly.assemble import Assembly
+from omnizoo.config.data_section import Data, Source
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Data, Model, Source, Train
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
+from omnizoo.config.train_section import Train
 from omnizoo.data.deal import Batch, make_batch
-from omnizoo.data.loader import (
-    Loader,
-    Step,
-    build_loader,
-    build_reader,
-    filler,
-    held_out_config,
-    merge_states,
-    read_held_out,
-)
+from omnizoo.data.flat_pack import filler
+from omnizoo.data.held_out import held_out_config, read_held_out
+from omnizoo.data.loader import Loader, Step, build_loader, merge_states
+from omnizoo.data.reader import build_reader
 from omnizoo.data.render import Renderer
 
 

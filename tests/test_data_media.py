@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from omnizoo.config.data_section import Data, Source
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Data, Source
 from omnizoo.data.lanes import Lane
 from omnizoo.data.packing import Packer, split
 from omnizoo.data.render import Rendered, Renderer

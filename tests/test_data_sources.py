@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Source
 from omnizoo.data.json_lines import index_lines
 from omnizoo.data.parquet_rows import GroupCache, ParquetRows
 from omnizoo.data.rows import BadRow, Folder, RowSource

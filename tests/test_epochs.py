@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Config, Train
+from omnizoo.config.schema import Config
+from omnizoo.config.train_section import Train
 from omnizoo.data.epochs import measure, steps_of
 from omnizoo.data.lanes import Lane
-from omnizoo.data.loader import Loader, build_loader, build_reader, merge_states
+from omnizoo.data.loader import Loader, build_loader, merge_states
+from omnizoo.data.reader import build_reader
 from omnizoo.training.run import train
 from omnizoo.training.schedule import learning_rate
 

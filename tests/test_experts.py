@@ -22,7 +22,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from omnizoo.assembly.parallelize import gather_aside, recompute
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Parallel
+from omnizoo.config.run_sections import Parallel
 from omnizoo.models.experts import DISPATCHED, expert_modules, use_dispatched
 from omnizoo.models.hf_private import conversion_mapping, load_files
 from omnizoo.ops.experts import (

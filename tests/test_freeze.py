@@ -11,7 +11,7 @@ from omnizoo.assembly.groups import frozen, still_frozen
 from omnizoo.assembly.parts import Treatments
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models.build import build_model
 from omnizoo.training.run import train
 

@@ -16,7 +16,7 @@ from processes import run_on_ranks
 from transformers import AutoConfig, AutoTokenizer
 
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.data.render import Renderer
 from omnizoo.data.rollouts import Rollout
 from omnizoo.models.media_batch import whole_batch

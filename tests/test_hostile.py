@@ -17,11 +17,12 @@ from fixtures import CHATML, make_tokenizer
 from hostile import Medium, clip, media, noise, picture, png, sound
 from PIL import Image
 
+from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Source
 from omnizoo.data import json_lines, render
+from omnizoo.data.chat_template import ChatTemplate
 from omnizoo.data.limits import OutOfTime, limits
-from omnizoo.data.render import ChatTemplate, Renderer
+from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow, Folder, RowSource
 from omnizoo.data.sources import open_source
 from omnizoo.modalities import files

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from omnizoo.assembly.shrink import Shrinking, shrink_config
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config, save_config
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models import stateful
 from omnizoo.models.build import build_model
 from omnizoo.models.stateful import has_states

@@ -17,8 +17,11 @@ from tiny import write_config, write_rows
 from omnizoo.assembly.entrance import read_modalities
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
+from omnizoo.data.flat_pack import FlatPack
 from omnizoo.data.inspect import Inspection, histogram, inspect_data, one_lane, pieces
-from omnizoo.data.loader import FlatPack, Loader, Reader, Share, build_reader
+from omnizoo.data.lane_steps import Share
+from omnizoo.data.loader import Loader
+from omnizoo.data.reader import Reader, build_reader
 from omnizoo.models.build import build_model, load_tokenizer
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_media import MARKS, MODALITIES, chat, shown
 
-from omnizoo.config.schema import Data, Source
+from omnizoo.config.data_section import Data, Source
 from omnizoo.data.lanes import Lane
 from omnizoo.data.lengths import cut, longest_each, targets_of, truncate
 from omnizoo.data.render import Renderer

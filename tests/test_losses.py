@@ -18,7 +18,8 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.loss_kinds import LOSSES
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import IGNORE, build_loader
+from omnizoo.data.flat_pack import IGNORE
+from omnizoo.data.loader import build_loader
 from omnizoo.data.render import Renderer
 from omnizoo.models import head
 from omnizoo.models.build import build_model, load_tokenizer

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models.build import build_model
 from omnizoo.models.initial import initial_weights
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention, per_sample

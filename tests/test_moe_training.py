@@ -13,7 +13,8 @@ from processes import train_in_this_world
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.load import load_config
 from omnizoo.data.deal import make_batch
-from omnizoo.data.loader import FlatPack, build_loader
+from omnizoo.data.flat_pack import FlatPack
+from omnizoo.data.loader import build_loader
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.mesh import Mesh, build_mesh

@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import omnizoo
 from omnizoo.checkpoint.export import export
 from omnizoo.cli.main import main
+from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Given, Source
+from omnizoo.config.section import Given
 from omnizoo.data import given_rows
 from omnizoo.data.fingerprint import content_of
 from omnizoo.data.sources import open_source

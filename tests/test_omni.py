@@ -15,8 +15,10 @@ from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import Step, build_reader, flatten
+from omnizoo.data.flat_pack import flatten
+from omnizoo.data.loader import Step
 from omnizoo.data.packing import Pack, Sample, SampleId
+from omnizoo.data.reader import build_reader
 from omnizoo.models.build import build_model, load_tokenizer
 from omnizoo.models.omni import OmniModel
 from omnizoo.parallel.collectives import CollectiveCounter

@@ -8,8 +8,11 @@ from tiny import model_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from omnizoo.assembly.parallelize import parallelize
+from omnizoo.config.data_section import Data, Source
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Config, Data, Model, Optimizer, Source
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
+from omnizoo.config.train_section import Optimizer
 from omnizoo.models.build import build_model
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group

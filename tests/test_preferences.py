@@ -24,9 +24,11 @@ from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.data.deal import deal
-from omnizoo.data.loader import IGNORE, build_loader, build_reader, flatten
+from omnizoo.data.flat_pack import IGNORE, flatten
+from omnizoo.data.loader import build_loader
 from omnizoo.data.packing import Pack, split
 from omnizoo.data.pairs import sides_of
+from omnizoo.data.reader import build_reader
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow
 from omnizoo.models.build import build_model, load_tokenizer

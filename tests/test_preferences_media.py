@@ -22,10 +22,11 @@ from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
+from omnizoo.data.flat_pack import flatten
 from omnizoo.data.inspect import Found, parts, pieces
-from omnizoo.data.loader import Reader, build_reader, flatten
 from omnizoo.data.packing import Pack, split
 from omnizoo.data.pairs import Side, sides_of
+from omnizoo.data.reader import Reader, build_reader
 from omnizoo.data.rollouts import Rollout, RolloutReader
 from omnizoo.data.rows import BadRow
 from omnizoo.models.build import build_model, load_tokenizer

@@ -16,7 +16,7 @@ from omnizoo.assembly.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models.build import build_model
 from omnizoo.parallel.gradients import sum_of_squares
 from omnizoo.recipes.base import count_experts, read_facts

@@ -44,7 +44,7 @@ from omnizoo.assembly.writer import load_writer
 from omnizoo.cli.generate import CONTROL
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.data.rollouts import Rollout
 from omnizoo.modalities.base import Item, Port, Sampling
 from omnizoo.modalities.item import BadMedia

@@ -21,7 +21,7 @@ from omnizoo.assembly.parallelize import parallelize
 from omnizoo.assembly.quantised_base import held_of, quantised
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Adapter, Model
+from omnizoo.config.model_section import Adapter, Model
 from omnizoo.models.build import build_model
 from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.ops.experts import grouped_matmul

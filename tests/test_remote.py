@@ -11,9 +11,9 @@ import fsspec
 import pytest
 from test_data_media import toy
 
+from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
 from omnizoo.config.hub import hub_hint
-from omnizoo.config.schema import Source
 from omnizoo.data.fingerprint import content_of
 from omnizoo.data.remote import PACKAGES, Remote, is_address
 from omnizoo.data.rows import RowSource

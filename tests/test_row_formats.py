@@ -8,8 +8,8 @@ from fixtures import make_tokenizer
 from row_formats import CASES, Case
 from test_data_media import MARKS, MODALITIES, shown, toy
 
+from omnizoo.config.data_section import ROW_FORMATS, Source
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import ROW_FORMATS, Source
 from omnizoo.data.formats import FORMATS, Shape, which_format
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow

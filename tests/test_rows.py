@@ -22,7 +22,7 @@ from transformers import (
 from omnizoo.assembly.entrance import read_modalities, unread_inputs
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.data.render import Renderer
 from omnizoo.data.row_fields import HARMLESS
 from omnizoo.data.rows import BadRow

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from omnizoo.config.schema import Train
+from omnizoo.config.train_section import Train
 from omnizoo.training.schedule import learning_rate
 
 

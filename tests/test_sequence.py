@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Parallel
+from omnizoo.config.run_sections import Parallel
 from omnizoo.ops import attention_blocks, torch_private
 from omnizoo.ops.attention import Boundaries, Pattern, _visible, packed_attention, per_sample
 from omnizoo.ops.attention_blocks import Blocks, accumulator, attend_blocks, attend_blocks_backward

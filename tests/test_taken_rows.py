@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tiny import write_config, write_rows
 
 from omnizoo.cli.main import main
+from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Source
 from omnizoo.data.fingerprint import content_of
 from omnizoo.data.rows import Row, RowSource
 from omnizoo.data.sources import open_source

@@ -41,7 +41,8 @@ from omnizoo.assembly.writer import load_writer
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Config, Model
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow, Folder
 from omnizoo.modalities.base import Item, Port, Sampling, Size

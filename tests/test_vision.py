@@ -38,7 +38,7 @@ from omnizoo.assembly.shrink import Shrinking, shrink_config
 from omnizoo.assembly.writer import load_writer
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow
 from omnizoo.modalities.base import Sampling

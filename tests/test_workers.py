@@ -16,8 +16,12 @@ from processes import Running
 from transformers import PreTrainedTokenizerFast
 
 from omnizoo.assembly.assemble import assemble
+from omnizoo.config.data_section import Data, Source
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Config, Data, Given, Model, Source, Train
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Given
+from omnizoo.config.train_section import Train
 from omnizoo.data.handover import LARGE, Handover, NotPicklable
 from omnizoo.data.loader import Loader, build_loader
 from omnizoo.data.rows import RowSource

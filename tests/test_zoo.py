@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
 from omnizoo.training.probe import probe
 from omnizoo.verification.compare import verdict_of

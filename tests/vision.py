@@ -15,7 +15,7 @@ from published import DTYPE, picture, sound
 from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 from omnizoo.assembly.published import media_model
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.data.render import Renderer
 from omnizoo.modalities.base import Item, Modality, Port
 from omnizoo.models.experts import use_dispatched

@@ -32,7 +32,7 @@ from transformers import (
 
 from omnizoo.assembly.published import media_model
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.data.render import Renderer
 from omnizoo.data.rendered import Rendered
 from omnizoo.data.rows import Folder

@@ -12,7 +12,9 @@ from torch import nn
 
 import omnizoo
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Model, Optimizer
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
+from omnizoo.config.train_section import Optimizer
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local, forward
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from omnizoo.config.schema import Train
+from omnizoo.config.train_section import Train
 
 
 class Lion(torch.optim.Optimizer):

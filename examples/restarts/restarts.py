@@ -7,7 +7,7 @@ A schedule is a pure function of the step, so there is nothing to save and nothi
 
 import math
 
-from omnizoo.config.schema import Train
+from omnizoo.config.train_section import Train
 
 CYCLES = 4
 

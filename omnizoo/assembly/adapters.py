@@ -14,7 +14,8 @@ from omnizoo.assembly.published import media_model
 from omnizoo.checkpoint import manifest
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
-from omnizoo.config.schema import Config, Model
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.models.adapter import KEY, Attached, attached, set_magnitudes
 from omnizoo.models.adapter_files import base_of, read_factors

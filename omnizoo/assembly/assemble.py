@@ -9,9 +9,12 @@ from torch import nn
 
 from omnizoo.assembly.entrance import read_modalities
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Given
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Given
 from omnizoo.data.fingerprint import content_of
-from omnizoo.data.loader import Loader, Reader, build_loader, build_reader, held_out_config
+from omnizoo.data.held_out import held_out_config
+from omnizoo.data.loader import Loader, build_loader
+from omnizoo.data.reader import Reader, build_reader
 from omnizoo.data.rows import RowSource
 from omnizoo.models.build import build_model, check_vocabulary, given_model, load_tokenizer, tensors_of
 from omnizoo.models.hf_private import most_positions

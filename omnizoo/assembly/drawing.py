@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models.build import build_model
 from omnizoo.recipes.base import recipe_for
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from omnizoo.assembly.parts import Treatments
 from omnizoo.assembly.published import KEPT, media_model
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models.build import RECIPE
 
 log = logging.getLogger(__name__)

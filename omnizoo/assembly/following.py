@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Follower, Modality, Port
 from omnizoo.models.media_batch import MediaBatch
 from omnizoo.models.omni import OmniOutput

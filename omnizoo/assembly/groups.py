@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import ParameterGroup
+from omnizoo.config.train_section import ParameterGroup
 from omnizoo.models.adapter import matches
 
 

@@ -10,7 +10,10 @@ from torch import nn
 from omnizoo.assembly.groups import Groups, frozen
 from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Model, ParameterGroup, Part, Projector
+from omnizoo.config.model_section import Model, Projector
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Part
+from omnizoo.config.train_section import ParameterGroup
 from omnizoo.modalities.base import Encoder
 from omnizoo.models.adapter import attached
 from omnizoo.ops.precision import compute_in

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from omnizoo.assembly.following import FOLLOWED, build_followers, follow, has_part
 from omnizoo.assembly.producing import Producing
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Decoder, Modality, Port
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_batch import MediaBatch

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models.build import is_own_module, read_model_config, tokenizer_folder
 from omnizoo.models.config_fields import read_field, unknown_fields
 from omnizoo.recipes.base import EXPERTS, VISITED, Recipe, own_recipe, recipe_of

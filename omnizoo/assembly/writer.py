@@ -14,7 +14,8 @@ from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.published import media_model
 from omnizoo.checkpoint.stream import stream_own
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Model
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
 from omnizoo.data.render import HERE, Renderer
 from omnizoo.data.rendered import Rendered
 from omnizoo.data.rows import BadRow, Folder

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from omnizoo.checkpoint import folder, manifest, tensors
 from omnizoo.checkpoint.start import checkpoints_in, is_checkpoint
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.processor_files import PROCESSOR_FILES
 from omnizoo.models.adapter import Attached, merge

@@ -19,7 +19,7 @@ from omnizoo.config.load import load_config
 
 if TYPE_CHECKING:
     from omnizoo.data.inspect import Found, Inspection, Piece, SourceMix
-    from omnizoo.data.loader import Reader
+    from omnizoo.data.reader import Reader
     from omnizoo.modalities.base import Item
 
 LOSS, NO_LOSS, ROLE = "bold green", "dim", "bold underline"

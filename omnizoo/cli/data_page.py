@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omnizoo.cli.data import all_pieces, bars, describe_item, describe_sample, facts, tables
 from omnizoo.data.inspect import Found, Inspection, Piece, visible
-from omnizoo.data.loader import Reader
+from omnizoo.data.reader import Reader
 from omnizoo.modalities.base import Item
 from omnizoo.modalities.item import BadMedia
 from omnizoo.training.page_style import STYLE

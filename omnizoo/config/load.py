@@ -24,7 +24,8 @@ from pydantic_core import ErrorDetails
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
 from omnizoo.config.other_tools import here
-from omnizoo.config.schema import LONGEST_TEXT, Config, Given
+from omnizoo.config.schema import Config
+from omnizoo.config.section import LONGEST_TEXT, Given
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic.fields import FieldInfo
 
-from omnizoo.config.schema import Config, Given, Section
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Given, Section
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
 SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >=")]
@@ -21,7 +22,7 @@ SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "o
 PREAMBLE = """\
 # Configuration
 
-<!-- Generated from omnizoo/config/schema.py by `python -m omnizoo.config.reference > docs/configuration.md`. -->
+<!-- Generated from the sections in omnizoo/config by `python -m omnizoo.config.reference > docs/configuration.md`. -->
 
 A config is one YAML file, and any key can be set on the command line as well, which wins over the file:
 

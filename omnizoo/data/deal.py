@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnizoo.data.loader import FlatPack, filler, join_extra, join_weights
+from omnizoo.data.flat_pack import FlatPack, filler, join_extra, join_weights
 from omnizoo.data.plan import Round, Totals, plan_step
 from omnizoo.data.told import Cost, Told, known_of, read_messages, starts, write_message
 from omnizoo.modalities.base import Inputs, Port

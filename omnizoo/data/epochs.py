@@ -14,8 +14,8 @@ import numpy.typing as npt
 from omnizoo.config.schema import Config
 from omnizoo.data.lanes import Lane
 from omnizoo.data.lengths import Cut
-from omnizoo.data.loader import Reader
 from omnizoo.data.packing import Sample, SampleId
+from omnizoo.data.reader import Reader
 from omnizoo.parallel.agree import agree
 from omnizoo.parallel.mesh import Mesh
 

@@ -12,9 +12,10 @@ from typing import Any, SupportsIndex
 
 from torch.utils.data import IterableDataset
 
+from omnizoo.config.data_section import Source
 from omnizoo.config.doors import CODE_ERRORS, call
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.schema import Given, Source
+from omnizoo.config.section import Given
 from omnizoo.data.dataset_rows import DatasetRows
 from omnizoo.data.rows import BadRow, Folder, Row, RowSource, check_characters
 

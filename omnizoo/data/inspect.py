@@ -11,9 +11,10 @@ import numpy as np
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
+from omnizoo.data.flat_pack import flatten
 from omnizoo.data.lanes import Counters
-from omnizoo.data.loader import Reader, flatten
 from omnizoo.data.packing import Pack, Sample
+from omnizoo.data.reader import Reader
 from omnizoo.modalities.base import Item, Port
 
 LOOK = 512  # samples to look at; fewer if there are fewer rows

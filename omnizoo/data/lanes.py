@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.config import schema
+from omnizoo.config import data_section
 from omnizoo.config.errors import UserError
 from omnizoo.data.lengths import Cut, cut
 from omnizoo.data.packing import Pack, Packer, Sample, SampleId
@@ -111,7 +111,7 @@ class Counters:
 class Lane:
     """`next_pack()` for ever; or, with `epochs`, until every row of every source has been read so often, then None."""
 
-    data: schema.Data
+    data: data_section.Data
     sources: Sequence[RowSource]
     renderer: Renderer
     seed: int

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.config.schema import Data
+from omnizoo.config.data_section import Data
 from omnizoo.data.packing import Sample, split
 from omnizoo.data.rendered import Rendered
 from omnizoo.data.rows import BadRow

@@ -10,7 +10,7 @@ from itertools import compress
 
 import numpy as np
 
-from omnizoo.data.loader import FlatPack, filler
+from omnizoo.data.flat_pack import FlatPack, filler
 
 
 def apart(packs: Sequence[FlatPack]) -> tuple[list[FlatPack], list[FlatPack]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.data.loader import filler
+from omnizoo.data.flat_pack import filler
 from omnizoo.data.told import PREFERENCES, Cost, Numbers, Told, known_of, ranges
 from omnizoo.modalities.base import Port
 from omnizoo.parallel.assign import assign_items_near, assign_packs

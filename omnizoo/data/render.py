@@ -5,51 +5,30 @@ assistant's is asked of the template too (by rendering variants of the conversat
 A media item is written with one placeholder for each run of its places, which is then repeated to the run's length.
 """
 
-import itertools
-import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template  # gives character spans; checked on 5.22.2
 
 from omnizoo.config.errors import UserError
+from omnizoo.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from omnizoo.data.formats import NOTHING_SAID, Shape, Taken, hint, which_format, with_json
-from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.messages import Conventions, Message, read_list, read_messages, read_weight
 from omnizoo.data.pairs import Side, mismatched_sides, sides_of
+from omnizoo.data.placing import Tokens, follow, place, tokens_of_spans
 from omnizoo.data.rendered import Rendered, join_answers
 from omnizoo.data.row_fields import Fields, Pairs
-from omnizoo.data.row_media import MOVED, Find, Notation, RowMedia
+from omnizoo.data.row_media import Find, Notation, RowMedia
 from omnizoo.data.rows import CONVERSATION, BadRow, Folder, Row
-from omnizoo.modalities.base import Follower, Inside, Item, Modality, Port
+from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.media_model import Ids, Positions
 
-Span = tuple[int, int]
 HERE = Folder(Path(), None)
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TAGS_HINT = "put {% generation %} tags around what the model writes into the template"
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-# What a chat template may take to write one conversation; of the text, in characters. Far above what any needs.
-MOST_SECONDS, MOST_MEMORY, MOST_TEXT = 2.0, 1 << 30, 1 << 24
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A text and what the tokenizer made of it, with one token for each run of an item's places."""
-
-    text: str
-    ids: Ids
-    offsets: list[Span]
-    weights: npt.NDArray[np.float32]  # of the loss on each; 0: no target
 
 
 @dataclass(frozen=True)
@@ -206,8 +185,8 @@ class Renderer:
             if not weight:
                 raise BadRow("no token to learn: its `weight` is 0")
             tokens = replace(tokens, weights=tokens.weights * np.float32(weight))
-        ids, weights, items, extents = self._place(tokens, media)
-        items = self._follow(ids, items, media.answers)
+        ids, weights, items, extents = place(tokens, media, self.placeholders, self.notation.modalities)
+        items = follow(ids, items, media.answers, self.notation.modalities)
         targets = weights > 0
         if not targets[1:].any() and not any(item.is_target for item in items):
             raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
@@ -296,7 +275,7 @@ class Renderer:
     def _prompt(self, text: str, encoding: Any, media: RowMedia) -> Rendered:
         everywhere = np.ones(len(encoding), np.float32)
         tokens = Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, everywhere)
-        ids, weights, items, _ = self._place(tokens, media)
+        ids, weights, items, _ = place(tokens, media, self.placeholders, self.notation.modalities)
         items = tuple(item for item in items if item.answer is None)  # a follower does not hear what was said before
         return Rendered(ids, weights > 0, items, self._positions(ids, items))
 
@@ -419,211 +398,6 @@ class Renderer:
                 weights[first:last] = weight
         return Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, weights)
 
-    def _place(
-        self, tokens: Tokens, media: RowMedia
-    ) -> tuple[Ids, npt.NDArray[np.float32], tuple[Item, ...], tuple[Span, ...]]:
-        """Repeat placeholders to the length of their runs, and tell items where they are, also with their marks.
-
-        Nothing inside of an item is a target of the text: its places are its decoder's, what stands between them
-        (`Size`) nobody predicts. Begin and end are text like any other.
-        """
-        ids, weights = tokens.ids, tokens.weights
-        is_place = np.isin(ids, self.placeholders)
-        if not media.items and not is_place.any():
-            return ids, weights, (), ()
-        lengths = np.ones(len(ids), np.int64)
-        placed: list[tuple[Item, npt.NDArray[np.int64]]] = []
-        whole, inner = self._tokens_of_items(tokens, media)
-        ranges = iter(inner)
-        for item in media.items:
-            if item.answer is not None:  # a follower's
-                placed.append((item, np.empty(0, np.int64)))
-                continue
-            first, last = next(ranges)
-            runs = [run for run in item.size.layout or (item.size.places,) if not isinstance(run, str)]
-            own = first + np.flatnonzero(is_place[first:last])
-            assert len(own) == len(runs), f"{item.port}: {len(own)} placeholders for the runs {runs}"
-            if item.is_target and own[0] == 0:
-                raise BadRow(f"{item.media.name} comes first, so nothing is there to predict it from: give it a begin")
-            if item.is_target and not weights[own].all():
-                raise BadRow(f"{item.media.name} is to be produced, but not where the model writes: {TAGS_HINT}")
-            if item.is_target and (weights[own] != 1).any():
-                raise BadRow(f"{item.media.name} is to be produced: a `weight` other than 0 and 1 is for text only")
-            weights[first:last] = 0
-            lengths[own] = [run.places if isinstance(run, Inside) else run for run in runs]
-            whose = np.array([run.modality if isinstance(run, Inside) else "" for run in runs])
-            placed.append((item, own[whose == ""]))
-            for name, size in item.size.inside.items():
-                part = Item(Port(name, "encoder"), size, (), False, replace(item.media, modality=name))
-                placed.append((part, own[whose == name]))
-        if is_place.sum() != sum(len(own) for _, own in placed):
-            raise BadRow("a media placeholder is in its text outside of the contents (in its tools, or a name)")
-        starts = np.cumsum(lengths) - lengths
-        items = tuple(
-            replace(item, spans=tuple((int(starts[at]), int(lengths[at])) for at in own if lengths[at]))
-            for item, own in placed
-        )
-        extents = tuple((int(starts[first]), int(starts[last - 1] + lengths[last - 1])) for first, last in whole)
-        return np.repeat(ids, lengths), np.repeat(weights, lengths), items, extents
-
-    def _follow(self, ids: Ids, items: tuple[Item, ...], answers: int) -> tuple[Item, ...]:
-        """Followers look for their places once all others have theirs."""
-
-        def placed(item: Item) -> Item:
-            module = item.port.module(self.notation.modalities)
-            if not isinstance(module, Follower):
-                return item
-            try:
-                return module.follow(ids, items, item, answers)
-            except BadMedia as bad:
-                raise BadRow(str(bad)) from None
-
-        return tuple(map(placed, items))
-
-    def _tokens_of_items(self, tokens: Tokens, media: RowMedia) -> tuple[list[Span], list[Span]]:
-        """Of each item that has places, its range of tokens; and that between its begin and its end."""
-        whole, inner, stop = [], [], 0
-        for item, written in zip(media.items, media.texts, strict=True):
-            if item.answer is not None:
-                continue
-            start, modality = tokens.text.find(written, stop), self.notation.modalities[item.media.modality]
-            if start < 0:
-                raise BadRow(MOVED.format(name=item.media.name))
-            stop = start + len(written)
-            whole.append((start, stop))
-            inner.append((start + len(modality.begin), stop - len(modality.end)))
-        if not inner:
-            return [], []
-        # tokens that the tokenizer puts around a text are said to be at its very beginning
-        offsets = [(int(start), int(stop)) for start, stop in np.maximum.accumulate(np.array(tokens.offsets), axis=0)]
-        return tokens_of_spans(offsets, whole), tokens_of_spans(offsets, inner)
-
-
-class ChatTemplate:
-    """A chat template with the tools of one row: finds the characters of a rendered conversation the loss is on.
-
-    Templates are programs that come with a tokenizer, so what they do is bounded, and whatever they raise is about
-    their row, or about themselves if they cannot even write two short messages.
-    """
-
-    def __init__(self, source: str, tools: list[Any] | None, special_tokens: dict[str, Any]) -> None:
-        self.source, self.tools, self.special_tokens = source, tools, special_tokens
-
-    def render(self, *conversations: list[Message], prompt: bool = False) -> list[str]:
-        return self._render(list(conversations), add_generation_prompt=prompt)[0]
-
-    def _render(self, conversations: list[list[Message]], **options: Any) -> tuple[list[str], list[list[Span]]]:
-        try:
-            texts, spans = self._run(conversations, **options)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"the chat template of the tokenizer is not valid, line {error.lineno}: {error}") from None
-        except TEMPLATE_ERRORS:
-            raise
-        except OutOfTime:
-            self._blame(f"takes more than {MOST_SECONDS:g} s of computing")
-        except MemoryError:
-            self._blame(f"takes more than {MOST_MEMORY >> 20:,} MiB of memory")
-        except Exception as error:
-            # e.g. ZeroDivisionError, RecursionError
-            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
-        if (longest := max(map(len, texts))) > MOST_TEXT:
-            raise BadRow(f"the chat template writes {longest:,} characters for it, more than {MOST_TEXT:,}")
-        return texts, spans
-
-    def _run(self, conversations: list[list[Message]], **options: Any) -> tuple[list[str], list[list[Span]]]:
-        with limits(MOST_SECONDS * len(conversations), MOST_MEMORY):
-            written: Any = render_jinja_template(  # its annotation (str) is not what it returns
-                conversations, tools=self.tools, chat_template=self.source, **options, **self.special_tokens
-            )
-        return written  # type: ignore[no-any-return]
-
-    def _blame(self, what: str) -> NoReturn:
-        """The row; or the template, if it is as bad on a conversation that has next to nothing in it."""
-        turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-        try:
-            self._run([turns])
-        except (OutOfTime, MemoryError):
-            raise UserError(f"the chat template of the tokenizer {what}, whatever it is given") from None
-        except TEMPLATE_ERRORS:
-            pass
-        raise BadRow(f"the chat template {what} for it")
-
-    def target_spans(self, messages: list[Message], wanted: list[float]) -> tuple[str, list[tuple[Span, float]]]:
-        """The rendered conversation, and the spans of the messages with a weight in it, each with its own."""
-        if GENERATION_TAG.search(self.source):
-            (text,), (tagged,) = self._render([messages], return_assistant_tokens_mask=True)
-            assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            weights = {wanted[i] for i in assistants} or {1.0}
-            if len(weights) == 1 and all(weights):
-                spans = [(span, min(weights)) for span in tagged]
-            elif len(tagged) == len(assistants):
-                spans = [(span, wanted[i]) for span, i in zip(tagged, assistants, strict=True) if wanted[i]]
-            else:
-                raise BadRow(
-                    f"the chat template tags {len(tagged)} generations in {len(assistants)} assistant messages"
-                )
-            others = [i for i in range(len(messages)) if wanted[i] and i not in assistants]
-            found = dict(zip(others, self.probe(messages, others, text, header=""), strict=True))
-            return text, spans + [(span, wanted[i]) for i, span in found.items()]
-
-        text = self.render(messages)[0]
-        turns = [i for i, want in enumerate(wanted) if want]
-        header, found = self.prefix_spans(messages, [i for i in turns if messages[i]["role"] == "assistant"], text)
-        gaps = [i for i in turns if i not in found]
-        found |= zip(gaps, self.probe(messages, gaps, text, header), strict=True)
-        return text, [(span, wanted[i]) for i, span in found.items()]
-
-    def prefix_spans(self, messages: list[Message], turns: list[int], text: str) -> tuple[str, dict[int, Span]]:
-        """From what the model sees before it writes a turn to what is there once it has; and the header that a prompt
-        for a turn ends with.
-
-        Found for every turn up to which the template writes the conversation in the same way whether or not it goes
-        on. Templates that rewrite earlier turns leave gaps; so do those without a header, where it cannot be told what
-        before the content the model would write itself.
-        """
-        turns = [i for i in turns if i > 0]  # most templates cannot render no message at all
-        if not turns:
-            return "", {}
-        try:
-            befores = self.render(*(messages[:i] for i in turns), prompt=True)
-            unprompted, *afters = self.render(messages[: turns[0]], *(messages[: i + 1] for i in turns))
-        except TEMPLATE_ERRORS:
-            return "", {}
-        header = befores[0].removeprefix(unprompted) if befores[0].startswith(unprompted) else ""
-        found = {
-            i: (len(before), len(after))
-            for i, before, after in zip(turns, befores, map(str.rstrip, afters), strict=True)
-            if header and before.endswith(header) and after.startswith(before) and text.startswith(after)
-        }
-        return header, found
-
-    def probe(self, messages: list[Message], turns: list[int], text: str, header: str) -> list[Span]:
-        """The spans of messages, found by what surrounds a mark that is put in the place of their content."""
-        if not turns:
-            return []
-        prefix = next(p for n in itertools.count() if (p := f"mark{n}x") not in text)
-        marks = [f"{prefix}{i}x" for i in range(len(messages))]
-        marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-        skeleton = self.render(marked)[0]
-        spans = []
-        for i in turns:
-            unclear = BadRow(f"cannot tell where message {i} is in what the chat template writes: {TAGS_HINT}")
-            whole, alone = self.render([*messages[:i], marked[i], *messages[i + 1 :]], [*messages[:i], marked[i]])
-            before, found, after = whole.partition(marks[i])
-            # the end-of-turn marker: what follows the content whether or not the conversation goes on
-            end_of_turn = commonprefix([after, alone.partition(marks[i])[2]]).rstrip()  # noqa: RUF071 (no paths)
-            stop = len(text) - len(after) + len(end_of_turn)
-            # what the template itself puts between the header and the content (an empty thinking block) is learnt too
-            start = len(before)
-            between = skeleton.partition(marks[i])[0]
-            between = between if i == 0 else between.rpartition(marks[i - 1])[2]
-            if header and header in between and before.endswith(between):
-                start -= len(between) - between.rindex(header) - len(header)
-            if not found or not text.endswith(after) or not text.startswith(before[:start]) or start > stop:
-                raise unclear
-            spans.append((start, stop))
-        return spans
-
 
 def plain(content: Any) -> str:
     """The content of a message as a reader sees it: items by their names, in brackets."""
@@ -631,20 +405,3 @@ def plain(content: Any) -> str:
         return str(content or "")
     parts = [part for part in content if isinstance(part, dict)]
     return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
-
-
-def tokens_of_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
-    """Ranges of the tokens that have a character in a span.
-
-    Offsets may leave out the white space around a token, and the bytes of one character may be several tokens: a token
-    begins where the one before it ends, or earlier.
-    """
-
-    def begin(token: int) -> int:
-        return min(offsets[token][0], offsets[token - 1][1] if token else 0)
-
-    return [
-        (bisect_right(offsets, start, key=lambda offset: offset[1]), bisect_left(range(len(offsets)), stop, key=begin))
-        for start, stop in spans
-        if start < stop
-    ]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from omnizoo.config import schema
+from omnizoo.config import data_section
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.config.hub import hub_hint
 from omnizoo.data.columns import RenamedRows, check_columns
@@ -75,7 +75,7 @@ class Concatenation(RowSource):
 
 
 def open_source(
-    spec: schema.Source,
+    spec: data_section.Source,
     media_outside: bool = False,
     modalities: Collection[str] = frozenset(),
     cache_dir: str | None = None,
@@ -112,7 +112,7 @@ def open_source(
     return source
 
 
-def row_files(names: list[str], spec: schema.Source) -> list[str]:
+def row_files(names: list[str], spec: data_section.Source) -> list[str]:
     """Of the files of a folder that is elsewhere, those that hold rows."""
     if any(name in SAVED for name in names):
         return names
@@ -125,7 +125,7 @@ def row_files(names: list[str], spec: schema.Source) -> list[str]:
 
 
 def open_path(
-    spec: schema.Source, path: Path, media_outside: bool, modalities: Collection[str], remote: Remote | None
+    spec: data_section.Source, path: Path, media_outside: bool, modalities: Collection[str], remote: Remote | None
 ) -> RowSource:
     """`remote`: where media are, if that is elsewhere."""
     try:

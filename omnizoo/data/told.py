@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.data.loader import IGNORE, FlatPack
+from omnizoo.data.flat_pack import IGNORE, FlatPack
 from omnizoo.modalities.base import Item, Port
 
 Numbers = npt.NDArray[np.int64]

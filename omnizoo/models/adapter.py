@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Adapter
+from omnizoo.config.model_section import Adapter
 from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.hf_private import is_experts, kept_in_fp32, language_model, routers
 

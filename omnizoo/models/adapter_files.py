@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Adapter
+from omnizoo.config.model_section import Adapter
 from omnizoo.models.adapter import DEFAULT, KEY, Attached, attached, factor_names, matches
 from omnizoo.models.artefact import read_json, tensor_names
 

@@ -13,7 +13,9 @@ import torch
 import xxhash
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Model, Part
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Part
 from omnizoo.models.build import given_model, is_own_module, read_model_config, tensors_of
 
 PIECES, PIECE = 64, 2**16  # of each file: how many pieces, and bytes of each

@@ -19,7 +19,8 @@ from transformers import (
 from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
 from omnizoo.config.hub import hub_hint
-from omnizoo.config.schema import EncoderPart, Given, Modality, Model, Part, Projector
+from omnizoo.config.model_section import EncoderPart, Modality, Model, Projector
+from omnizoo.config.section import Given, Part
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.adapter import attach

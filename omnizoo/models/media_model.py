@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 from transformers import PreTrainedModel
 
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Decoder, Item, Modality, Port
 from omnizoo.modalities.base import Ids as Ids
 from omnizoo.ops.mutual import MutualTokens

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import ModelOutput
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Decoder, Encoder, Modality
 from omnizoo.modalities.build import build_part, check_code
 from omnizoo.models.media_batch import Delivered, Likely, MediaBatch

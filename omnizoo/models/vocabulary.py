@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 
 MULTIPLE = 64  # rows are rounded up to it, as published vocabularies are: matmuls of odd sizes are slow on accelerators
 

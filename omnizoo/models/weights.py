@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError, first_line, is_out_of_memory
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Port
 from omnizoo.models.artefact import inside, read_json, tensor_names
 from omnizoo.models.build import read_model_config

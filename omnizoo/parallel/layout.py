@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Parallel
+from omnizoo.config.run_sections import Parallel
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,12 @@ from omnizoo.assembly.parallelize import parallelize, reshards
 from omnizoo.assembly.parts import saved_bytes
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import NO_DATA
-from omnizoo.config.schema import Config, Model, Part
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Part
 from omnizoo.data.deal import Batch
-from omnizoo.data.loader import IGNORE, FlatPack, Step, build_loader
+from omnizoo.data.flat_pack import IGNORE, FlatPack
+from omnizoo.data.loader import Step, build_loader
 from omnizoo.models.build import build_model, check_vocabulary, load_tokenizer
 from omnizoo.models.initial import initial_weights
 from omnizoo.parallel.mesh import build_mesh

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from omnizoo.config.doors import resolve
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Follower, Item, Modality
 from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.build import RECIPE, RECIPE_EXPECTED

@@ -8,7 +8,8 @@ from typing import Any
 
 from omnizoo.config.doors import check_call, resolve
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.schema import Config, MetricPart
+from omnizoo.config.run_sections import MetricPart
+from omnizoo.config.schema import Config
 
 EXPECTED = "a function of an omnizoo.Answer that gives a number, or None to leave the answer out"
 

@@ -18,7 +18,7 @@ from omnizoo.checkpoint.stream import stream_adapter, stream_weights
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import flatten
+from omnizoo.data.flat_pack import flatten
 from omnizoo.data.packing import Sample
 from omnizoo.data.rollouts import Rollout, RolloutReader, RolloutRows, digest, pack_all
 from omnizoo.models.adapter import switched_off

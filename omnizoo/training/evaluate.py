@@ -10,8 +10,10 @@ import torch
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Dealt
-from omnizoo.data.loader import FlatPack, Reader, held_out_parts, read_held_out
+from omnizoo.data.flat_pack import FlatPack
+from omnizoo.data.held_out import held_out_parts, read_held_out
 from omnizoo.data.plan import Totals
+from omnizoo.data.reader import Reader
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnizoo.config.schema import Parallel
+from omnizoo.config.run_sections import Parallel
 from omnizoo.data.deal import Batch
-from omnizoo.data.loader import IGNORE
+from omnizoo.data.flat_pack import IGNORE
 from omnizoo.data.rendered import ROLES
 from omnizoo.modalities.base import Port
 from omnizoo.models.media_batch import Delivered, Features, Likely, MediaBatch

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import ROWS_READ, Reader
+from omnizoo.data.loader import ROWS_READ
+from omnizoo.data.reader import Reader
 
 
 class Lengthy:

@@ -18,7 +18,7 @@ from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch, Dealt, deal
-from omnizoo.data.loader import FlatPack
+from omnizoo.data.flat_pack import FlatPack
 from omnizoo.data.mismatched import apart
 from omnizoo.data.plan import TEXT, Totals
 from omnizoo.data.told import Known

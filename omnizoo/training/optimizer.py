@@ -16,7 +16,8 @@ from omnizoo.assembly.parts import Treatments
 from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class, takes
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
-from omnizoo.config.schema import Config, Ema
+from omnizoo.config.schema import Config
+from omnizoo.config.train_section import Ema
 from omnizoo.models.hf_private import is_experts, routers
 from omnizoo.parallel.shard import is_sharded
 

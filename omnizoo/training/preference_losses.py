@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.assembly.published import media_model
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Model, Optimizer
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
+from omnizoo.config.train_section import Optimizer
 from omnizoo.data.plan import Totals
 from omnizoo.models.adapter import attached, switched_off
 from omnizoo.models.base_identity import base_identity

@@ -24,7 +24,7 @@ from omnizoo.assembly.published import media_model
 from omnizoo.assembly.shrink import Shrinking, random_fields, shrink_config
 from omnizoo.config.doors import check_call
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.models.build import (
     UnbuildableError,
     build_from,

@@ -25,7 +25,8 @@ from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.epochs import count_steps
-from omnizoo.data.loader import ROWS_READ, Reader, merge_states
+from omnizoo.data.loader import ROWS_READ, merge_states
+from omnizoo.data.reader import Reader
 from omnizoo.data.workers import start_server, worker_count
 from omnizoo.models.hf_private import attention_name
 from omnizoo.ops.device import device_name, is_host, memory_gb, peak_flops, use_tensor_cores

@@ -19,7 +19,8 @@ from omnizoo.assembly.writer import Writer, whole_copy, writer_of
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.data.formats import Shape
-from omnizoo.data.loader import Reader, short_names
+from omnizoo.data.held_out import short_names
+from omnizoo.data.reader import Reader
 from omnizoo.data.rows import BadRow, RowSource
 from omnizoo.modalities.base import Sampling
 from omnizoo.modalities.item import BadMedia

@@ -4,7 +4,7 @@ import math
 
 from omnizoo.config.doors import CODE_ERRORS, check_call, resolve
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.schema import SCHEDULES, Train
+from omnizoo.config.train_section import SCHEDULES, Train
 
 EXPECTED = "a function (train config, step) -> learning rate, the step counted from 1"
 

@@ -14,7 +14,8 @@ import torch
 
 from omnizoo.config.errors import UserError
 from omnizoo.data.deal import Batch, Dealt
-from omnizoo.data.loader import FlatPack, Loader
+from omnizoo.data.flat_pack import FlatPack
+from omnizoo.data.loader import Loader
 from omnizoo.data.plan import Totals
 from omnizoo.ops.device import Reading, is_host
 from omnizoo.ops.precision import exact

@@ -16,7 +16,8 @@ from omnizoo.assembly.groups import Groups, frozen, matching, still_frozen
 from omnizoo.assembly.parallelize import check
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import save_config
-from omnizoo.config.schema import Config, Model
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
 from omnizoo.models.build import build_model, load_tokenizer, tokenizer_folder
 from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import process_group

@@ -6,7 +6,8 @@ from typing import Any
 
 from omnizoo.assembly.shrink import shrink_model
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Config, Model
+from omnizoo.config.model_section import Model
+from omnizoo.config.schema import Config
 from omnizoo.models.adapter import attached, matches
 from omnizoo.models.build import build_model, is_own_module, read_model_config
 from omnizoo.recipes.base import own_recipe, recipe_of
