@@ -189,6 +189,16 @@ def train_in_this_world(args: Sequence[object]) -> int:
     return main(["train", *map(str, args)])
 
 
+def train_on_ranks(args: Sequence[object], nproc: int) -> Result:
+    """`omnizoo train args` on ranks that start in a blink: where it is not the start that is tested."""
+    return run_on_ranks(_train, nproc, list(map(str, args)))
+
+
+def _train(process: object, args: Sequence[str]) -> None:
+    code = train_in_this_world(args)
+    assert code == 0, f"exit code {code}"
+
+
 def stay_in_this_world() -> None:
     """Let `omnizoo.train` find the world that a rank has joined already, which can be done only once."""
     from omnizoo.parallel import process

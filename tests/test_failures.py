@@ -20,7 +20,10 @@ OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "w
 @pytest.mark.parametrize(
     ("failure", "expected", "has_traceback"),
     [
-        ("device", ("rank 1 is out of memory", "CUDA out of memory", "data.pack_tokens", "recompute"), False),
+        pytest.param(
+            *("device", ("rank 1 is out of memory", "CUDA out of memory", "data.pack_tokens", "recompute"), False),
+            marks=pytest.mark.long,
+        ),
         ("bug", ("rank 1 failed: IndexError: row 7 of a table of 5",), True),
     ],
 )

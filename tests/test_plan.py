@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from dry_runs import Case, run_dry, run_real
-from processes import run_omnizoo, run_on_ranks
+from processes import run_omnizoo, run_on_ranks, start_server
 from sync_budget import ALLOWED
 
 from omnizoo.cli.main import main
@@ -58,17 +58,20 @@ ONE = {
 FOUR = {
     "fsdp": case(DENSE, 8),
     "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
-    "hsdp": case(DENSE, 4, dp_replicate=2),
     "hsdp, reducing each": case(DENSE, 8, dp_replicate=2, reduce_each_micro_batch="true"),
-    "ulysses": case(DENSE, 2, ulysses=2),
     "ulysses only, selective": case(DENSE, 1, ulysses=4, recompute="selective"),
-    "ring": case(DENSE, 2, ring=2),
     "ring x ulysses": case(DENSE, 1, ring=2, ulysses=2),
-    "experts sharded": case(MOE, 4),
     "experts sharded, ulysses": case(MOE, 2, ulysses=2, recompute="full"),
-    "omni, fsdp": case(OMNI, 4),
     "omni, ulysses": case(OMNI, 2, ulysses=2),
     "adapter, base in 4 bits": in_4_bits(case(LORA, 2, ulysses=2)),
+}
+# What those above have together, each by itself.
+APART = {
+    "hsdp": case(DENSE, 4, dp_replicate=2),
+    "ulysses": case(DENSE, 2, ulysses=2),
+    "ring": case(DENSE, 2, ring=2),
+    "experts sharded": case(MOE, 4),
+    "omni, fsdp": case(OMNI, 4),
 }
 # Which experts are chosen is not known before: what is sent to them is compared in sum only where it is even.
 ROUTED = {"experts spread": case(MOE, 4, ep=2)}
@@ -88,7 +91,8 @@ def both(cases: dict[str, Case], world: int, folder: Path) -> Found:
 
 def dry(cases: list[Case], world: int, folder: Path) -> list[dict[str, Any]]:
     """In a process of its own, for torch has another device there from then on."""
-    process = multiprocessing.get_context("spawn").Process(target=run_dry, args=(cases, world, folder))
+    start_server()
+    process = multiprocessing.get_context("forkserver").Process(target=run_dry, args=(cases, world, folder))
     process.start()
     process.join(900)
     assert process.exitcode == 0
@@ -111,11 +115,23 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return both(FOUR | ROUTED | MANY, 4, tmp_path_factory.mktemp("four"))
 
 
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return both(APART, 4, tmp_path_factory.mktemp("apart"))
+
+
 @pytest.mark.parametrize("name", ONE)
 def test_the_peak_in_one_process_is_what_a_real_run_allocates(one: Found, name: str) -> None:
     real, dry = one[name]
     assert dry["peak"] == pytest.approx(real["peak"], rel=0.01)
     assert dry["bytes"] == real["bytes"] == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", APART)
+def test_layouts_apart_are_planned_as_they_run(apart: Found, name: str) -> None:
+    test_the_peak_on_several_ranks_is_what_a_real_run_allocates(apart, name)
+    test_what_is_sent_is_what_a_real_run_sends(apart, name)
 
 
 @pytest.mark.parametrize("name", FOUR)

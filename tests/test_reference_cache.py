@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from processes import run_omnizoo
+from processes import train_on_ranks
 from test_preferences import pair_config, pair_rows, single_rows
 from tiny import read_steps, write_rows
 
@@ -105,9 +105,7 @@ def test_what_was_changed_is_computed_again(tmp_path: Path, monkeypatch: pytest.
 def test_any_layout_writes_and_any_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, "kto")
     plain = train(config, "plain", *without_cache(config))
-    result = run_omnizoo(
-        ["train", config, "--log.dir", tmp_path / "two", "--nproc", 2, "--parallel.ulysses", 2, *STEPS]
-    )
+    result = train_on_ranks([config, "--log.dir", tmp_path / "two", "--parallel.ulysses", 2, *STEPS], 2)
     assert result.code == 0, result.stderr
     assert_close(figures(tmp_path / "two"), plain)
     monkeypatch.setattr(Reference, "_build", None)
@@ -119,7 +117,7 @@ def test_any_layout_writes_and_any_reads(tmp_path: Path, monkeypatch: pytest.Mon
         writer.write_batch(pa.record_batch([list(values), list(values.values())], schema=SCHEMA))
     moved = train(config, "moved")
     assert abs(moved[0]["loss"] - plain[0]["loss"]) > 1e-3
-    result = run_omnizoo(["train", config, "--log.dir", tmp_path / "apart", "--nproc", 2, *STEPS])
+    result = train_on_ranks([config, "--log.dir", tmp_path / "apart", *STEPS], 2)
     assert result.code == 0, result.stderr
     assert_close(figures(tmp_path / "apart"), moved)
 

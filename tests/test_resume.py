@@ -93,7 +93,7 @@ def test_a_run_killed_and_stopped_at_random_moments_is_bit_for_bit_the_undisturb
         assert running.wait_until(lambda moment=moment: last_step(tmp_path) >= moment, TIMEOUT)
         ask_to_stop(running, number, tmp_path)
 
-    result = start(config, tmp_path, workers=2).wait(TIMEOUT)
+    result = start(config, tmp_path, workers=0).wait(TIMEOUT)
     assert result.code == 0, result.stdout + result.stderr
     assert f"done, {STEPS} steps" in result.stdout
     assert values(tmp_path) == undisturbed

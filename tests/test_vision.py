@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from processes import run_omnizoo
+from processes import train_on_ranks
 from published import DTYPE, gradients, loss_of, picture, sound
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForMultimodalLM
@@ -307,7 +307,7 @@ def test_weights_come_back_from_two_ranks_as_they_were_published(family: str, tm
     reference = publish(family, tmp_path / "model")
     layout = ["--parallel.ep", "2"] if read_facts(reference).experts else []
     args = train_from(family, tmp_path / "model", tmp_path, *layout)
-    result = run_omnizoo(["train", *args, "--nproc", 2])
+    result = train_on_ranks(args, 2)
     assert result.code == 0, result.stderr
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = (read_weights(tmp_path / name) for name in ("model", "out"))

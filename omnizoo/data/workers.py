@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 MOST_WORKERS, CORES_PER_WORKER = 4, 4  # of a rank, where nobody has said how many
 IMPORTED = ["omnizoo.data.loader", "tokenizers"]
+QUIET = "ignore:resource_tracker"
 LIGHTER = "use fewer data.workers, or a smaller data.prefetch, data.look_ahead or data.pack_tokens"
 
 
@@ -45,7 +46,12 @@ def worker_count(asked: int | None) -> int:
 def start_server() -> None:
     """Start the process that workers are forked from. It needs seconds to import torch, while this one goes on."""
     multiprocessing.set_forkserver_preload(IMPORTED)
-    resource_tracker.ensure_running()  # it unblocks signals, so it must not be left to the next but one line
+    # First Python's process that frees what a killed rank leaves: starting it unblocks signals. It would warn of each.
+    sys.warnoptions.append(QUIET)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(QUIET)
     # Schedulers send SIGTERM to all processes of a job: the rank saves then, and needs its workers up to the last step.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
