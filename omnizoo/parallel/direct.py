@@ -21,7 +21,7 @@ class Messages(dist.Work):
         super().__init__()
         self._messages = [message for message in messages if message is not None]
 
-    def wait(self, timeout: object = None) -> bool:  # type: ignore[override]  # torch declares two of them
+    def wait(self, timeout: object = None) -> bool:
         for message in self._messages:
             message.wait()
         self._messages.clear()
@@ -51,7 +51,7 @@ class DirectReduceScatter:
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp,
+        op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
         assert op == dist.ReduceOp.SUM, "gradients are summed"
