@@ -61,7 +61,7 @@ verify-all: install
 	done
 
 bench: install
-	$(BIN)/python benchmarks/against_plain.py
+	$(BIN)/python benchmarks/standing.py
 
 docs: install
 	$(BIN)/python -m omnizoo.config.reference > docs/configuration.md

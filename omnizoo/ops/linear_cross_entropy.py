@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from omnizoo.ops.device import is_host
+
 CHUNK = 2**26  # logits at a time; 256 MiB in fp32
+CHUNK_ON_HOST = 2**23  # there, matmuls of fewer rows are as fast
+IN_CACHE = 2**18  # on the host: numbers that pass after pass over them finds in its cache
+
+
+def most_logits(device: torch.device) -> int:
+    """How many a chunk has there, at most."""
+    return CHUNK_ON_HOST if is_host(device) else CHUNK
 
 
 @dataclass(frozen=True)
@@ -31,14 +40,14 @@ def linear_cross_entropy_sum(
     weights: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Sum over rows of `hidden [N, C]` of weight x (cross entropy with `targets [N]` + z_loss x log-sum-exp squared).
 
     Logits are multiplied out in the precision of `hidden`; everything after that, and sums over chunks, are in fp32 or
     better. 0 for no rows, with gradients of zeros.
     """
-    rows = max(1, chunk // len(head.weight))
+    rows = max(1, (chunk or most_logits(hidden.device)) // len(head.weight))
     settings = (label_smoothing, z_loss, head.scale, head.softcap, rows)
     out: torch.Tensor = _LinearCrossEntropy.apply(hidden, head.weight, head.bias, targets, weights, settings)  # type: ignore[no-untyped-call]
     return out
@@ -68,8 +77,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             some = hidden[part]
             logits = torch.addmm(bias, some, weight.t()) if bias is not None else some @ weight.t()
             each = None if weights is None else weights[part].to(wide)
-            loss, grad = _loss_and_gradient(logits.to(wide), targets[part], each, smoothing, z_loss, scale, softcap)
-            total += loss
+            grad = logits.to(wide)
+            few = max(1, IN_CACHE // grad.shape[1]) if is_host(grad.device) else len(grad)
+            for rest in range(0, len(grad), few):
+                some_of = slice(rest, rest + few)
+                given = (grad[some_of], targets[part][some_of], None if each is None else each[some_of])
+                total += _loss_and_gradient(*given, smoothing, z_loss, scale, softcap)
             if to_bias is not None:
                 to_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
@@ -106,8 +119,8 @@ def _loss_and_gradient(
     z_loss: float,
     scale: float,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss summed over rows, and its gradient in place of `logits [n, V]`, which are as the head gives them."""
+) -> torch.Tensor:
+    """The loss summed over rows; its gradient takes the place of `logits [n, V]`, which are as the head gives them."""
     if scale != 1.0:
         logits = logits.mul_(scale)
     slope = None
@@ -131,4 +144,6 @@ def _loss_and_gradient(
         loss, grad = loss * weights, grad.mul_(weights[:, None])
     if slope is not None:
         grad = grad.mul_(slope)
-    return loss.sum(), grad.mul_(scale) if scale != 1.0 else grad
+    if scale != 1.0:
+        grad.mul_(scale)
+    return loss.sum()

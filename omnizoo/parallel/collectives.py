@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from omnizoo.ops.torch_private import TorchDispatchMode, tree_leaves
+from omnizoo.parallel.direct import GATHERING, SCATTERING
 
 # c10d operator -> the name people use. Receives are the other end of sends, and not counted again.
 NAMES = {
@@ -21,6 +22,8 @@ NAMES = {
     "broadcast_": "broadcast",
     "send": "send",
 }
+
+DIRECT = {GATHERING: "all-gather", SCATTERING: "reduce-scatter"}  # by tag: what messages between CPUs stand for
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -51,9 +54,18 @@ class CollectiveCounter(TorchDispatchMode):
         assert group is not None
         if group.size() == 1:
             return
+        if name == "send" and args[3] in DIRECT:
+            self._count_direct(args[2], args[3], tensors[0], group)
+            return
         given = tensors[1] if len(tensors) > 1 and name not in ("all-reduce", "broadcast", "send") else tensors[0]
         put_in = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
         self.add(name, group, put_in[0].device, sum(t.nbytes for t in put_in))
+
+    def _count_direct(self, to: int, tag: int, given: Any, group: dist.ProcessGroup) -> None:
+        """One message of a collective that is made of them: the one to the next rank stands for all."""
+        if to == (group.rank() + 1) % group.size():
+            name, parts = DIRECT[tag], 1 if tag == GATHERING else group.size()
+            self.add(name, group, given[0].device, given[0].nbytes * parts)
 
     def add(self, name: str, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         """One collective over `group`, into which this rank puts `size` bytes that are on `device`."""

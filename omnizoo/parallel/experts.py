@@ -28,7 +28,7 @@ from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.layout import Layout, divisors
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallel.shard import sum_gradients
+from omnizoo.parallel.shard import set_communication
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def shard_experts(
         for child in module.children():
             if any(True for _ in child.parameters()):  # shared by all experts, so sharded like dense weights
                 unit = fully_shard(child, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-                sum_gradients(unit, mesh.fsdp)
+                set_communication(unit, mesh.fsdp)
                 units.append(child)
         own = dict(module.named_parameters(recurse=False))
         split = {tuple(p.shape): _dim_to_split(name, p.shape, mesh.layout) for name, p in own.items()}
@@ -151,7 +151,7 @@ def shard_experts(
             reshard_after_forward=reshard,
             shard_placement_fn=partial(_placement, split),
         )
-        sum_gradients(unit, mesh.expert_fsdp)
+        set_communication(unit, mesh.expert_fsdp)
         units.append(module)
     return units
 

@@ -65,6 +65,11 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return rows.to(torch.float64 if has_float64(rows.device) else rows.dtype).square().sum()
 
 
+def excess_of(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """By what gradients of that norm are divided so that it becomes at most `limit`: as torch's clipping has it."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0)
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
     """Scale gradients down so that their norm, which is `norm`, becomes at most `limit`."""
     for group in _by_placement(parameters).values():  # torch refuses tensors of different meshes in one call

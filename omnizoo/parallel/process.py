@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from omnizoo.ops.device import backend_for, is_host, pick_device
+from omnizoo.ops.host_memory import keep_freed_memory
 from omnizoo.ops.torch_private import abort_groups, register_fake_collectives
 from omnizoo.parallel.rendezvous import meeting_point, place_in_world
 
@@ -40,6 +41,8 @@ def process_group(
     """
     rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
     own = pick_device(local_rank, device)
+    if is_host(own):
+        keep_freed_memory()
     store = store or _store(rank, world_size)
     # Bound to its device, a group connects at once, and those made of it share its connections.
     bound = None if is_host(own) else own

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import zeros as sharded_zeros
 
+from omnizoo.parallel.direct import set_collectives
 from omnizoo.parallel.mesh import Mesh
 
 
@@ -49,21 +50,21 @@ def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: Mix
             cast_activations(block, policy.param_dtype)
         own = kept.intersection(block.parameters())
         unit = fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, ignored_params=own)
-        sum_gradients(unit, mesh.fsdp)
+        set_communication(unit, mesh.fsdp)
     for module in units.idle:
-        sum_gradients(fully_shard(module, mesh=mesh.fsdp, mp_policy=policy), mesh.fsdp)
+        set_communication(fully_shard(module, mesh=mesh.fsdp, mp_policy=policy), mesh.fsdp)
     if units.embedding is not None:
         unit = fully_shard(units.embedding, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-        sum_gradients(unit, mesh.fsdp)
+        set_communication(unit, mesh.fsdp)
         unit.set_unshard_in_backward(False)  # its gradient is made of ids and of what comes back, without the weights
     # Head and root are needed again at once when backward starts: resharding them would only add all-gathers.
     if units.head is not None:
         if policy.param_dtype is not None:
             cast_activations(units.head, policy.param_dtype)  # some models cast to what its weights are before gathered
         unit = fully_shard(units.head, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-        sum_gradients(unit, mesh.fsdp)
+        set_communication(unit, mesh.fsdp)
     root = fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=kept)
-    sum_gradients(root, mesh.fsdp)
+    set_communication(root, mesh.fsdp)
 
 
 def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
@@ -99,8 +100,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def sum_gradients(unit: FSDPModule, mesh: DeviceMesh) -> None:
-    """Let the gradients of one unit be summed over its mesh. Neither setter reaches the units inside of it."""
+def set_communication(unit: FSDPModule, mesh: DeviceMesh) -> None:
+    """How one unit talks to other ranks: gradients are summed over its mesh, and CPUs send directly. No setter reaches
+    the units inside of it."""
+    set_collectives(unit, mesh.get_group(mesh.ndim - 1))
     if mesh.size() > 1:  # one rank has nothing to sum, and torch 2.13 would copy every gradient to divide it by one
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and a plain one is meant

@@ -13,7 +13,7 @@ from omnizoo.models.head import Logits
 from omnizoo.models.hf_private import routers
 from omnizoo.models.routing import RouterRecord
 from omnizoo.ops.cross_entropy import cross_entropy_sum
-from omnizoo.ops.linear_cross_entropy import CHUNK, linear_cross_entropy_sum
+from omnizoo.ops.linear_cross_entropy import linear_cross_entropy_sum, most_logits
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.forward import Local
 from omnizoo.training.loss_contract import Loss
@@ -32,7 +32,7 @@ class AtHead(Loss):
         if chunked is None:
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
-            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > CHUNK
+            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > most_logits(mesh.device)
         self.view = "of_hidden" if chunked else "of_logits"
 
 

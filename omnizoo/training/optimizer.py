@@ -118,14 +118,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["rate"]
 
 
-def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> bool:
+def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor, excess: torch.Tensor | None) -> bool:
     """Update the weights, unless `skip`, a bool on the device, is true: then neither they nor the optimizer change. The
-    host does not learn which, and does not wait. False, and nothing is done: this optimizer cannot do so."""
+    host does not learn which, and does not wait. Gradients are divided by `excess` on the way: no pass over all of them
+    just for that. False, and nothing is done: this optimizer cannot do so."""
     parts = optimizer.parts if isinstance(optimizer, Combined) else [optimizer]
     if not all(type(part) is torch.optim.AdamW and part.defaults["fused"] for part in parts):
         return False
     for part in parts:
-        setattr(part, "found_inf", skip.float())  # noqa: B010 - where torch's fused kernels look, though no class says so
+        # Where torch's fused kernels look, though no class says so.
+        vars(part).update(found_inf=skip.float(), grad_scale=None if excess is None else excess.float())
         part.step()
     return True
 

@@ -21,7 +21,7 @@ from omnizoo.ops.device import Reading, is_host
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.agree import raise_first
 from omnizoo.parallel.exchange import ProcessGroup
-from omnizoo.parallel.gradients import clip_gradients, squared_norm, sum_of_whole
+from omnizoo.parallel.gradients import clip_gradients, excess_of, squared_norm, sum_of_whole
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import set_learning_rate, step_unless, update_average
@@ -132,10 +132,11 @@ def train_step(
     total = mesh.total(torch.cat([numbers, flag, *(part.to(square.dtype) for part in routed.sums())]))
     must, seen = len(numbers), Reading(total)
     lr = learning_rate(config.train, step)
-    if config.train.grad_clip:
-        clip_gradients(model.parameters(), config.train.grad_clip, total[0].sqrt())
     set_learning_rate(optimizer, lr)
-    is_updated = step_unless(optimizer, ~total[:must].isfinite().all())
+    norm, limit = total[0].sqrt(), config.train.grad_clip
+    is_updated = step_unless(optimizer, ~total[:must].isfinite().all(), excess_of(norm, limit) if limit else None)
+    if limit and not is_updated:
+        clip_gradients(model.parameters(), limit, norm)
 
     values = seen.values()
     finite = all(map(math.isfinite, values[:must]))

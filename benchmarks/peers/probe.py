@@ -1,0 +1,99 @@
+"""Runs any trainer unchanged, and measures it as every other.
+
+    python probe.py TARGET.py args...        or: python probe.py -m package.module args...
+
+Tokens are counted where the token embedding is looked up: all of them, and those that are not padding. A step ends when
+an optimizer's `step` returns. CPU seconds are those of the process and of all that it has started. One JSON object a
+step goes to `PROBE_OUT/rank<N>.jsonl`; `PROBE_VOCABULARY` and `PROBE_PAD` tell which embedding and which id is meant.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+BEGAN = float(os.environ.get("PROBE_BEGAN", time.time()))
+OUT = Path(os.environ["PROBE_OUT"]) / f"rank{os.environ.get('RANK', '0')}.jsonl"
+VOCABULARY, PAD = int(os.environ["PROBE_VOCABULARY"]), int(os.environ["PROBE_PAD"])
+
+
+class Probe:
+    def __init__(self) -> None:
+        self.tokens = self.all_tokens = self.lookups = self.lookups_at_last_step = 0
+        self.first_forward: float | None = None
+        self.process = psutil.Process()
+        self.file = OUT.open("a", buffering=1)
+
+    def look_up(self, ids: torch.Tensor, weight: torch.Tensor) -> None:
+        if weight.shape[0] != VOCABULARY or not torch.is_grad_enabled() or ids.is_meta:
+            return
+        if self.first_forward is None:
+            self.first_forward = time.time() - BEGAN
+        local = ids.to_local() if hasattr(ids, "to_local") else ids
+        self.tokens += int((local != PAD).sum())
+        self.all_tokens += local.numel()
+        self.lookups += 1
+
+    def step(self, *_: Any) -> None:
+        if self.lookups == self.lookups_at_last_step:  # another optimizer of the same step
+            return
+        self.lookups_at_last_step = self.lookups
+        record = {
+            "seconds": time.time() - BEGAN,
+            "cpu": self.cpu_seconds(),
+            "tokens": self.tokens,
+            "all_tokens": self.all_tokens,
+            "peak_rss_mb": peak_rss_mb(),
+            "first_forward": self.first_forward,
+        }
+        self.file.write(json.dumps(record) + "\n")
+
+    def cpu_seconds(self) -> float:
+        total = 0.0
+        for process in (self.process, *self.process.children(recursive=True)):
+            try:
+                used = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            total += used.user + used.system
+        return total
+
+
+def peak_rss_mb() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no VmHWM in /proc/self/status")
+
+
+def install() -> None:
+    probe, own = Probe(), functional.embedding
+
+    def embedding(ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        probe.look_up(ids, weight)
+        return own(ids, weight, *args, **kwargs)
+
+    functional.embedding = embedding
+    register_optimizer_step_post_hook(probe.step)
+
+
+if __name__ == "__main__":
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    install()
+    target, *rest = sys.argv[1:]
+    sys.path.insert(0, os.getcwd())
+    if target == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [target, *rest]
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(target, run_name="__main__")

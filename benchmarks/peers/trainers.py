@@ -1,0 +1,118 @@
+"""transformers' Trainer and TRL's SFTTrainer, as their own documentation has them, on the documents of the benchmark.
+
+    [torchrun] trainers.py ASSETS dense|moe padded|packed|trl [--steps 20]
+
+padded: some documents, padded to the longest. packed: rows of documents made beforehand, whose positions start again at
+each. trl: its own packing, best fit.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import accelerate.state
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+IGNORE, DOCUMENTS = -100, 3  # of a step, where each is padded: about as many tokens as a pack has
+
+
+def allow_fsdp_on_cpus() -> None:
+    """accelerate (1.15) turns FSDP on for accelerators only, and on CPUs quietly trains with DDP."""
+    own = accelerate.state.AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        own(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == accelerate.state.DistributedType.MULTI_CPU:
+            self.distributed_type = accelerate.state.DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    accelerate.state.AcceleratorState.__init__ = init
+
+
+def packed_rows(documents: list[list[int]], tokens: int) -> list[dict[str, list[int]]]:
+    rows: list[dict[str, list[int]]] = []
+    ids: list[int] = []
+    positions: list[int] = []
+    for document in documents:
+        while document:
+            room = tokens - len(ids)
+            ids += document[:room]
+            positions += range(min(room, len(document)))
+            document = document[room:]
+            if len(ids) == tokens:
+                rows.append({"input_ids": ids, "position_ids": positions})
+                ids, positions = [], []
+    return rows
+
+
+def collate_packed(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    positions = torch.tensor([row["position_ids"] for row in rows])
+    labels = ids.masked_fill(positions == 0, IGNORE)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("assets", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("mode", choices=("padded", "packed", "trl"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=1024)
+    args = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    folder = args.assets / args.model
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    sharding: dict[str, Any] = {}
+    if world > 1:
+        allow_fsdp_on_cpus()
+        block = type(model.model.layers[0]).__name__
+        how = {"version": 2, "transformer_layer_cls_to_wrap": [block], "reshard_after_forward": True}
+        sharding = {"fsdp": True, "fsdp_config": how, "ddp_backend": "gloo"}
+    shared: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": args.steps,
+        "per_device_train_batch_size": DOCUMENTS if args.mode == "padded" else 1,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "optim": "adamw_torch_fused",
+        **sharding,
+    }
+    if args.mode == "trl":
+        from datasets import load_dataset
+        from trl import SFTConfig, SFTTrainer
+
+        config = SFTConfig(**shared, packing=True, max_length=args.tokens, gradient_checkpointing=False)
+        rows = load_dataset("json", data_files=str(args.assets / "text.jsonl"), split="train")
+        SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer).train()
+        return
+    lines = (args.assets / "text.jsonl").read_text().splitlines()
+    documents = [[*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id] for line in lines]
+    data: list[Any] = [{"input_ids": document} for document in documents]
+    collate: Any = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    if args.mode == "packed":
+        data, collate = packed_rows(documents, args.tokens), collate_packed
+    config = TrainingArguments(**shared)
+    Trainer(model=model, args=config, train_dataset=data, data_collator=collate, processing_class=tokenizer).train()
+
+
+if __name__ == "__main__":
+    main()
