@@ -29,6 +29,7 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 METRICS = ("accuracy", "exact_match")
 
 FEWEST_LANES, MOST_FITTING_LANES = 8, 64  # each holds `data.look_ahead` samples from the start
+MOST_PROFILED = 50  # steps; a trace of more would not open in a browser
 LONGEST_TEXT = 4096  # no path is longer
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
 Rate = Annotated[float, Field(gt=0, le=1000)]  # of learning
@@ -777,6 +778,14 @@ class Log(Section):
     every: Annotated[int, Field(ge=1, le=10**12)] = Field(
         1, description="steps between console lines where there is no terminal"
     )
+    profile: Text | None = Field(
+        None,
+        description="`first:last`, such as 10:12: the steps that are profiled, into `profile/` of the run folder "
+        "(docs/profiling.md)",
+    )
+    profile_ranks: Literal["first", "all"] = Field(
+        "first", description="whose traces are kept; all ranks are measured and summed up either way"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: Text | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
     callbacks: list[CallbackPart] = Field(
@@ -784,6 +793,28 @@ class Log(Section):
         description="code of your own at fixed moments of the run (docs/callbacks.md): `package.module:Class`, or with "
         "arguments `{kind, options}`",
     )
+
+    @field_validator("profile")
+    @classmethod
+    def _some_steps(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        steps = _steps_of(value)
+        if not steps or steps.start < 1 or len(steps) > MOST_PROFILED:
+            raise ValueError(
+                f"profile is {value!r}; expected `first:last`, such as 10:12: steps from 1 on, at most {MOST_PROFILED}"
+            )
+        return value
+
+    @property
+    def profiled(self) -> range | None:
+        """The steps of `profile`."""
+        return None if self.profile is None else _steps_of(self.profile)
+
+
+def _steps_of(text: str) -> range:
+    found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
+    return range(int(found[1]), int(found[2]) + 1) if found else range(0)
 
 
 def fitting_lanes(global_batch: int) -> int:
@@ -896,6 +927,15 @@ class Config(Section):
                     f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as the loss of that decoder is; give it "
                     "another `name`"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _profiles_steps_it_has(self) -> "Config":
+        steps = self.log.profiled
+        if steps and self.train.epochs is None and steps.start > self.train.steps:
+            raise ValueError(
+                f"log.profile is {self.log.profile}, but train.steps is {self.train.steps}; name steps that the run has"
+            )
         return self
 
     @model_validator(mode="after")

@@ -54,6 +54,7 @@ from omnizoo.training.loss_contract import losses_of_rows
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.probe import Probed, dropout_of_media, probe
+from omnizoo.training.profiler import Profiler
 from omnizoo.training.record import Recorder
 from omnizoo.training.samples import Sampler, check_samples
 from omnizoo.training.step import train_step
@@ -158,7 +159,10 @@ def _train(
         rows, told = sum(map(len, loader.reader.sources)), Lengthy(config, loader.reader)
         facts |= told.at_start(data.counters)
         started = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
-        with agree(mesh, lambda: Recorder(config, run, started, facts, origin, watching)) as recorder:
+        with (
+            agree(mesh, lambda: Recorder(config, run, started, facts, origin, watching)) as recorder,
+            Profiler(config, run, objective, ahead, recorder.say, start) as profiler,
+        ):
             if heed(mesh, watching).stop:
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
@@ -208,12 +212,14 @@ def _train(
                 is_evaluated = bool(config.train.eval_every) and step % config.train.eval_every == 0
                 found: dict[str, float | None] = {**evaluate(objective, eval_data)} if is_evaluated else {}
                 if is_evaluated and sampler is not None:
-                    taken = sampler.take(step, run)
+                    with objective.mark("evaluation"):
+                        taken = sampler.take(step, run)
                     found |= taken.metrics
                     recorder.samples(taken.records)
                     for failure in taken.failures:
                         recorder.say(f"warning: step {step}: {failure}; this evaluation is without it")
-                recorder.step(step, metrics | found)
+                with objective.mark("record"):
+                    recorder.step(step, metrics | found)
                 if is_evaluated:
                     watching.evaluation(step, found)
                 asked: Asked = mesh.from_first(watching.asked()) if is_evaluated else Asked()
@@ -234,9 +240,9 @@ def _train(
                     lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
-                        watching.save(
-                            step, save(directory, step, model, optimizer, state, mesh, config, assembled.tokenizer)
-                        )
+                        with objective.mark("checkpoint"):
+                            saved_to = save(directory, step, model, optimizer, state, mesh, config, assembled.tokenizer)
+                        watching.save(step, saved_to)
                     except SaveError as error:
                         message = f"no checkpoint of step {step}: {error}; those before it in {directory} are intact"
                         if config.checkpoint.on_save_error == "stop" or last:
@@ -244,6 +250,7 @@ def _train(
                         recorder.say(f"warning: {message}; training goes on (checkpoint.on_save_error: continue)")
                 if last:
                     break
+                profiler.after(step)
                 fetching = time.perf_counter()
                 data = ahead.next()
             is_stopped = result.stop or asked.stop
