@@ -32,14 +32,12 @@ def summarise(ranks: Sequence[Mapping[str, Any]], layout: str) -> dict[str, Any]
     waits = [{"rank": rank["rank"], **wait} for rank in ranks for wait in rank["waits"]]
     operators = sorted(first["operators"].items(), key=lambda each: -each[1][1])[:OPERATORS]
     overhead = sorted(first["overhead"].items(), key=lambda each: -each[1])[:CONTRIBUTORS]
-    before = first["before"]
     return {
         "layout": layout,
         "world": len(ranks),
         "steps": sorted(map(int, first["steps"])),
         "device": first["device"],
         "seconds": step,
-        "recording": step / before if before else None,
         "kinds": {
             kind: {
                 "seconds": seconds,
@@ -127,7 +125,6 @@ def spread(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 def tell(summary: Mapping[str, Any], page: Path) -> list[str]:
     steps, kinds, cpu = summary["steps"], summary["kinds"], summary["cpu"]
     recorded = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    cost = f", {summary['recording']:.2f} x the step before" if summary["recording"] else ""
     shares = ", ".join(f"{WORDS[kind]} {100 * of['share']:.1f} %" for kind, of in kinds.items())
     named = [each for each in summary["modules"] if each["module"] and own_time(each)]
     top = sorted(named, key=own_time, reverse=True)[:4]
@@ -138,7 +135,7 @@ def tell(summary: Mapping[str, Any], page: Path) -> list[str]:
     longest = f"longest wait {describe(wait)}" if wait else "no wait"
     slowest = summary["ranks"]["step"]
     return [
-        f"profile of {recorded}: {summary['seconds']:.3g} s a step{cost}; {page}",
+        f"profile of {recorded}: {summary['seconds']:.3g} s a step; {page}",
         f"  by kind: {shares}",
         f"  by module: {modules}",
         f"  {WORDS[OVERHEAD]}: {ours or 'none'}",

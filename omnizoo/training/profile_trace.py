@@ -170,8 +170,8 @@ def _nest(events: Sequence[Event], made_by: dict[int, str], periods: Sequence[Ev
             event.phase = event.phase if event.phase in APART else name.removeprefix(MARK)
         elif name.startswith("FSDP::"):
             event.sends = True
-            if found := re.search(r"\((.*)\)$", name):
-                event.module = found[1]
+            found = re.search(r"\((.*)\)$", name)
+            event.module = found[1] if found else event.module or ""  # without a name it is the root's
         elif name.startswith(SENDS):
             event.sends = True
         elif name.startswith(NODE):

@@ -117,8 +117,6 @@ class Profiler:
         self.start, self.done = start, 0
         self._recording: ExitStack | None = None
         self._step: AbstractContextManager[Any] = nullcontext()
-        self._before = 0.0  # seconds of the last step that was not recorded
-        self._stepped: float | None = None
 
     def __enter__(self) -> "Profiler":
         if self.start < self.steps.stop - 1 and self.start + 1 >= self.steps.start:
@@ -126,7 +124,6 @@ class Profiler:
         return self
 
     def after(self, step: int) -> None:
-        now = time.perf_counter()
         if self._recording is not None:
             self._end_step()
             if step + 1 in self.steps:
@@ -134,9 +131,7 @@ class Profiler:
             else:
                 self._finish()
         elif step + 1 == self.steps.start:
-            self._before = now - self._stepped if self._stepped is not None else 0.0
             self._begin(step + 1)
-        self._stepped = now
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -190,7 +185,7 @@ class Profiler:
                     shutil.copyfileobj(raw, packed, 2**20)
                 file.with_suffix(".gz").replace(self.folder / f"trace.rank{mesh.rank}.json.gz")
         phases = {name: asdict(spent) for name, spent in self._ledger.spent.items()}
-        own = {"rank": mesh.rank, **asdict(figures), "phases": phases, "clocks": clocks, "before": self._before}
+        own = {"rank": mesh.rank, **asdict(figures), "phases": phases, "clocks": clocks}
         if not mesh.is_first:
             own = {key: own[key] for key in ("rank", "steps", "kinds", "clocks", "waits")}
         ranks = mesh.gather(own)

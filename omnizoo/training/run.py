@@ -57,6 +57,7 @@ from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.profiler import Profiler
 from omnizoo.training.record import Recorder
 from omnizoo.training.samples import Sampler, check_samples
+from omnizoo.training.start_clock import StartClock
 from omnizoo.training.step import train_step
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def train(
     data: Any = None,
     eval_data: Any = None,
     callbacks: Sequence[Callback] = (),
+    clock: StartClock | None = None,
 ) -> int:
     """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code.
 
@@ -78,22 +80,27 @@ def train(
     as one. A copy of it is trained, from the weights that it has on the first rank. `data` and `eval_data` stand for
     `data.sources` and `data.eval_sources`: a list of dicts, a `datasets.Dataset`, a torch dataset (docs/extending.md).
     `callbacks` come after those of `log.callbacks`; only those of the first rank are called. Under torchrun, every rank
-    is given the same objects.
+    is given the same objects. `clock` knows how long it took to come here.
     """
+    clock = clock or StartClock()
     objects = {"model": model, "tokenizer": tokenizer, "data": data, "eval_data": eval_data}
     if not isinstance(config, Config) or any(given is not None for given in objects.values()):
         rank = (place_in_world() or (0,))[0]
         config = load_config(config, notices=rank == 0, objects=objects)
-    return _train(config, on_failure, callbacks)
+    return _train(config, on_failure, callbacks, clock)
 
 
 def _train(
-    config: Config, on_failure: Callable[[int, BaseException], None] | None, callbacks: Sequence[Callback]
+    config: Config,
+    on_failure: Callable[[int, BaseException], None] | None,
+    callbacks: Sequence[Callback],
+    clock: StartClock,
 ) -> int:
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as stack:
         config = on_device(config, process.device)
         mesh = build_mesh(config, process)
+        clock.done("process group")
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
@@ -113,6 +120,7 @@ def _train(
         agree(mesh, lambda: check_memory(model, mesh, config))
         agree(mesh, lambda: check_samples(model, mesh, config))
         agree(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
+        clock.done("model")
         loader = agree(mesh, lambda: assembled.loader(mesh))
         held_out_reader = agree(mesh, assembled.held_out)
         for reader in (loader.reader, held_out_reader):
@@ -120,7 +128,8 @@ def _train(
                 check_same_rows(reader, mesh)
         held_out = agree(mesh, lambda: read_parts(held_out_reader, mesh) if held_out_reader else {})
         peak = peak_flops(mesh.device, config.parallel.precision)
-        begun = begin(model, mesh, config, directory)
+        clock.done("data")
+        begun = begin(model, mesh, config, directory, clock.done)
         origin, optimizer, state = begun.origin, begun.optimizer, begun.state
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
@@ -154,6 +163,7 @@ def _train(
                 sampler = Sampler(config, model, mesh, assembled.tokenizer, held_out_reader)
         ahead = stack.enter_context(Ahead(loader, objective, config.train.steps - start))
         data = ahead.next()  # before anything is written: unusable data leaves no trace
+        clock.done("data")
         facts = describe(config, mesh, model, name, run, directory, origin, loader.reader)
         facts |= {"held-out": describe_held_out(config, eval_data.packs)}
         rows, told = sum(map(len, loader.reader.sources)), Lengthy(config, loader.reader)
@@ -220,6 +230,9 @@ def _train(
                         recorder.say(f"warning: step {step}: {failure}; this evaluation is without it")
                 with objective.mark("record"):
                     recorder.step(step, metrics | found)
+                if step == start + 1:
+                    clock.done("first step")
+                    recorder.started(clock)
                 if is_evaluated:
                     watching.evaluation(step, found)
                 asked: Asked = mesh.from_first(watching.asked()) if is_evaluated else Asked()
