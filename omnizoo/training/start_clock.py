@@ -1,4 +1,4 @@
-"""How long a run takes from the command to the end of its first step, by part. Imports nothing heavy: it comes first."""
+"""How long a run takes from the command to the end of its first step, by part. Imports nothing heavy."""
 
 import os
 import time
