@@ -4,7 +4,7 @@
     python benchmarks/start.py --folder DIR     # weights of your own
 
 Each round reads the files into memory with plain `readinto` (page cache), then loads them into a model that is sharded
-over 1 or 2 ranks, as a run does; best of the rounds. Of 2 ranks, each reads and keeps its half. CPU seconds are those of
+over 1 or 2 ranks, as a run does; best of the rounds. Of 2 ranks, each reads and keeps its half. CPU seconds are of
 the slowest rank; on a machine with other work they are steadier than the clock.
 """
 
@@ -80,14 +80,14 @@ def measure(folder: Path, processes: int, rounds: int) -> dict:
 
 
 def rank(folder: Path, rounds: int) -> None:
+    from transformers.utils import logging
+
     from omnizoo.assembly.parallelize import parallelize
     from omnizoo.config.load import load_config
     from omnizoo.models.build import build_model
     from omnizoo.parallel.mesh import build_mesh
     from omnizoo.parallel.process import process_group
     from omnizoo.parallel.shard import local_bytes
-
-    from transformers.utils import logging
 
     logging.disable_progress_bar()
     given = {"model": {"path": str(folder)}, "data": {"sources": [{"path": "none.jsonl"}]}}

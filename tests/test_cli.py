@@ -250,3 +250,15 @@ def test_doctor_describes_a_torch_that_does_not_load(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_compute", broken)
     assert main(["doctor"]) == 1
     assert "problem: torch does not work here: libtorch.so" in capsys.readouterr().out
+
+
+def test_a_run_imports_only_what_every_run_needs():
+    code = (
+        "import sys\nimport omnizoo\nassert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "import omnizoo.training.run\n"
+        "unneeded = {'datasets', 'pyarrow', 'pandas', 'peft', 'tensorboard', 'triton', 'trl', 'diffusers', 'wandb'}\n"
+        "unneeded |= {'torchao', 'sklearn', 'soundfile', 'av', 'fsspec.implementations.http'}\n"
+        "assert not unneeded & set(sys.modules), unneeded & set(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert not run.returncode, run.stderr

@@ -35,6 +35,7 @@ NAMES = {
 }
 ITEMSIZE = {"float": 4, "int": 4, "double": 8, "long": 8, "long int": 8, "c10::BFloat16": 2, "c10::Half": 2}
 LONGEST = 10  # waits that are kept
+ROUNDING = 0.01  # microseconds
 LEAST_WAIT = 50.0  # microseconds; a shorter one is a call
 
 
@@ -151,6 +152,11 @@ def _nest(events: Sequence[Event], made_by: dict[int, str], periods: Sequence[Ev
     for event in events:
         while stack and stack[-1].end <= event.start:
             stack.pop()
+        while stack and event.end > stack[-1].end:
+            if stack[-1].name.startswith(MARK) or event.end - stack[-1].end < ROUNDING:
+                event.end = stack[-1].end
+            else:
+                _cut(stack.pop(), event.start)
         parent = stack[-1] if stack else None
         if parent is not None:
             event.parent = parent
@@ -183,6 +189,14 @@ def _nest(events: Sequence[Event], made_by: dict[int, str], periods: Sequence[Ev
             made_by[number] = LOSS if event.module is None else event.module
         if event.step is None:
             event.step = next((int(p.name.removeprefix(STEP)) for p in periods if p.start <= event.start < p.end), None)
+
+
+def _cut(event: Event, end: float) -> None:
+    """A range may begin inside of an event and outlive it: the call of an operator that opens the range, under a
+    dispatch mode. Where it begins, the event is over."""
+    if event.parent is not None:
+        event.parent.inside -= event.end - end
+    event.end = end
 
 
 def _add(figures: Figures, event: Event, seconds: float) -> None:
