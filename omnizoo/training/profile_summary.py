@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omnizoo.training.profile_trace import KINDS, OVERHEAD
+from omnizoo.training.profile_trace import APART, KINDS, OVERHEAD, PHASES
 
 OPERATORS = 20  # that are listed
 CONTRIBUTORS = 8  # to the overhead
@@ -49,6 +49,7 @@ def summarise(ranks: Sequence[Mapping[str, Any]], layout: str) -> dict[str, Any]
         "phases": {
             name: {clock: value / count for clock, value in spent.items()} for name, spent in first["phases"].items()
         },
+        "overhead_cpu": overhead_cpu(first["phases"]),
         "cpu": {name: value / count for name, value in first["clocks"].items()},
         "modules": [
             {"module": name, **{kind: value / count for kind, value in times.items()}}
@@ -62,6 +63,13 @@ def summarise(ranks: Sequence[Mapping[str, Any]], layout: str) -> dict[str, Any]
         "waits": sorted(waits, key=lambda wait: -wait["seconds"])[:10],
         "ranks": spread(ranks),
     }
+
+
+def overhead_cpu(phases: Mapping[str, Mapping[str, float]]) -> float:
+    """Our own overhead as a share of the process's CPU time: steadier than the clock where cores are shared."""
+    whole = sum(spent["cpu"] for name, spent in phases.items() if name not in APART)
+    ours = sum(spent["cpu"] for name, spent in phases.items() if name not in (*PHASES, *APART))
+    return ours / whole if whole else 0.0
 
 
 def merged(modules: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -138,7 +146,7 @@ def tell(summary: Mapping[str, Any], page: Path) -> list[str]:
         f"profile of {recorded}: {summary['seconds']:.3g} s a step; {page}",
         f"  by kind: {shares}",
         f"  by module: {modules}",
-        f"  {WORDS[OVERHEAD]}: {ours or 'none'}",
+        f"  {WORDS[OVERHEAD]}, {100 * summary['overhead_cpu']:.2f} % of the CPU time: {ours or 'none'}",
         f"  {longest}; slowest rank {slowest['ratio']:.2f} x the mean; CPU {cpu['process']:.3g} s a step on rank 0 "
         f"(main thread {cpu['main']:.3g}, data thread {cpu['data']:.3g}) and {cpu['workers']:.3g} s of loader workers",
     ]
@@ -151,4 +159,4 @@ def own_time(module: Mapping[str, Any]) -> float:
 def describe(wait: Mapping[str, Any]) -> str:
     of = f" of {wait['module']}" if wait["module"] else ""
     size = f", {wait['bytes'] / 1e6:.3g} MB" if wait["bytes"] else ""
-    return f"{1e3 * wait['seconds']:.3g} ms for {wait['what']}{of}{size} (rank {wait['rank']}, step {wait['step']})"
+    return f"{1e3 * wait['seconds']:,.1f} ms for {wait['what']}{of}{size} (rank {wait['rank']}, step {wait['step']})"

@@ -6,6 +6,7 @@ torch for this is taken off again. The training loop calls `after` once a step, 
 
 import gzip
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -147,6 +148,7 @@ class Profiler:
 
     def _begin(self, step: int) -> None:
         self._recording = stack = ExitStack()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 tells stderr that it starts and stops
         self._ledger = Ledger(thread=get_ident())
         self._data_thread = self.ahead.thread
         self._profile = profile(activities=activities(self.objective.mesh.device), record_shapes=True)
