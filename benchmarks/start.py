@@ -1,6 +1,7 @@
 """How fast published weights are loaded, against plain reading of the same files; and where a start spends its time.
 
     python benchmarks/start.py                  # 1.6 GB of random weights in a temporary folder
+    python benchmarks/start.py --experts        # a mixture of experts
     python benchmarks/start.py --folder DIR     # weights of your own
 
 Each round reads the files into memory with plain `readinto` (page cache), then loads them into a model that is sharded
@@ -35,11 +36,20 @@ MODEL = {
     "head_dim": 64,
     "tie_word_embeddings": False,
 }
+# Its files have each expert's weights apart, and the model has them in one tensor.
+EXPERTS = MODEL | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -47,7 +57,7 @@ def main() -> int:
         rank(args.rank_of, args.rounds)
         return 0
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or make(Path(temporary))
+        folder = args.folder or make(Path(temporary), EXPERTS if args.experts else MODEL)
         results = [measure(folder, processes, args.rounds) for processes in (1, 2)]
     heads = ("ranks", "GB a rank", "read GB/s", "load GB/s", "ratio", "read CPU s", "load CPU s", "ratio")
     print("".join(f"{head:>12}" for head in heads))
@@ -60,14 +70,14 @@ def main() -> int:
     return 0
 
 
-def make(folder: Path) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make(folder: Path, model: dict) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in MODEL.items() if k != "model_type"})).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(folder)
     return folder
 
 

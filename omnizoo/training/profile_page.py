@@ -114,7 +114,8 @@ def _cards(summary: Mapping[str, Any]) -> str:
     kinds, wait, slowest = summary["kinds"], summary["waits"][:1], summary["ranks"]["step"]
 
     def share(*names: str) -> str:
-        return f"{100 * sum(kinds[name]['share'] for name in names if name in kinds):.1f}%"
+        part = 100 * sum(kinds[name]["share"] for name in names if name in kinds)
+        return f"{part:.1f}%" if part >= 1 else f"{part:.2f}%"
 
     cards = [
         ("A step", f"{summary['seconds']:.3g} s", "recording included"),
@@ -168,14 +169,14 @@ def _modules(summary: Mapping[str, Any]) -> str:
         name = "&nbsp;&nbsp;" * depth + escape(path.rpartition(".")[2] if depth else path or "the model")
         cells = "".join(
             f"<td class=number>{1e3 * each.get(key, 0.0):,.1f}</td>"
-            for key in ("total forward", "total recompute", "total backward", "total communication", "total")
+            for key in ("total forward", "total recompute", "total backward", "total communication")
         )
+        whole = "".join(f"<td class=number>{1e3 * ms:,.1f}</td>" for ms in (each.get("total", 0.0), own_time(each)))
         bar = f'<span class=c0 style="width:{100 * each.get("total", 0.0) / most:.1f}%"></span>'
         rows.append(
-            f"<tr><td class=module title='{escape(path)}'>{name}</td><td class=share>{bar}</td>{cells}"
-            f"<td class=number>{1e3 * own_time(each):,.1f}</td></tr>"
+            f"<tr><td class=module title='{escape(path)}'>{name}</td><td class=share>{bar}</td>{whole}{cells}</tr>"
         )
-    heads = ("forward", "recompute", "backward", "communication", "total", "own")
+    heads = ("total", "own", "forward", "recompute", "backward", "communication")
     head = "<tr><th>module</th><th></th>" + "".join(f"<th class=number>{name}, ms</th>" for name in heads) + "</tr>"
     left = len(summary["modules"]) - MOST_MODULES
     more = f"<p class=note>and {left:,} more in summary.json</p>" if left > 0 else ""

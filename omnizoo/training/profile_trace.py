@@ -39,7 +39,7 @@ ROUNDING = 0.01  # microseconds
 LEAST_WAIT = 50.0  # microseconds; a shorter one is a call
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Event:
     name: str
     start: float  # microseconds
@@ -303,7 +303,8 @@ def _wait_for(wait: Event, sent: Event | None) -> Wait:
         return Wait(wait.time / 1e6, "a collective", wait.module or "", None, step, phase)
     name = sent.name.removeprefix("c10d::")
     module = sent.module if sent.module is not None else wait.module
-    return Wait(wait.time / 1e6, NAMES.get(name, name), module or "", _bytes(sent), step, phase)
+    named = "the model" if module == "" else module or ""  # its root, which FSDP gathers apart from blocks
+    return Wait(wait.time / 1e6, NAMES.get(name, name), named, _bytes(sent), step, phase)
 
 
 def _bytes(sent: Event) -> int | None:

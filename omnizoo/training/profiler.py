@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from omnizoo.config.errors import named_line
 from omnizoo.config.schema import Config
 from omnizoo.ops.device import is_host
 from omnizoo.ops.torch_private import is_compiled, named_range
@@ -34,7 +35,7 @@ from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder, replace_file
 from omnizoo.training.profile_page import write_page
 from omnizoo.training.profile_summary import summarise, tell
-from omnizoo.training.profile_trace import MARK, MODULE, STEP, WAIT, read_trace
+from omnizoo.training.profile_trace import MARK, MODULE, STEP, WAIT, Figures, read_trace
 
 
 @dataclass
@@ -100,9 +101,11 @@ class Ledger:
             yield
             return
         self.turn(name)
-        with named_range(MARK + name):
-            yield
-        self.turn(None)
+        try:
+            with named_range(MARK + name):
+                yield
+        finally:
+            self.turn(None)
 
 
 class Profiler:
@@ -177,26 +180,40 @@ class Profiler:
         self._recording.close()
         self._recording = None
         mesh = self.objective.mesh
+        own: dict[str, Any] = {"rank": mesh.rank, "clocks": clocks, "failure": None}
+        try:
+            own |= asdict(self._read())
+        except OSError as error:  # what is written about a run is not worth the run
+            own["failure"] = named_line(error)
+        if mesh.is_first:
+            own["phases"] = {name: asdict(spent) for name, spent in self._ledger.spent.items()}
+        else:
+            own = {key: value for key, value in own.items() if key not in ("modules", "operators", "overhead")}
+        ranks = mesh.gather(own)
+        if mesh.is_first:
+            try:
+                if failed := next((rank["failure"] for rank in ranks if rank["failure"]), None):
+                    raise OSError(failed)
+                summary = summarise(ranks, str(mesh.layout))
+                replace_file(self.folder / "summary.json", json.dumps(summary, indent=1))
+                page = write_page(self.folder / "profile.html", self.folder.parent.resolve().name, summary)
+            except OSError as error:
+                self.say(f"warning: log.profile: no profile of this run: {named_line(error)}")
+                return
+            for line in tell(summary, page):
+                self.say(line)
+
+    def _read(self) -> Figures:
+        """What was recorded on this rank; its trace is kept if asked for."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=self.folder) as folder:
             file = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(file))
-            figures = read_trace(json.loads(file.read_bytes()))
             if self.keeps:
                 with open(file, "rb") as raw, gzip.open(file.with_suffix(".gz"), "wb", compresslevel=4) as packed:
                     shutil.copyfileobj(raw, packed, 2**20)
-                file.with_suffix(".gz").replace(self.folder / f"trace.rank{mesh.rank}.json.gz")
-        phases = {name: asdict(spent) for name, spent in self._ledger.spent.items()}
-        own = {"rank": mesh.rank, **asdict(figures), "phases": phases, "clocks": clocks}
-        if not mesh.is_first:
-            own = {key: own[key] for key in ("rank", "steps", "kinds", "clocks", "waits")}
-        ranks = mesh.gather(own)
-        if mesh.is_first:
-            summary = summarise(ranks, str(mesh.layout))
-            replace_file(self.folder / "summary.json", json.dumps(summary, indent=1))
-            page = write_page(self.folder / "profile.html", self.folder.parent.resolve().name, summary)
-            for line in tell(summary, page):
-                self.say(line)
+                file.with_suffix(".gz").replace(self.folder / f"trace.rank{self.objective.mesh.rank}.json.gz")
+            return read_trace(json.loads(file.read_bytes()))
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
