@@ -40,7 +40,7 @@ def calls(tmp_path, monkeypatch):
     calls = []
 
     def stand_in(name, result):
-        return lambda *args: calls.append((name, *args)) or result
+        return lambda *args, **_: calls.append((name, *args)) or result
 
     monkeypatch.setitem(sys.modules, "omnizoo.training.run", SimpleNamespace(train=stand_in("train", 7)))
     monkeypatch.setitem(sys.modules, "omnizoo.checkpoint.export", SimpleNamespace(export=stand_in("export", WROTE)))
@@ -141,7 +141,7 @@ def test_wrong_commands_and_flags_get_a_suggestion(fails, argv, expected):
 
 
 def test_a_user_error_from_inside_training_is_one_line_without_traceback(fails, monkeypatch):
-    def train(config, on_failure):
+    def train(config, on_failure, clock):
         raise UserError("a.jsonl:3: expected `text` or `messages`; [bold]fix[/bold] " + "x" * 200)
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -149,7 +149,7 @@ def test_a_user_error_from_inside_training_is_one_line_without_traceback(fails, 
 
 
 def test_a_run_that_cannot_go_on_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    def train(config, on_failure):
+    def train(config, on_failure, clock):
         raise TrainingError("4 steps in a row had a non-finite loss")
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -166,7 +166,7 @@ def test_several_config_errors_are_one_line_each(capsys):
 
 
 def test_an_interrupt_outside_of_the_loop_is_130(monkeypatch):
-    def train(config, on_failure):
+    def train(config, on_failure, clock):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)

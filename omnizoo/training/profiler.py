@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import get_ident
@@ -22,7 +21,6 @@ from unittest.mock import patch
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -30,6 +28,7 @@ from omnizoo.config.errors import named_line
 from omnizoo.config.schema import Config
 from omnizoo.ops.device import is_host
 from omnizoo.ops.torch_private import is_compiled, named_range
+from omnizoo.parallel.waits import named_waits
 from omnizoo.training.ahead import Ahead
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder, replace_file
@@ -158,7 +157,7 @@ class Profiler:
         # Hooks first: what is being put up is not of a step.
         stack.enter_context(patch.object(self.objective, "mark", self._ledger.phase))
         stack.enter_context(named_modules(self.objective.model))
-        stack.enter_context(named_waits())
+        stack.enter_context(named_waits(lambda: named_range(WAIT)))
         stack.enter_context(self._profile)
         self._clocks = Clocks.read(self._data_thread)
         self._begin_step(step)
@@ -247,18 +246,4 @@ def named_modules(model: nn.Module) -> Iterator[None]:
                     watch(below, f"{name}.{child}" if name else child)
 
         watch(model, "")
-        yield
-
-
-@contextmanager
-def named_waits() -> Iterator[None]:
-    """For the length of the block, waiting for a collective is a range."""
-    wait = dist.Work.wait
-
-    @wraps(wait)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with named_range(WAIT):
-            return wait(*args, **kwargs)
-
-    with patch.object(dist.Work, "wait", named):
         yield
