@@ -40,7 +40,7 @@ def calls(tmp_path, monkeypatch):
     calls = []
 
     def stand_in(name, result):
-        return lambda *args: calls.append((name, *args)) or result
+        return lambda *args, **_: calls.append((name, *args)) or result
 
     monkeypatch.setitem(sys.modules, "omnizoo.training.run", SimpleNamespace(train=stand_in("train", 7)))
     monkeypatch.setitem(sys.modules, "omnizoo.checkpoint.export", SimpleNamespace(export=stand_in("export", WROTE)))
@@ -141,7 +141,7 @@ def test_wrong_commands_and_flags_get_a_suggestion(fails, argv, expected):
 
 
 def test_a_user_error_from_inside_training_is_one_line_without_traceback(fails, monkeypatch):
-    def train(config, on_failure):
+    def train(config, on_failure, clock):
         raise UserError("a.jsonl:3: expected `text` or `messages`; [bold]fix[/bold] " + "x" * 200)
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -149,7 +149,7 @@ def test_a_user_error_from_inside_training_is_one_line_without_traceback(fails, 
 
 
 def test_a_run_that_cannot_go_on_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    def train(config, on_failure):
+    def train(config, on_failure, clock):
         raise TrainingError("4 steps in a row had a non-finite loss")
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -166,7 +166,7 @@ def test_several_config_errors_are_one_line_each(capsys):
 
 
 def test_an_interrupt_outside_of_the_loop_is_130(monkeypatch):
-    def train(config, on_failure):
+    def train(config, on_failure, clock):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["omnizoo.training.run"], "train", train)
@@ -250,3 +250,15 @@ def test_doctor_describes_a_torch_that_does_not_load(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_compute", broken)
     assert main(["doctor"]) == 1
     assert "problem: torch does not work here: libtorch.so" in capsys.readouterr().out
+
+
+def test_a_run_imports_only_what_every_run_needs():
+    code = (
+        "import sys\nimport omnizoo\nassert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "import omnizoo.training.run\n"
+        "unneeded = {'datasets', 'pyarrow', 'pandas', 'peft', 'tensorboard', 'triton', 'trl', 'diffusers', 'wandb'}\n"
+        "unneeded |= {'torchao', 'sklearn', 'soundfile', 'av', 'fsspec.implementations.http'}\n"
+        "assert not unneeded & set(sys.modules), unneeded & set(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert not run.returncode, run.stderr

@@ -5,7 +5,7 @@ The order is fixed: experts, recompute, shard, then memory and weights. Nothing 
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
@@ -48,12 +48,14 @@ log = logging.getLogger(__name__)
 KEPT_OF_MEMORY = 16  # weights that take less than 1 / this of the memory stay gathered between forward and backward
 
 
-def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True) -> None:
+def parallelize(
+    model: nn.Module, mesh: Mesh, config: Config, load: bool = True, done: Callable[[str], None] = lambda _: None
+) -> None:
     """Attach expert parallelism, recompute and FSDP2/HSDP to `model` (on meta), then give it weights.
 
     Weights come from `model.path`, are drawn by seed, or are those of the first rank's own object (`model.given`). Each
     rank only ever holds its shards and one tensor besides. `load=False` leaves the weights undefined, for a checkpoint
-    to fill; buffers that no checkpoint holds are computed all the same.
+    to fill; buffers that no checkpoint holds are computed all the same. `done` is told of each part when it is over.
     """
     facts = read_facts(model)
     check(facts, mesh.layout, model)
@@ -97,6 +99,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
             if any(len(of_block) > 1 for of_block in units):  # in a tower without experts the host waits for nothing
                 prefetch(units)
 
+    done("shard")
     buffers = {name for name, _ in model.named_buffers()}
     wanted = buffers - set(model.state_dict())
     adapter = attached(model)
@@ -124,6 +127,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     media.attach(config.model)
     keep_logits(model)
     nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
+    done("weights")
 
 
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

@@ -12,7 +12,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
+import psutil
+
 from omnizoo.cli.stderr import CRASH, ERROR_FD, print_error
+from omnizoo.training.start_clock import LAUNCHED_AT
 
 LAUNCHER_FD = "OMNIZOO_LAUNCHER_FD"  # reading end of a pipe that ends when the launcher does
 STORE_FD = "OMNIZOO_STORE_FD"  # rank 0 only: the listening socket behind MASTER_PORT
@@ -90,6 +93,7 @@ def _start(
 ) -> dict[int, subprocess.Popen[bytes]]:
     launcher, _ = os.pipe()  # nobody writes; the other end stays open, and in this process only, as long as it lives
     world = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1"}
+    world[LAUNCHED_AT] = str(psutil.Process().create_time())
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}
     ranks = {}
     # Bound here and inherited by rank 0, so that no other program can take the port in between. Closed here once rank 0

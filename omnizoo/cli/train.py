@@ -12,6 +12,7 @@ from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import micro_batches, plan_layout
 from omnizoo.parallel.rendezvous import place_in_world, tasks_without_srun
+from omnizoo.training.start_clock import StartClock
 
 MOST_RANKS = 1024  # on one machine
 USAGE = """\
@@ -25,6 +26,7 @@ Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`."""
 
 
 def train(path: str, overrides: list[str], nproc: int | None) -> int:
+    clock = StartClock(whole_process=True)
     place = place_in_world()
     # Who started us has said what there is to say of it, or the first rank does.
     config = load_config(path, overrides, notices=LAUNCHER_FD not in os.environ and not (place and place[0]))
@@ -46,10 +48,12 @@ def train(path: str, overrides: list[str], nproc: int | None) -> int:
     if started is None and world > 1:
         return launch(["train", path, *overrides], world)
     watch_launcher()
+    clock.done("config")
     from omnizoo.training.run import train as train_here
 
+    clock.done("imports")
     try:
-        return train_here(config, report_failure)
+        return train_here(config, report_failure, clock=clock)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, TrainingError) and (line := foreseen(place[0] if place else 0, error)):
             raise TrainingError(line) from error

@@ -1,5 +1,6 @@
 """`parallel`, `checkpoint`, `evaluation` and `log`: how a run is laid out, kept, looked at and told of."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -12,6 +13,7 @@ from omnizoo.config.doors import check_name, check_own_name
 from omnizoo.config.section import Count, Section, Steps, Text
 
 METRICS = ("accuracy", "exact_match")
+MOST_PROFILED = 50  # steps; a trace of more would not open in a browser
 
 
 class Parallel(Section):
@@ -177,6 +179,14 @@ class Log(Section):
     every: Annotated[int, Field(ge=1, le=10**12)] = Field(
         1, description="steps between console lines where there is no terminal"
     )
+    profile: Text | None = Field(
+        None,
+        description="`first:last`, such as 10:12: the steps that are profiled, into `profile/` of the run folder "
+        "(docs/profiling.md)",
+    )
+    profile_ranks: Literal["first", "all"] = Field(
+        "first", description="whose traces are kept; all ranks are measured and summed up either way"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: Text | None = Field(None, description="W&B project to log to (needs `pip install omnizoo[wandb]`)")
     callbacks: list[CallbackPart] = Field(
@@ -184,3 +194,25 @@ class Log(Section):
         description="code of your own at fixed moments of the run (docs/callbacks.md): `package.module:Class`, or with "
         "arguments `{kind, options}`",
     )
+
+    @field_validator("profile")
+    @classmethod
+    def _some_steps(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        steps = _steps_of(value)
+        if not steps or steps.start < 1 or len(steps) > MOST_PROFILED:
+            raise ValueError(
+                f"profile is {value!r}; expected `first:last`, such as 10:12: steps from 1 on, at most {MOST_PROFILED}"
+            )
+        return value
+
+    @property
+    def profiled(self) -> range | None:
+        """The steps of `profile`."""
+        return None if self.profile is None else _steps_of(self.profile)
+
+
+def _steps_of(text: str) -> range:
+    found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
+    return range(int(found[1]), int(found[2]) + 1) if found else range(0)

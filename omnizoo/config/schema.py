@@ -125,6 +125,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _profiles_steps_it_has(self) -> "Config":
+        steps = self.log.profiled
+        if steps and self.train.epochs is None and steps.start > self.train.steps:
+            raise ValueError(
+                f"log.profile is {self.log.profile}, but train.steps is {self.train.steps}; name steps that the run has"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reads_every_row(self) -> "Config":
         weights = [source.weight for source in self.data.sources]
         if self.train.epochs is not None and len(set(weights)) > 1:

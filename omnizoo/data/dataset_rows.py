@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from omnizoo.config.errors import UserError, first_line
-from omnizoo.data.parquet_rows import ARROW_ERRORS
+from omnizoo.data.parquet_rows import arrow_errors
 from omnizoo.data.rows import STRUCTS, BadRow, Folder, Row, RowSource, check_characters, without_nulls
 
 
@@ -24,7 +24,7 @@ class DatasetRows(RowSource):
     def read(self, row: int) -> Row:
         try:
             value: Row = self.features.decode_example(self.dataset[row].to_pylist()[0])
-        except (*ARROW_ERRORS, RecursionError) as error:
+        except arrow_errors(RecursionError) as error:
             raise BadRow(f"cannot be read: {first_line(error)}") from None
         check_characters(value)
         return without_nulls(value, self.structs)

@@ -2,19 +2,26 @@
 
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.data.rows import STRUCTS, BadRow, Folder, Row, RowSource, without_nulls
 
+if TYPE_CHECKING:
+    import pyarrow  # at run time where it is used: most runs read no Parquet
+
 PARQUET = (".parquet",)
 MOST_ROWS_PER_BYTE = 1000  # of a Parquet file: a footer that promises more is damaged
-# What pyarrow raises for damaged files and for values that Python has no type for; its own errors are of these, too.
-ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
+
+
+def arrow_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What pyarrow raises for damaged files and for values that Python has no type for; its own errors are of these,
+    too. And `others`."""
+    from pyarrow import ArrowException
+
+    return (ArrowException, OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError, *others)
 
 
 class GroupCache:
@@ -31,17 +38,19 @@ class GroupCache:
         """Another process starts with none."""
         return GroupCache, (self.limit,)
 
-    def get(self, path: Path, group: int) -> pyarrow.Table:
+    def get(self, path: Path, group: int) -> "pyarrow.Table":
+        from pyarrow.parquet import ParquetFile
+
         key = (path, group)
         if key in self.damaged:
             raise BadRow(self.damaged[key])
         if key not in self.tables:
             try:
-                with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+                with ParquetFile(path, page_checksum_verification=True) as file:
                     # one thread: one process per worker is parallel enough
                     table = file.read_row_group(group, use_threads=False)
                 table.validate(full=True)  # damaged offsets would be read as they are, wherever they point
-            except ARROW_ERRORS as error:
+            except arrow_errors() as error:
                 self.damaged[key] = f"its row group {group} is damaged: {first_line(error)}"
                 raise BadRow(self.damaged[key]) from None
             self.tables[key] = table
@@ -56,12 +65,14 @@ class ParquetRows(RowSource):
     """A Parquet file; row groups are decoded whole and kept for a while."""
 
     def __init__(self, path: Path, folder: Folder, cache: GroupCache) -> None:
+        from pyarrow.parquet import read_metadata
+
         self.path, self.folder, self.cache = path, folder, cache
         try:
-            metadata = pyarrow.parquet.read_metadata(path)
+            metadata = read_metadata(path)
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             names = metadata.schema.to_arrow_schema().names
-        except ARROW_ERRORS as error:
+        except arrow_errors() as error:
             raise UserError(f"{path} is not a readable Parquet file: {first_line(error)}") from None
         if twice := {name for name in names if names.count(name) > 1}:
             raise UserError(f"{path} has several columns of the name {min(twice)!r}")
@@ -81,7 +92,7 @@ class ParquetRows(RowSource):
         for name, column in zip(table.column_names, table.columns, strict=True):
             try:
                 value[name] = column[offset].as_py()
-            except ARROW_ERRORS as error:
+            except arrow_errors() as error:
                 raise BadRow(f"its {name!r} cannot be read: {first_line(error)}") from None
         return without_nulls(value, STRUCTS)
 

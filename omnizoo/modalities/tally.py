@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from omnizoo.ops.quantised import own_weights
 
@@ -58,6 +57,8 @@ def is_trained(module: nn.Module) -> bool:
 
 def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """What torch counts in `run` on meta: forward, and forward and backward together."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton; needed for modules of one's own only
+
     with FlopCounterMode(display=False) as counter:
         out = run()
         forward = float(counter.get_total_flops())

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
+from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -311,3 +312,19 @@ class _Kept(_SteppingAside, _CachedTorchDispatchMode):
         done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         done.set_result([])
         return _create_work_from_future(done).boxed()  # that nobody has to wait for
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """A range of the profiler. `torch.profiler.record_function` is an operator, which modes of selective recomputation
+    would see, and takes 20 times as long."""
+    made: AbstractContextManager[Any] = _RecordFunctionFast(name)
+    return made
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` runs as a graph that torch.compile has made of it."""
+    return (
+        "_orig_mod" in module._modules  # what `torch.compile(module)` returns
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )

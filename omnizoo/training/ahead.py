@@ -48,13 +48,19 @@ class Ahead:
     def next(self) -> StepData:
         """The next step's data; an error in making them is raised here."""
         assert self.is_working, "asked for more steps than there are"
-        made = self._made.get()
-        self.is_working = False
-        if isinstance(made, BaseException):
-            raise made
-        data, self.state = made
-        self._ask()
+        with self.objective.mark("data"):
+            made = self._made.get()
+            self.is_working = False
+            if isinstance(made, BaseException):
+                raise made
+            data, self.state = made
+            self._ask()
         return data
+
+    @property
+    def thread(self) -> int | None:
+        """Of which the system counts the CPU time."""
+        return self._thread.ident
 
     def _ask(self) -> None:
         if not self.left:

@@ -1,5 +1,6 @@
 """How a run begins, once it is known what it is of: shards, weights, optimizer, and what a checkpoint has of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,18 @@ def check_parts(config: Config) -> None:
     learning_rate(config.train, 1)
 
 
-def begin(model: nn.Module, mesh: Mesh, config: Config, directory: Path) -> Begun:
+def begin(
+    model: nn.Module, mesh: Mesh, config: Config, directory: Path, done: Callable[[str], None] = lambda _: None
+) -> Begun:
     """Give `model` (on meta) its shards and weights: those of the newest checkpoint in `directory`, or of
-    `checkpoint.resume`, if there is one."""
+    `checkpoint.resume`, if there is one. `done` is told of each part when it is over."""
     origin = find(config, directory, mesh)
     adapter = mesh.from_first(agree(mesh, lambda: adapter_record(model, config) if mesh.is_first else None))
-    agree(mesh, lambda: parallelize(model, mesh, config, load=origin.checkpoint is None or adapter is not None))
+    loads = origin.checkpoint is None or adapter is not None
+    agree(mesh, lambda: parallelize(model, mesh, config, load=loads, done=done))
     optimizer = agree(mesh, lambda: build_optimizer(model, config))
     model.train()
-    return Begun(origin, adapter, optimizer, load(origin, model, optimizer, adapter and adapter["base"]))
+    done("optimizer")
+    state = load(origin, model, optimizer, adapter and adapter["base"])
+    done("weights")  # of a checkpoint, with the optimizer's state
+    return Begun(origin, adapter, optimizer, state)

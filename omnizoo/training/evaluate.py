@@ -118,7 +118,7 @@ def evaluate(objective: Objective, held_out: HeldOut) -> dict[str, float]:
     counts: dict[str, dict[str, float]] = {}
     weights: dict[str, float] = {}
     model.eval()
-    with objective.measuring(measures(config)):
+    with objective.mark("evaluation"), objective.measuring(measures(config)):
         counts[""] = objective.counts(held_out.totals)
         for source, part in held_out.parts.items():
             counts[source] = objective.counts(part.totals)

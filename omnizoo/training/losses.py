@@ -5,8 +5,8 @@ term is a plain mean over the whole step, whatever the layout.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,8 @@ class Objective:
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config, losses: Sequence[NamedLoss] | None = None) -> None:
         self.model, self.mesh, self.config = model, mesh, config
+        # Around each phase of a step, by its name: for a profiler to see (training/profiler.py).
+        self.mark: Callable[[str], AbstractContextManager[Any]] = nullcontext
         media = media_model(model)
         self.calls = media.calls
         self.ports = [port for call in self.calls for port in call]
@@ -138,10 +140,12 @@ class Objective:
 
     def terms(self, batch: Batch) -> list[LossTerm]:
         """Forward one packed micro-batch on this rank."""
-        local = self.localize(batch)
-        for loss in self.of_text:
-            loss.loss.prepare(local)
-        with self.recorder.recording() as records:
+        with self.mark("localize"):
+            local = self.localize(batch)
+        with self.mark("forward"):  # other models may run in it: a teacher, a reference
+            for loss in self.of_text:
+                loss.loss.prepare(local)
+        with self.mark("forward"), self.recorder.recording() as records:
             sums, losses = self._forward(local)
         terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.of_text]
         for loss in self.of_text:
@@ -149,13 +153,15 @@ class Objective:
         terms += [LossTerm(name, self.weights.get(name, 1.0), loss) for name, loss in losses.items()]
         if local.is_filler:
             records = [replace(record, logits=record.logits[:0], index=record.index[:0]) for record in records]
-        counted = records
-        if (batch.pack_of_token < 0).any():  # packs that only keep ranks in step
-            own = local.pack_of_token >= 0
-            counted = [replace(record, logits=record.logits[own], index=record.index[own]) for record in records]
-        self.statistics.add(counted)
-        for loss in self.of_routers if records else ():
-            terms.append(LossTerm(loss.name, loss.weight, loss.sum(records, local)))
+        with self.mark("router statistics"):
+            counted = records
+            if (batch.pack_of_token < 0).any():  # packs that only keep ranks in step
+                own = local.pack_of_token >= 0
+                counted = [replace(record, logits=record.logits[own], index=record.index[own]) for record in records]
+            self.statistics.add(counted)
+        with self.mark("forward"):
+            for loss in self.of_routers if records else ():
+                terms.append(LossTerm(loss.name, loss.weight, loss.sum(records, local)))
         return terms
 
     def _forward(self, local: Local) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -71,6 +71,10 @@ class RunFolder:
         return self.root / "report.html"
 
     @property
+    def profile(self) -> Path:
+        return self.root / "profile"
+
+    @property
     def wandb_id(self) -> Path:
         return self.root / "wandb_id"
 

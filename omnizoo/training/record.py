@@ -17,7 +17,8 @@ from omnizoo.config.schema import Config
 from omnizoo.training.callbacks import Callbacks, Start
 from omnizoo.training.metrics import Metrics, MetricsWriter, RunFolder, replace_file
 from omnizoo.training.progress import Progress, show_start
-from omnizoo.training.starts import add_start
+from omnizoo.training.start_clock import StartClock
+from omnizoo.training.starts import add_seconds, add_start
 
 
 class Recorder:
@@ -82,6 +83,13 @@ class Recorder:
                 self._writer.write(step, metrics)
             self._callbacks.step(step, metrics)
             self._progress.update(step, metrics)
+
+    def started(self, clock: StartClock) -> None:
+        """The first step is over: say how long it took to come here, by part, and keep it."""
+        if self._active:
+            with self._despite_full_disk():
+                add_seconds(self._run.starts, clock.parts)
+            self.say(clock.line)
 
     def say(self, message: str) -> None:
         if self._active:

@@ -370,6 +370,9 @@ def _facts(run: Run) -> str:
     for name, value in {**_mapping(last.get("facts")), "command": last.get("command"), "git": last.get("git")}.items():
         if isinstance(value, str):
             told[str(name)] = value
+    if seconds := _mapping(last.get("seconds")):
+        each = ", ".join(f"{part} {value}" for part, value in seconds.items())
+        told["start"] = f"{sum(seconds.values()):.3g} s to the end of the first step: {each}"
     told["versions"] = ", ".join(f"{name} {value}" for name, value in _mapping(last.get("versions")).items())
     html = _pairs("The run", told)
     if len(run.starts) > 1:

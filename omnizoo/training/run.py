@@ -56,8 +56,10 @@ from omnizoo.training.loss_contract import losses_of_rows
 from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.probe import Probed, dropout_of_media, probe
+from omnizoo.training.profiler import Profiler
 from omnizoo.training.record import Recorder
 from omnizoo.training.samples import Sampler, check_samples
+from omnizoo.training.start_clock import StartClock
 from omnizoo.training.step import train_step
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def train(
     data: Any = None,
     eval_data: Any = None,
     callbacks: Sequence[Callback] = (),
+    clock: StartClock | None = None,
 ) -> int:
     """Train as `config` says, on from the newest checkpoint if there is one; returns the exit code.
 
@@ -79,17 +82,21 @@ def train(
     as one. A copy of it is trained, from the weights that it has on the first rank. `data` and `eval_data` stand for
     `data.sources` and `data.eval_sources`: a list of dicts, a `datasets.Dataset`, a torch dataset (docs/extending.md).
     `callbacks` come after those of `log.callbacks`; only those of the first rank are called. Under torchrun, every rank
-    is given the same objects.
+    is given the same objects. `clock` knows how long it took to come here.
     """
+    clock = clock or StartClock()
     objects = {"model": model, "tokenizer": tokenizer, "data": data, "eval_data": eval_data}
     if not isinstance(config, Config) or any(given is not None for given in objects.values()):
         rank = (place_in_world() or (0,))[0]
         config = load_config(config, notices=rank == 0, objects=objects)
-    return _train(config, on_failure, callbacks)
+    return _train(config, on_failure, callbacks, clock)
 
 
 def _train(
-    config: Config, on_failure: Callable[[int, BaseException], None] | None, callbacks: Sequence[Callback]
+    config: Config,
+    on_failure: Callable[[int, BaseException], None] | None,
+    callbacks: Sequence[Callback],
+    clock: StartClock,
 ) -> int:
     stop = StopRequest()
     with process_group(on_failure=on_failure) as process, ExitStack() as stack:
@@ -97,6 +104,7 @@ def _train(
         if worker_count(config.data.workers):
             start_server()  # now: it needs seconds, and so does what comes before the first row
         mesh = build_mesh(config, process)
+        clock.done("process group")
         set_up_logging(mesh)
         run = RunFolder(Path(config.log.dir))
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
@@ -116,6 +124,7 @@ def _train(
         agree(mesh, lambda: check_memory(model, mesh, config))
         agree(mesh, lambda: check_samples(model, mesh, config))
         agree(mesh, lambda: leave_room(config, model, directory) if mesh.is_first else None)
+        clock.done("model")
         loader = agree(mesh, lambda: assembled.loader(mesh))
         held_out_reader = agree(mesh, assembled.held_out)
         for reader in (loader.reader, held_out_reader):
@@ -123,7 +132,8 @@ def _train(
                 check_same_rows(reader, mesh)
         held_out = agree(mesh, lambda: read_parts(held_out_reader, mesh) if held_out_reader else {})
         peak = peak_flops(mesh.device, config.parallel.precision)
-        begun = begin(model, mesh, config, directory)
+        clock.done("data")
+        begun = begin(model, mesh, config, directory, clock.done)
         origin, optimizer, state = begun.origin, begun.optimizer, begun.state
 
         start, tokens_seen, bad_steps, bad_in_a_row = 0, 0, 0, 0
@@ -157,12 +167,16 @@ def _train(
                 sampler = Sampler(config, model, mesh, assembled.tokenizer, held_out_reader)
         ahead = stack.enter_context(Ahead(loader, objective, config.train.steps - start))
         data = ahead.next()  # before anything is written: unusable data leaves no trace
+        clock.done("data")
         facts = describe(config, mesh, model, name, run, directory, origin, loader.reader)
         facts |= {"held-out": describe_held_out(config, eval_data.packs)}
         rows, told = sum(map(len, loader.reader.sources)), Lengthy(config, loader.reader)
         facts |= told.at_start(data.counters)
         started = Start(run.root, directory, config.model_dump(), start, config.train.steps, mesh.layout.world)
-        with agree(mesh, lambda: Recorder(config, run, started, facts, origin, watching)) as recorder:
+        with (
+            agree(mesh, lambda: Recorder(config, run, started, facts, origin, watching)) as recorder,
+            Profiler(config, run, objective, ahead, recorder.say, start) as profiler,
+        ):
             if heed(mesh, watching).stop:
                 recorder.say(f"nothing to do: {watching.stopped_by} has stopped the run, at step {start}")
                 watching.end("stopped")
@@ -212,12 +226,17 @@ def _train(
                 is_evaluated = bool(config.train.eval_every) and step % config.train.eval_every == 0
                 found: dict[str, float | None] = {**evaluate(objective, eval_data)} if is_evaluated else {}
                 if is_evaluated and sampler is not None:
-                    taken = sampler.take(step, run)
+                    with objective.mark("evaluation"):
+                        taken = sampler.take(step, run)
                     found |= taken.metrics
                     recorder.samples(taken.records)
                     for failure in taken.failures:
                         recorder.say(f"warning: step {step}: {failure}; this evaluation is without it")
-                recorder.step(step, metrics | found)
+                with objective.mark("record"):
+                    recorder.step(step, metrics | found)
+                if step == start + 1:
+                    clock.done("first step")
+                    recorder.started(clock)
                 if is_evaluated:
                     watching.evaluation(step, found)
                 asked: Asked = mesh.from_first(watching.asked()) if is_evaluated else Asked()
@@ -238,9 +257,9 @@ def _train(
                     lanes = mesh.gather(ahead.state)
                     state["loader"] = merge_states(lanes) if mesh.is_first else None
                     try:
-                        watching.save(
-                            step, save(directory, step, model, optimizer, state, mesh, config, assembled.tokenizer)
-                        )
+                        with objective.mark("checkpoint"):
+                            saved_to = save(directory, step, model, optimizer, state, mesh, config, assembled.tokenizer)
+                        watching.save(step, saved_to)
                     except SaveError as error:
                         message = f"no checkpoint of step {step}: {error}; those before it in {directory} are intact"
                         if config.checkpoint.on_save_error == "stop" or last:
@@ -248,6 +267,7 @@ def _train(
                         recorder.say(f"warning: {message}; training goes on (checkpoint.on_save_error: continue)")
                 if last:
                     break
+                profiler.after(step)
                 fetching = time.perf_counter()
                 data = ahead.next()
             is_stopped = result.stop or asked.stop

@@ -32,6 +32,13 @@ def add_start(file: Path, step: int, facts: Mapping[str, str], steps: int | None
     replace_file(file, "".join(json.dumps(each) + "\n" for each in [*before, start]))
 
 
+def add_seconds(file: Path, parts: Mapping[str, float]) -> None:
+    """Add to the last start how long each of its parts took, until the end of the first step."""
+    *before, last = read_starts(file)
+    last["seconds"] = {part: round(seconds, 3) for part, seconds in parts.items()}
+    replace_file(file, "".join(json.dumps(each) + "\n" for each in [*before, last]))
+
+
 def read_starts(file: Path) -> list[dict[str, Any]]:
     """What is known; a line that is damaged is left out, since it only tells of the past."""
     starts = []

@@ -107,10 +107,12 @@ def train_step(
     model, mesh, config = objective.model, objective.mesh, objective.config
     asked = config.parallel.reduce_each_micro_batch
     reduce_each = not is_host(mesh.device) if asked is None else asked  # whole gradients would not fit in its memory
-    optimizer.zero_grad()
+    with objective.mark("optimizer"):
+        optimizer.zero_grad()
     sums: dict[str, torch.Tensor] = {}
     weights: dict[str, float] = {}
-    objective.begin_step(data.micro_batches, data.mismatched)
+    with objective.mark("forward"):  # losses may run models over all of the step's micro-batches
+        objective.begin_step(data.micro_batches, data.mismatched)
     for i, batch in enumerate(data.micro_batches):
         last = i == len(data.micro_batches) - 1
         set_gradient_sync(model, last, reduce_each)
@@ -118,33 +120,36 @@ def train_step(
         torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
         with exact(config.parallel.precision):
             terms = objective.terms(batch)
-            loss = torch.stack([term.weight * term.sum / (data.counts[term.name] or 1) for term in terms]).sum()
-            loss.backward()
+            with objective.mark("forward"):
+                loss = torch.stack([term.weight * term.sum / (data.counts[term.name] or 1) for term in terms]).sum()
+            with objective.mark("backward"):
+                loss.backward()
         for term in terms:
             sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
             weights[term.name] = term.weight
 
-    sum_of_whole(model.parameters())
-    # Of all ranks at once, and on the device: squared norm, sums of losses, whether to stop, what routers chose.
-    square, routed = squared_norm(model.parameters()), objective.take_statistics()
-    numbers = torch.stack([square, *(value.to(square.dtype) for value in sums.values())])
-    flag = torch.full((1,), float(stop), dtype=square.dtype, device=square.device)
-    total = mesh.total(torch.cat([numbers, flag, *(part.to(square.dtype) for part in routed.sums())]))
-    must, seen = len(numbers), Reading(total)
-    lr = learning_rate(config.train, step)
-    set_learning_rate(optimizer, lr)
-    norm, limit = total[0].sqrt(), config.train.grad_clip
-    is_updated = step_unless(optimizer, ~total[:must].isfinite().all(), excess_of(norm, limit) if limit else None)
-    if limit and not is_updated:
-        clip_gradients(model.parameters(), limit, norm)
+    with objective.mark("optimizer"):
+        sum_of_whole(model.parameters())
+        # Of all ranks at once, and on the device: squared norm, sums of losses, whether to stop, what routers chose.
+        square, routed = squared_norm(model.parameters()), objective.take_statistics()
+        numbers = torch.stack([square, *(value.to(square.dtype) for value in sums.values())])
+        flag = torch.full((1,), float(stop), dtype=square.dtype, device=square.device)
+        total = mesh.total(torch.cat([numbers, flag, *(part.to(square.dtype) for part in routed.sums())]))
+        must, seen = len(numbers), Reading(total)
+        lr = learning_rate(config.train, step)
+        set_learning_rate(optimizer, lr)
+        norm, limit = total[0].sqrt(), config.train.grad_clip
+        is_updated = step_unless(optimizer, ~total[:must].isfinite().all(), excess_of(norm, limit) if limit else None)
+        if limit and not is_updated:
+            clip_gradients(model.parameters(), limit, norm)
 
-    values = seen.values()
-    finite = all(map(math.isfinite, values[:must]))
-    if finite:
-        if not is_updated:
-            optimizer.step()
-        update_average(optimizer, config.optimizer.ema, step)
-        objective.balance(routed.loads(total[must + 1 :]))
+        values = seen.values()
+        finite = all(map(math.isfinite, values[:must]))
+        if finite:
+            if not is_updated:
+                optimizer.step()
+            update_average(optimizer, config.optimizer.ema, step)
+            objective.balance(routed.loads(total[must + 1 :]))
     # A sum over no target is 0 times the outputs: nothing, or the NaN of a broken model, which must be seen.
     means = {name: value / (data.counts[name] or 1) for name, value in zip(sums, values[1:must], strict=True)}
     return StepResult(

@@ -1,0 +1,162 @@
+"""How fast published weights are loaded, against plain reading of the same files; and where a start spends its time.
+
+    python benchmarks/start.py                  # 1.6 GB of random weights in a temporary folder
+    python benchmarks/start.py --experts        # a mixture of experts
+    python benchmarks/start.py --folder DIR     # weights of your own
+
+Each round reads the files into memory with plain `readinto` (page cache), then loads them into a model that is sharded
+over 1 or 2 ranks, as a run does; best of the rounds. Of 2 ranks, each reads and keeps its half. CPU seconds are of
+the slowest rank; on a machine with other work they are steadier than the clock.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+ROUNDS = 5
+GOAL = 0.7  # of reading speed
+PAGE = 1024  # numbers of 4 bytes
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+# Its files have each expert's weights apart, and the model has them in one tensor.
+EXPERTS = MODEL | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of:
+        rank(args.rank_of, args.rounds)
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or make(Path(temporary), EXPERTS if args.experts else MODEL)
+        results = [measure(folder, processes, args.rounds) for processes in (1, 2)]
+    heads = ("ranks", "GB a rank", "read GB/s", "load GB/s", "ratio", "read CPU s", "load CPU s", "ratio")
+    print("".join(f"{head:>12}" for head in heads))
+    for r in results:
+        size = r["bytes"] / 1e9
+        figures = (size, size / r["read"], size / r["load"], r["read"] / r["load"])
+        figures += (r["read_cpu"], r["load_cpu"], r["read_cpu"] / r["load_cpu"])
+        print(f"{r['ranks']:>12}" + "".join(f"{figure:>12.2f}" for figure in figures))
+    print(json.dumps({"benchmark": "start", "goal": GOAL, "results": results}))
+    return 0
+
+
+def make(folder: Path, model: dict) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(folder)
+    return folder
+
+
+def measure(folder: Path, processes: int, rounds: int) -> dict:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, 2 // processes))}
+    command = [*torchrun, __file__, "--rank-of", str(folder), "--rounds", str(rounds)]
+    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rank(folder: Path, rounds: int) -> None:
+    from transformers.utils import logging
+
+    from omnizoo.assembly.parallelize import parallelize
+    from omnizoo.config.load import load_config
+    from omnizoo.models.build import build_model
+    from omnizoo.parallel.mesh import build_mesh
+    from omnizoo.parallel.process import process_group
+    from omnizoo.parallel.shard import local_bytes
+
+    logging.disable_progress_bar()
+    given = {"model": {"path": str(folder)}, "data": {"sources": [{"path": "none.jsonl"}]}}
+    with process_group() as process:
+        config = load_config(given)
+        mesh = build_mesh(config, process)
+        files = sorted(folder.glob("*.safetensors"))
+        taken = {"read": [], "load": [], "read_cpu": [], "load_cpu": []}
+        held = 0
+        for _ in range(rounds):
+            # A rank's part of the files, into memory that is new each time as that of weights is.
+            dist.barrier()
+            began, cpu = time.perf_counter(), time.process_time()
+            parts = [read(file, mesh.rank, mesh.layout.world) for file in files]
+            dist.barrier()
+            taken["read"].append(time.perf_counter() - began)
+            taken["read_cpu"].append(time.process_time() - cpu)
+            del parts
+            model = build_model(config.model, "fp32")
+            parts_done: dict[str, float] = {}
+
+            def done(part: str, seen: dict[str, float] = parts_done) -> None:
+                dist.barrier()
+                seen[part], seen[part + "_cpu"] = time.perf_counter(), time.process_time()
+
+            parallelize(model, mesh, config, done=done)
+            # Weights may still be pages of the file, which the first update of a run would copy: write to each now.
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.to_local().view(-1)[::PAGE].mul_(1)
+            dist.barrier()
+            taken["load"].append(time.perf_counter() - parts_done["shard"])
+            taken["load_cpu"].append(time.process_time() - parts_done["shard_cpu"])
+            held = local_bytes(model)
+            del model
+        best = {name: min(values) for name, values in taken.items()}
+        worst = {name: max(row) for name, row in zip(best, zip(*gathered(best), strict=True), strict=True)}
+        if mesh.is_first:
+            print(json.dumps({"ranks": mesh.layout.world, "bytes": held} | worst))
+
+
+def gathered(best: dict[str, float]) -> list[list[float]]:
+    out: list = [None] * dist.get_world_size()
+    dist.all_gather_object(out, list(best.values()))
+    return out
+
+
+def read(file: Path, rank: int, world: int) -> np.ndarray:
+    size = file.stat().st_size
+    first, last = size * rank // world, size * (rank + 1) // world
+    buffer = np.empty(last - first, np.uint8)
+    view = memoryview(buffer)
+    with open(file, "rb", buffering=0) as raw:
+        raw.seek(first)
+        at = 0
+        while at < len(view):
+            at += raw.readinto(view[at : at + 2**24])
+    return buffer
+
+
+if __name__ == "__main__":
+    sys.exit(main())
