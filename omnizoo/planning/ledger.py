@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -280,7 +280,7 @@ class Ledger(TorchDispatchMode):
         return ACTIVATIONS if self._modules or self.phase == FORWARD else OTHER
 
 
-@lru_cache(maxsize=None)
+@cache
 def kind_of(module: str) -> str:
     """Layers of one kind have one name: `model.layers.*.mlp`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) or "the loss"
