@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from processes import train_in_this_world
+from torch.distributed.tensor import DTensor
 
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.load import load_config
@@ -23,12 +24,17 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def train_and_keep_logits(args: list[object]) -> torch.Tensor:
     """Train to the end; the logits of the trained model, taken when it is saved, with transformers' own attention."""
+    return train_and_keep(args)[0]
+
+
+def train_and_keep(args: list[object]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same, and the trained model's whole weights."""
     kept, save = [], run.save
 
     def spy(directory: Path, step: int, model: Any, *rest: Any) -> Path:
         before = model.config._attn_implementation
         model.set_attn_implementation("eager")
-        kept.append(logits_of(model))
+        kept.append((logits_of(model), whole(model.state_dict())))
         model.set_attn_implementation(before)
         return save(directory, step, model, *rest)
 
@@ -46,4 +52,10 @@ def load(process: Process, path: Path, *overrides: str) -> dict[str, torch.Tenso
     model = build_model(config.model, config.parallel.precision)
     parallelize(model, build_mesh(config, process), config)
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+    return whole(dict(model.named_parameters()))
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of tensors of which ranks have parts; all ranks must call."""
+    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}

@@ -33,6 +33,9 @@ from torch.utils.checkpoint import (
 
 T = TypeVar("T")
 
+# What torch asks its dispatch modes for the device of a fake tensor with: more often than for all else together.
+DEVICE_OF = torch.ops.prim.device.default
+
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": (
         "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "

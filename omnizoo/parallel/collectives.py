@@ -1,7 +1,7 @@
 """Counts what is sent: every collective and point-to-point message of a block of code, with its bytes."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,13 +40,16 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d":
-            name = NAMES.get(func._schema.name.removeprefix("c10d::"))
-            if name is not None:
-                self._count(name, func, args)
+        self.see(func, args)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def see(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Count an operator, if it is a collective: for a dispatch mode that has others look at what it is given."""
+        name = NAMES.get(func._schema.name.removeprefix("c10d::")) if func.namespace == "c10d" else None
+        if name is not None:
+            self._count(name, args)
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
         # The input of an out-of-place collective is its second tensor argument; in-place ones have one.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor | list)]
         boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]

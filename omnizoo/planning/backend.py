@@ -8,7 +8,7 @@ shapes are the true ones.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnizoo.ops.device import PLANNED
 from omnizoo.ops.torch_private import (
+    DEVICE_OF,
     FakeTensor,
     FakeTensorMode,
     register_device,
@@ -52,6 +52,7 @@ PASSING_ON = (
     "ops/torch_private.py",
 )  # stand between an operator and who calls it
 WATCHING = tuple(str(Path(__file__).parents[1] / name) for name in PASSING_ON)
+_TORCHS_TENSOR = torch.tensor
 PACKAGE, TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
@@ -176,7 +177,8 @@ class PretendedDevice(FakeTensorMode):
             replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
             # FSDP asks for it where weights were gathered for a backward pass that a frozen part does not have.
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
-            NumbersAreRead(self.read),
+            # Not by a function mode: it would be asked for every attribute of every tensor, half of a plan's time.
+            replaced((torch, "tensor", self._tensor)),
             tensors_made_on_host(),
             self,
         ):
@@ -188,6 +190,12 @@ class PretendedDevice(FakeTensorMode):
             self.wait("value", "tolist")
         return self._on_host(tensor).tolist()
 
+    def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`torch.tensor([a, b])` of tensors a and b reads their values without asking any dispatch mode."""
+        if isinstance(data, list | tuple):
+            data = tree_map_only(FakeTensor, self.read, data)
+        return _TORCHS_TENSOR(data, *args, **kwargs)
+
     def wait(self, kind: str, operator: str) -> None:
         if self._depth:  # what an operator is made of waits as part of it
             return
@@ -197,7 +205,9 @@ class PretendedDevice(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "prim":  # asks for a device or a layout
+        if func is DEVICE_OF:
+            return args[0].device
+        if func.namespace == "prim":  # asks for a layout
             return super().dispatch(func, types, args, kwargs or {})
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -298,7 +308,7 @@ class PretendedDevice(FakeTensorMode):
         name = func._schema.name.removeprefix("aten::")
         if func.namespace != "aten" or not (tensors or name in FILLED):
             return None
-        if any(_is_too_much(x) or x.is_meta for x in tensors):
+        if any(_is_too_much(x) or x.device.type == "meta" for x in tensors):  # not `is_meta`, which is an operator
             return None
         values = {id(x): self.values_of(x) for x in tensors}
         if any(value is None for value in values.values()):
@@ -322,21 +332,6 @@ class PretendedDevice(FakeTensorMode):
             if isinstance(fake, FakeTensor) and isinstance(values, torch.Tensor) and not _is_too_much(values):
                 assert fake.shape == values.shape, f"{self.operator}: {fake.shape} is {values.shape} on the host"
                 self._known[fake] = values
-
-
-class NumbersAreRead(TorchFunctionMode):
-    """`torch.tensor([a, b])` of tensors a and b reads their values without asking any dispatch mode."""
-
-    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.read = read
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.tensor and isinstance(args[0], list | tuple):
-            args = (tree_map_only(FakeTensor, self.read, args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

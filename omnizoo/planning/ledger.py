@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from omnizoo.ops.torch_private import TorchDispatchMode, quiet_shard_propagation, tree_leaves
+from omnizoo.ops.torch_private import DEVICE_OF, TorchDispatchMode, quiet_shard_propagation, tree_leaves
+from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.shard import local_of
 from omnizoo.planning.work import Work
 
@@ -76,12 +78,17 @@ class Ledger(TorchDispatchMode):
         self._base: list[tuple[Block, int]] = []  # alive when the step began
         self._muted = False
         self.work = Work()
+        self.traffic: CollectiveCounter | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it unpacks itself, and its local tensors come by
+        if self.traffic is not None:  # a mode of its own would double the calls
+            self.traffic.see(func, args)
         result = func(*args, **(kwargs or {}))
         if not self._muted:
             self.work.see(func, args, kind_of(self.module), self.phase)
@@ -91,7 +98,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def see(self, tensor: torch.Tensor, part: str | None = None) -> Block | None:
-        if tensor.device != self.device or tensor.is_meta:
+        if tensor.device != self.device:
             return None
         local = local_of(tensor)
         storage = local.untyped_storage()
@@ -110,8 +117,9 @@ class Ledger(TorchDispatchMode):
     def module(self) -> str:
         return self._modules[-1] if self._modules else self._behind
 
-    def begin_step(self) -> None:
-        """Forget what happened so far, but for what is in memory."""
+    def begin_step(self, traffic: CollectiveCounter | None = None) -> None:
+        """Forget what happened so far, but for what is in memory. `traffic` is told all operators from here on."""
+        self.traffic = traffic
         self._base = [(block, block.bytes) for block in self._blocks.values()]
         self._events, self._marks = [], []
         self.work = Work()
@@ -272,6 +280,7 @@ class Ledger(TorchDispatchMode):
         return ACTIVATIONS if self._modules or self.phase == FORWARD else OTHER
 
 
+@cache
 def kind_of(module: str) -> str:
     """Layers of one kind have one name: `model.layers.*.mlp`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) or "the loss"

@@ -129,10 +129,10 @@ def simulate(config: Config, place: Place) -> Result:
         periods = Periods(several)
         for step, most in ((1, 1), (2, MOST_RUN)):
             pretended.syncs.clear()
-            ledger.begin_step()
             traffic = Traffic(mesh, place.device.per_node)
+            ledger.begin_step(traffic)
             counted = (traffic.count, traffic.sent, pretended.syncs, ledger.work.calls, ledger.work.flops)
-            with traffic, periods.watching(objective, *counted):
+            with periods.watching(objective, *counted):
                 train_step(objective, optimizer, replace(data, micro_batches=data.micro_batches[:most]), step)
             ledger.end_step(model)
         count, sent, syncs, calls, flops = periods.totals()
