@@ -18,7 +18,7 @@ Model_ = TypeVar("Model_", bound=nn.Module)
 
 
 def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
-    """`modalities` and `positions`, as the loader takes them: copies without weights of what `model` has (on meta)."""
+    """`modalities`, `positions` and `turns`, as the loader takes them: copies without weights of what `model` has (on meta)."""
     media = media_model(model)
     if not media.ports:
         if spec.modalities:
@@ -34,7 +34,7 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
         )
     media.modalities(spec)  # here, so that they are copied with the model, and not built again
     skeleton = media_model(_skeleton(model, spec))
-    return {"modalities": skeleton.modalities(spec), "positions": skeleton.positions}
+    return {"modalities": skeleton.modalities(spec), "positions": skeleton.positions, "turns": skeleton.turns}
 
 
 def _skeleton(model: Model_, spec: Model) -> Model_:

@@ -40,7 +40,7 @@ from omnizoo.data.sources import open_source
 from omnizoo.modalities.base import Encoder, Item, Modality
 from omnizoo.modalities.item import BadMedia
 from omnizoo.models.build import tokenizer_folder
-from omnizoo.models.media_model import Positions
+from omnizoo.models.media_model import Positions, Turns
 
 log = logging.getLogger(__name__)
 
@@ -443,12 +443,13 @@ def build_reader(
     tokenizer: PreTrainedTokenizerBase,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    turns: Turns | None = None,
     reserved: Sequence[int] = (),
     most_positions: int | None = None,
     sources: Sequence[RowSource] | None = None,
 ) -> Reader:
-    """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
-    are `reserved` for media which nobody feeds. `most_positions`: longer samples are counted. `sources` take the place
+    """What the model says about content other than text (`read_modalities`): `modalities`, `positions` and `turns`, and
+    ids that are `reserved` for media which nobody feeds. `most_positions`: longer samples are counted. `sources` take the place
     of those of the config."""
     known = modalities or {}
     place = "data.eval_sources" if config.data.sources is config.data.eval_sources else "data.sources"
@@ -459,7 +460,7 @@ def build_reader(
     data = config.data
     shapes = [Shape(f"{place}.{i}", spec.format, spec.json_columns) for i, spec in enumerate(data.sources)]
     how = (data.ignore, reserved, config.preference_pairs, config.single_answers, shapes, config.learns_answers)
-    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how)
+    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how, turns=turns)
     return Reader(config, sources, renderer, known, most_positions)
 
 
@@ -470,6 +471,7 @@ def build_loader(
     world: int,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    turns: Turns | None = None,
     reserved: Sequence[int] = (),
     most_positions: int | None = None,
 ) -> Loader:
@@ -480,7 +482,7 @@ def build_loader(
             "avoid it, with another order of the data",
             *(lanes, world, -(-lanes // world) * world),
         )
-    reader = build_reader(config, tokenizer, modalities, positions, reserved, most_positions)
+    reader = build_reader(config, tokenizer, modalities, positions, turns, reserved, most_positions)
     return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 

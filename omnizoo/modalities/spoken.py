@@ -47,13 +47,19 @@ def read_codes(media: Media, sizes: Sequence[int], most: int, codec: Codec | Non
     return codes.astype(np.int64)
 
 
+def is_codes(media: Media) -> bool:
+    """Whether an item is given as codes: numbers, or a file of them. If not, it is sound."""
+    value = media.value
+    return value.suffix in FILES if isinstance(value, Path) else not isinstance(value, bytes)
+
+
 def _read(media: Media, codec: Codec | None, rate: int) -> Any:
     value = media.value
-    if isinstance(value, Path) and value.suffix in FILES:
+    if is_codes(media):
+        if not isinstance(value, Path):
+            return value
         media.open().close()
         return _read_file(value)
-    if not isinstance(value, Path | bytes):
-        return value
     if codec is None:
         raise BadMedia(
             f"{media.name} is sound, and no codec turns it into codes: give `codes` (numbers, or a file "
