@@ -16,7 +16,7 @@ def build_drawn(spec: Model, precision: str) -> nn.Module:
     left_out = recipe_for(model).undrawn
     for module in model.modules() if left_out else ():
         kind = type(module).__name__
-        drawn = list(module.parameters(recurse=False)) if kind in left_out else []
+        drawn: list[torch.Tensor] = list(module.parameters(recurse=False)) if kind in left_out else []
         drawn += [b for name, b in module.named_buffers(recurse=False) if f"{kind}.{name}" in left_out]
         for tensor in drawn:
             assert isinstance(model, PreTrainedModel)

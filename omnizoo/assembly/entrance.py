@@ -18,7 +18,8 @@ Model_ = TypeVar("Model_", bound=nn.Module)
 
 
 def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
-    """`modalities`, `positions` and `turns`, as the loader takes them: copies without weights of what `model` has (on meta)."""
+    """`modalities`, `positions` and `turns`, as the loader takes them: copies without weights of what `model` (on meta)
+    has."""
     media = media_model(model)
     if not media.ports:
         if spec.modalities:

@@ -449,8 +449,8 @@ def build_reader(
     sources: Sequence[RowSource] | None = None,
 ) -> Reader:
     """What the model says about content other than text (`read_modalities`): `modalities`, `positions` and `turns`, and
-    ids that are `reserved` for media which nobody feeds. `most_positions`: longer samples are counted. `sources` take the place
-    of those of the config."""
+    ids that are `reserved` for media which nobody feeds. `most_positions`: longer samples are counted. `sources` take
+    the place of those of the config."""
     known = modalities or {}
     place = "data.eval_sources" if config.data.sources is config.data.eval_sources else "data.sources"
     if sources is None:

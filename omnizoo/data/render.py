@@ -109,7 +109,11 @@ class Renderer:
         for name, modality in modalities.items():
             if modality.follower is not None and modality.encoder is None:
                 continue  # it takes no place
-            for mark in (modality.placeholder, *modality.marks, *filter(None, (modality.begin, modality.end, modality.last))):
+            for mark in (
+                modality.placeholder,
+                *modality.marks,
+                *filter(None, (modality.begin, modality.end, modality.last)),
+            ):
                 if mark not in added:
                     raise UserError(
                         f"{mark!r}, which marks {name} items, is not a special token of tokenizer "
@@ -484,8 +488,8 @@ class Renderer:
         extents = tuple((int(starts[first]), int(starts[last - 1] + lengths[last - 1])) for first, last in whole)
         ids = np.repeat(ids, lengths)
         for item in items:
-            if item.spans and (last := self.last.get(item.port.modality)) is not None:
-                ids[sum(item.spans[-1]) - 1] = last
+            if item.spans and item.port.modality in self.last:
+                ids[sum(item.spans[-1]) - 1] = self.last[item.port.modality]
         return ids, np.repeat(weights, lengths), items, extents
 
     def _follow(self, ids: Ids, items: tuple[Item, ...], answers: int) -> tuple[Item, ...]:

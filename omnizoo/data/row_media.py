@@ -37,7 +37,9 @@ class Notation:
     def __init__(self, modalities: Mapping[str, Modality], fields: Fields) -> None:
         self.modalities, self.fields = modalities, fields
         self.types = {type: name for name in modalities for type in (name, f"{name}_url", f"input_{name}")}
-        marks = {mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end, m.last, *m.marks) if mark}
+        marks = {
+            mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end, m.last, *m.marks) if mark
+        }
         self.mark = re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")  # (?!) never matches
         self.tag = re.compile(f"<({'|'.join(map(re.escape, modalities)) or '(?!)'})>")
         # Tags that other models read, where a place for media would be: where a line or the text begins, or at its end.

@@ -2,7 +2,7 @@
 of the user's own."""
 
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,12 @@ def read_codes(media: Media, sizes: Sequence[int], most: int, codec: Codec | Non
 
 
 def is_codes(media: Media) -> bool:
-    """Whether an item is given as codes: numbers, or a file of them. If not, it is sound."""
+    """Whether an item is given as codes: whole numbers, or a file of them. If not, it is sound."""
     value = media.value
-    return value.suffix in FILES if isinstance(value, Path) else not isinstance(value, bytes)
+    if isinstance(value, Path):
+        return value.suffix in FILES
+    is_samples = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    return not is_samples and not isinstance(value, bytes | Mapping)
 
 
 def _read(media: Media, codec: Codec | None, rate: int) -> Any:

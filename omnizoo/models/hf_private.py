@@ -97,9 +97,9 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
         if type(config) in builder._model_mapping or (trust_remote_code and builder.__name__ in remote):
             return builder
     # Some families that read sound are filed among sequence-to-sequence models only; those that only speak apart.
-    for builder in (AutoModelForSeq2SeqLM, AutoModelForTextToWaveform):
-        if config.sub_configs and type(config) in builder._model_mapping and not config.is_encoder_decoder:
-            return builder
+    for other in (AutoModelForSeq2SeqLM, AutoModelForTextToWaveform):
+        if config.sub_configs and type(config) in other._model_mapping and not config.is_encoder_decoder:
+            return other
     return None
 
 
@@ -174,6 +174,13 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
 
 
+def tied_sources(model: nn.Module) -> dict[str, str]:
+    """Of weights with two names, those that `named_parameters` calls by another one than files do, with that."""
+    own = {name for name, _ in model.named_parameters()}
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {target: source for target, source in tied.items() if target in own and source not in own}
+
+
 class PublishedKeys:
     """How a model's own weights become those of its published files, as `save_pretrained` writes them. Make it before
     `fully_shard`, which renames the classes that transformers looks at."""
@@ -182,6 +189,7 @@ class PublishedKeys:
         known = get_model_conversion_mapping(model, add_legacy=False) if isinstance(model, PreTrainedModel) else []
         self.conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
         self.left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        self.tied = tied_sources(model)
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
         """`names` of weights, those together that only make sense together in the files."""
@@ -195,6 +203,7 @@ class PublishedKeys:
 
     def convert(self, model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A group of weights by their published names."""
+        weights = {self.tied.get(name, name): weight for name, weight in weights.items()}
         if not self.conversions:
             return weights
         assert isinstance(model, PreTrainedModel)

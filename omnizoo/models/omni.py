@@ -202,7 +202,9 @@ class OmniModel(MediaModel, PreTrainedModel):
             out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
         return OmniOutput(out.logits, losses, out.get("past_key_values"), seen[0])
 
-    def predict(self, name: str, hidden: torch.Tensor, label: Delivered, media: MediaBatch | None) -> dict[str, torch.Tensor]:
+    def predict(
+        self, name: str, hidden: torch.Tensor, label: Delivered, media: MediaBatch | None
+    ) -> dict[str, torch.Tensor]:
         """The losses of a decoder, summed over its targets; `media` is told how likely they are, if it asks."""
         decoder, targets = self.decoder(name), label.predicted
         if media is not None and media.tell is not None and decoder.has_likelihood():

@@ -62,10 +62,8 @@ class DepthCodes(Decoder):
         self.books, self.end = config.num_codebooks, config.codebook_eos_token_id
         self.rate, self.hop = settings.sampling_rate, settings.frame_size
         self.sizes = [settings.codebook_size] * self.books
-        if settings.num_quantizers != self.books:
-            raise UserError(
-                f"model.config: num_codebooks {self.books}, and its codec has {settings.num_quantizers}; both are the same"
-            )
+        if (own := settings.num_quantizers) != self.books:
+            raise UserError(f"model.config: num_codebooks {self.books}, and its codec has {own}; expected the same")
         for part in (*self.codec.modules(), *self.depth.modules()):
             if isinstance(part, PreTrainedModel):  # they see frames of one sound, or codes of one frame: no packs
                 part.config._attn_implementation = "sdpa"
@@ -174,13 +172,14 @@ class DepthCodes(Decoder):
     @torch.no_grad()
     def speak(self, embeddings: torch.Tensor, most: int, sampling: Sampling) -> torch.Tensor:
         """By the model's own `generate`. Temperature and its kin hold for all codebooks."""
-        drawn: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        no_codes = list(range(self.sizes[0], self.head.out_features))  # ids that the codec does not know
+        drawn: dict[str, Any] = {"do_sample": sampling.temperature > 0, "suppress_tokens": no_codes or None}
         if drawn["do_sample"]:
             drawn |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         finer = {f"depth_decoder_{name}": value for name, value in drawn.items()}
         places = torch.ones(1, len(embeddings), dtype=torch.int64, device=embeddings.device)
         with seeded(sampling):
-            made = self.model.generate(
+            made: torch.Tensor = self.model.generate(
                 inputs_embeds=embeddings[None], attention_mask=places, max_new_tokens=most, **drawn, **finer
             )[0]
         ends = (made == self.end).all(1).nonzero()
