@@ -15,8 +15,10 @@ def build_drawn(spec: Model, precision: str) -> nn.Module:
     model = build_model(spec, precision)
     left_out = recipe_for(model).undrawn
     for module in model.modules() if left_out else ():
-        if type(module).__name__ in left_out:
+        kind = type(module).__name__
+        drawn: list[torch.Tensor] = list(module.parameters(recurse=False)) if kind in left_out else []
+        drawn += [b for name, b in module.named_buffers(recurse=False) if f"{kind}.{name}" in left_out]
+        for tensor in drawn:
             assert isinstance(model, PreTrainedModel)
-            for parameter in module.parameters(recurse=False):
-                parameter.normal_(0.0, float(model.config.initializer_range))
+            tensor.normal_(0.0, float(model.config.initializer_range))
     return model

@@ -19,7 +19,8 @@ Model_ = TypeVar("Model_", bound=nn.Module)
 
 
 def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
-    """`modalities` and `positions`, as the loader takes them: copies without weights of what `model` has (on meta)."""
+    """`modalities`, `positions` and `turns`, as the loader takes them: copies without weights of what `model` (on meta)
+    has."""
     media = media_model(model)
     if not media.ports:
         if spec.modalities:
@@ -36,7 +37,7 @@ def read_modalities(model: nn.Module, spec: Model) -> dict[str, Any]:
     media.modalities(spec)  # here, so that they are copied with the model, and not built again
     skeleton = _skeleton(model, spec)
     said = media_model(skeleton)
-    found = {"modalities": said.modalities(spec), "positions": said.positions}
+    found = {"modalities": said.modalities(spec), "positions": said.positions, "turns": said.turns}
     for name in (KEPT, RECIPE):  # not for loader workers: a user's recipe may hold what no other process can be given
         vars(skeleton).pop(name, None)
     return found

@@ -63,6 +63,8 @@ def count_flops(model: nn.Module) -> FlopCount:
     trunk = Tally(trained=any(parameter.requires_grad for parameter in outside))
     experts, visited = count_experts(language.config)
     frozen = tuple(f"{name}." for name in tokenisers(language))  # what they cost, decoders say
+    if language is model:  # what decoders run per target is counted with them
+        frozen += tuple(f"{name}." for own in media_model(model).producers.values() for name in own)
     for name, parameter, is_multiplied in weights_of(language):
         if name.startswith(frozen) or (is_multiplied and parameter is head):
             continue

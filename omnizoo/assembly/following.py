@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.model_section import Model
-from omnizoo.modalities.base import Follower, Modality, Port
+from omnizoo.modalities.base import Follower, Modality, Port, term_name
 from omnizoo.models.media_batch import MediaBatch
 from omnizoo.models.omni import OmniOutput
 from omnizoo.recipes.base import Recipe
@@ -59,7 +59,7 @@ def follow(model: nn.Module, language: PreTrainedModel, followers: Mapping[Port,
         for port, follower in followers.items():
             states = follower.read(kept[port], ids.flatten())
             for term, loss in media.follow(port, follower, states).items():
-                losses[f"{port.modality}/{term}" if term else port.modality] = loss
+                losses[term_name(port.modality, term)] = loss
         return OmniOutput(out.logits, losses)
 
     model.forward = forward

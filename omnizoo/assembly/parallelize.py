@@ -28,7 +28,7 @@ from omnizoo.modalities.frozen import tokenisers
 from omnizoo.models.adapter import attached
 from omnizoo.models.build import given_model, tensors_of
 from omnizoo.models.experts import expert_modules, set_dispatch, use_dispatched
-from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model
+from omnizoo.models.hf_private import PACKED, attention_name, kept_in_fp32, language_model, text_embedding
 from omnizoo.models.initial import initial_weights
 from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.models.vocabulary import with_published_rows
@@ -141,7 +141,7 @@ def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         is_plain = isinstance(module, kind) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
         return module if is_plain and all(owners[id(p)] == 1 for p in module.parameters()) else None
 
-    return alone(model.get_input_embeddings(), nn.Embedding), alone(model.get_output_embeddings(), nn.Linear)
+    return alone(text_embedding(model), nn.Embedding), alone(model.get_output_embeddings(), nn.Linear)
 
 
 def chains(blocks: Sequence[str]) -> list[list[str]]:

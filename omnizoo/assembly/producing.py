@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.modalities.base import Decoder, Port
+from omnizoo.modalities.base import Decoder, Port, term_name
+from omnizoo.models.hf_private import trunk
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch
 from omnizoo.models.omni import OmniOutput
 
@@ -20,8 +21,8 @@ class Producing:
         self.decoders = {Port(name, "decoder"): decoder for name, decoder in decoders.items()}
         self.labels: dict[Port, Features] = {}  # of the forward pass that is under way
         self.hidden: list[torch.Tensor] = []
-        self.losses: dict[str, torch.Tensor] = {}
-        model.base_model.register_forward_hook(self._keep)
+        self.losses: dict[str, torch.Tensor] = {}  # made at the head
+        trunk(model).register_forward_hook(self._keep)
         model.get_output_embeddings().register_forward_pre_hook(self._at_head)
         model.register_forward_hook(self._finish, prepend=True)  # ahead of FSDP's own
 
@@ -46,6 +47,10 @@ class Producing:
             placed = placed | {port.modality: made}
         return placed
 
+    def forget(self) -> None:
+        """No forward pass follows that is to predict what was placed."""
+        self.labels = {}
+
     def _keep(self, _: nn.Module, args: Any, out: Any) -> None:
         self.hidden[:] = [out[0]] if self.labels else []
 
@@ -54,10 +59,13 @@ class Producing:
         gradient of the head's input is known: so these losses depend on it, too."""
         for port, target in self.labels.items():
             decoder = self.decoders[port]
-            if not decoder.in_vocabulary:
-                continue
-            hidden = self.hidden[0][0, target.index] + 0 * args[0].sum()
-            self.losses[port.modality] = decoder.loss(hidden, target.values)
+            if decoder.in_vocabulary or decoder.uses_head:
+                hidden = self.hidden[0][0, target.index] + 0 * args[0].sum()
+                self.losses |= self._losses(port, hidden, target.values)
+
+    def _losses(self, port: Port, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.decoders[port].losses(hidden, targets)
+        return {term_name(port.modality, term): loss for term, loss in made.items()}
 
     def _finish(self, _: nn.Module, args: Any, out: Any) -> Any:
         if not self.labels:
@@ -65,11 +73,9 @@ class Producing:
         hidden = self.hidden[0]
         # A backward pass gathers the head's weights where it comes to the logits: these losses wait for that.
         start = 0 * out.logits[..., :1].sum()
-        losses = {
-            port.modality: self.losses[port.modality] + start
-            if decoder.in_vocabulary
-            else decoder.loss(hidden[0, self.labels[port].index], self.labels[port].values)
-            for port, decoder in self.decoders.items()
-        }
+        losses = {name: loss + start for name, loss in self.losses.items()}
+        for port, decoder in self.decoders.items():
+            if not (decoder.in_vocabulary or decoder.uses_head):
+                losses |= self._losses(port, hidden[0, self.labels[port].index], self.labels[port].values)
         self.labels, self.hidden, self.losses = {}, [], {}
         return OmniOutput(out.logits, losses, out.get("past_key_values"), hidden)

@@ -1,6 +1,6 @@
 """Media of a published model, by its recipe; and `media_model`, which answers for any model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Decoder, Modality, Port
 from omnizoo.models.build import tokenizer_folder
 from omnizoo.models.media_batch import MediaBatch
-from omnizoo.models.media_model import MediaModel, Positions
+from omnizoo.models.media_model import MediaModel, Positions, Turns
 from omnizoo.ops.mutual import MutualTokens
 from omnizoo.recipes.base import recipe_for
 
@@ -39,6 +39,9 @@ class Published(MediaModel):
     def __init__(self, model: nn.Module) -> None:
         self.model, self.recipe = model, recipe_for(model)
         self.built: dict[str, Modality] | None = None
+        # What the model is called with, with media in it, once `attach` was called.
+        self.entered: Callable[[dict[str, Any], MediaBatch], dict[str, Any]]
+        self.producing: Producing | None = None
 
     @property
     def towers(self) -> Mapping[str, str]:
@@ -90,6 +93,10 @@ class Published(MediaModel):
     def mutual(self) -> MutualTokens | None:
         return self.recipe.mutual(self.language) if self.recipe.mutual else None
 
+    @property
+    def turns(self) -> Turns | None:
+        return self.recipe.turns
+
     def modalities(self, spec: Model) -> dict[str, Modality]:
         if self.recipe.modalities is None:
             return {}
@@ -105,13 +112,19 @@ class Published(MediaModel):
             )
         return self.built
 
+    def embed(self, ids: torch.Tensor, media: MediaBatch) -> torch.Tensor:
+        embeddings: torch.Tensor = self.entered({"input_ids": ids[None]}, media)["inputs_embeds"]
+        if self.producing is not None:
+            self.producing.forget()
+        return embeddings[0]
+
     def attach(self, spec: Model) -> None:
         """A hook encodes media, and hands their features over as the family wants them."""
         enter, modalities = self.recipe.enter, self.modalities(spec)
         if enter is None:
             return
         encoders = {port: modalities[port.modality].encoder for port in self.ports if port.role == "encoder"}
-        producing = Producing(self.language, self.produced_by) if self.producers else None
+        producing = self.producing = Producing(self.language, self.produced_by) if self.producers else None
 
         def encode(media: MediaBatch) -> dict[Port, torch.Tensor]:
             made: dict[Port, torch.Tensor] = {}
@@ -124,13 +137,17 @@ class Published(MediaModel):
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             media: MediaBatch | None = kwargs.pop("media", None)
             if media is not None:
-                arrived = media.deliver(encode(media))
-                placed = {port.modality: arrived[port].placed for port in encoders}
-                placed = producing.place(arrived, placed, media.dtype) if producing else placed
                 followed = {FOLLOWED: (media, kwargs["input_ids"])} if followers else {}
-                kwargs = enter(self.language, kwargs, placed) | followed
+                kwargs = entered(kwargs, media) | followed
             return args, kwargs
 
+        def entered(inputs: dict[str, Any], media: MediaBatch) -> dict[str, Any]:
+            arrived = media.deliver(encode(media))
+            placed = {port.modality: arrived[port].placed for port in encoders}
+            placed = producing.place(arrived, placed, media.dtype) if producing else placed
+            return enter(self.language, inputs, placed)
+
+        self.entered = entered
         self.model.register_forward_pre_hook(hook, with_kwargs=True)
         followers = {port: f for port in self.ports if (f := modalities[port.modality].follower) is not None}
         if followers:

@@ -166,7 +166,7 @@ def shrink_config(published: PretrainedConfig, how: Shrinking, recipe: Recipe | 
         small |= _few_tokens(fields, how.vocabulary) | {"vocab_size": how.vocabulary}
     small = {own.get(key, key): value for key, value in small.items()}
     small = {key: value for key, value in small.items() if key in fields}
-    return fields | small | (dict(recipe.shrink) if how.widths else {}) | {"model_type": family}
+    return _merged(fields | small, recipe.shrink if how.widths else {}) | {"model_type": family}
 
 
 def _has_text(part: PretrainedConfig, text: PretrainedConfig) -> bool:

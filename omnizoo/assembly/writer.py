@@ -141,7 +141,8 @@ def writer_of(model: PreTrainedModel, spec: Model, tokenizer: Any) -> Writer:
     modalities = media.modalities(spec)
     media.attach(spec)
     keep_logits(model)
-    return Writer(model.eval(), media, tokenizer, Renderer(tokenizer, False, modalities, ignore=["*"]), modalities)
+    renderer = Renderer(tokenizer, False, modalities, ignore=["*"], turns=media.turns)
+    return Writer(model.eval(), media, tokenizer, renderer, modalities)
 
 
 def whole_copy(model: nn.Module, config: Config, mesh: Mesh) -> PreTrainedModel | None:

@@ -21,7 +21,7 @@ from omnizoo.models.adapter import Attached, merge
 from omnizoo.models.adapter_files import write_folder
 from omnizoo.models.artefact import read_json
 from omnizoo.models.build import load_tokenizer, read_generation_config, read_model_config
-from omnizoo.models.hf_private import auto_class, kept_in_fp32
+from omnizoo.models.hf_private import auto_class, kept_in_fp32, tied_sources
 from omnizoo.models.published_files import set_dtype
 
 MOST_IN_A_FILE = "5GB"  # of weights, as published models are split
@@ -103,6 +103,8 @@ def export(
         set_dtype(model.config, dtype or next(t.dtype for t in state.values() if t.is_floating_point()))
         if (folder_of_model / "generation_config.json").is_file():
             model.generation_config = read_generation_config(folder_of_model)
+        tied = tied_sources(model)
+        state = {tied.get(name, name): tensor for name, tensor in state.items()}
         model.save_pretrained(partial, state_dict=state, max_shard_size=MOST_IN_A_FILE)
         for name in PROCESSOR_FILES:
             if (folder_of_model / name).is_file():

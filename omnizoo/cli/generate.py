@@ -80,9 +80,16 @@ def generate(
         from omnizoo.ops.device import pick_device
 
         writer = load_writer(own, pick_device(0), allow_code=allow_code, trust_remote_code=trust_remote_code)
-        if speaker is not None and (no_speech or not writer.media.followers):
+        turns = writer.media.turns
+        if speaker is not None and (no_speech or not (writer.media.followers or turns)):
             what = "--no-speech says that nothing is said" if no_speech else f"the model of {folder} does not speak"
             raise UserError(f"--speaker {speaker}: {what}; leave it out")
+        if turns is not None and no_speech:
+            raise UserError(f"--no-speech: the model of {folder} does nothing but speak; leave it out")
+        if turns is not None and speaker is not None:
+            if messages is not None:
+                raise UserError(f"--speaker {speaker}: the messages name who speaks (`role`); leave it out")
+            rows = [{"messages": [{"role": speaker, "content": prompt}]} for prompt in prompts]
         drawing = replace(drawing, followed=None if no_speech else {"speaker": speaker})
         where = Folder(messages.parent if messages else Path(), None)
         answers: TextIO | None = None

@@ -28,7 +28,7 @@ from omnizoo.data.reader import Reader, build_reader
 from omnizoo.data.same_data import check_fingerprint, fingerprint
 from omnizoo.data.workers import Surroundings, Workers, start_server, worker_count
 from omnizoo.modalities.base import Modality
-from omnizoo.models.media_model import Positions
+from omnizoo.models.media_model import Positions, Turns
 
 log = logging.getLogger(__name__)
 ROWS_READ = "rows_read"  # a counter, without those that wait to be packed
@@ -178,6 +178,7 @@ def build_loader(
     world: int,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    turns: Turns | None = None,
     reserved: Sequence[int] = (),
     most_positions: int | None = None,
 ) -> Loader:
@@ -188,7 +189,7 @@ def build_loader(
             "avoid it, with another order of the data",
             *(lanes, world, -(-lanes // world) * world),
         )
-    reader = build_reader(config, tokenizer, modalities, positions, reserved, most_positions)
+    reader = build_reader(config, tokenizer, modalities, positions, turns, reserved, most_positions)
     return Loader(reader, Share(rank, world, lanes, config.train.global_batch))
 
 

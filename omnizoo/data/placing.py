@@ -26,12 +26,17 @@ class Tokens:
 
 
 def place(
-    tokens: Tokens, media: RowMedia, placeholders: Sequence[int], modalities: Mapping[str, Modality]
+    tokens: Tokens,
+    media: RowMedia,
+    placeholders: Sequence[int],
+    modalities: Mapping[str, Modality],
+    last_ids: Mapping[str, int],
 ) -> tuple[Ids, npt.NDArray[np.float32], tuple[Item, ...], tuple[Span, ...]]:
     """Repeat placeholders to the length of their runs, and tell items where they are, also with their marks.
 
     Nothing inside of an item is a target of the text: its places are its decoder's, what stands between them
-    (`Size`) nobody predicts. Begin and end are text like any other.
+    (`Size`) nobody predicts. Begin and end are text like any other. `last_ids`: of modalities whose last place has an
+    id of its own.
     """
     ids, weights = tokens.ids, tokens.weights
     is_place = np.isin(ids, placeholders)
@@ -70,7 +75,11 @@ def place(
         for item, own in placed
     )
     extents = tuple((int(starts[first]), int(starts[last - 1] + lengths[last - 1])) for first, last in whole)
-    return np.repeat(ids, lengths), np.repeat(weights, lengths), items, extents
+    ids = np.repeat(ids, lengths)
+    for item in items:
+        if item.spans and item.port.modality in last_ids:
+            ids[sum(item.spans[-1]) - 1] = last_ids[item.port.modality]
+    return ids, np.repeat(weights, lengths), items, extents
 
 
 def follow(ids: Ids, items: tuple[Item, ...], answers: int, modalities: Mapping[str, Modality]) -> tuple[Item, ...]:

@@ -17,7 +17,7 @@ from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.route import Route, Share, plan_routes
 
 TEXT = "text"
-RESIDUAL = "residual"  # the second loss of a follower
+RESIDUAL = "residual"  # the second loss of a follower or a decoder
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def count_totals(told: Told, ports: Sequence[Port]) -> Totals:
         own = items[items["port"] == number]
         if port.role != "encoder" and len(own):
             targets[port.modality] = targets.get(port.modality, 0) + int(own["targets"].sum())
-        if port.role == "follower" and len(own):
+        if port.role != "encoder" and own["residual"].any():
             targets[f"{port.modality}/{RESIDUAL}"] = int(own["residual"].sum())
     return Totals(
         tokens=int(told.tokens[is_real].sum()),

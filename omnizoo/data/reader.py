@@ -13,7 +13,7 @@ from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow, RowSource
 from omnizoo.data.sources import open_source
 from omnizoo.modalities.base import Encoder, Item, Modality
-from omnizoo.models.media_model import Positions
+from omnizoo.models.media_model import Positions, Turns
 
 LOOKED_AT = 8  # rows, to tell the format of a source
 
@@ -63,13 +63,14 @@ def build_reader(
     tokenizer: PreTrainedTokenizerBase,
     modalities: Mapping[str, Modality] | None = None,
     positions: Positions | None = None,
+    turns: Turns | None = None,
     reserved: Sequence[int] = (),
     most_positions: int | None = None,
     sources: Sequence[RowSource] | None = None,
 ) -> Reader:
-    """What the model says about content other than text (`read_modalities`): `modalities` and `positions`, and ids that
-    are `reserved` for media which nobody feeds. `most_positions`: longer samples are counted. `sources` take the place
-    of those of the config."""
+    """What the model says about content other than text (`read_modalities`): `modalities`, `positions` and `turns`, and
+    ids that are `reserved` for media which nobody feeds. `most_positions`: longer samples are counted. `sources` take
+    the place of those of the config."""
     known = modalities or {}
     place = "data.eval_sources" if config.data.sources is config.data.eval_sources else "data.sources"
     if sources is None:
@@ -79,5 +80,5 @@ def build_reader(
     data = config.data
     shapes = [Shape(f"{place}.{i}", spec.format, spec.json_columns) for i, spec in enumerate(data.sources)]
     how = (data.ignore, reserved, config.preference_pairs, config.single_answers, shapes, config.learns_answers)
-    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how)
+    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how, turns=turns)
     return Reader(config, sources, renderer, known, most_positions)

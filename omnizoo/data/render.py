@@ -24,9 +24,10 @@ from omnizoo.data.rendered import Rendered, join_answers
 from omnizoo.data.row_fields import Fields, Pairs
 from omnizoo.data.row_media import Find, Notation, RowMedia
 from omnizoo.data.rows import CONVERSATION, BadRow, Folder, Row
+from omnizoo.data.turns import write_turns
 from omnizoo.modalities.base import Item, Modality
 from omnizoo.modalities.item import BadMedia
-from omnizoo.models.media_model import Ids, Positions
+from omnizoo.models.media_model import Ids, Positions, Turns
 
 HERE = Folder(Path(), None)
 
@@ -54,10 +55,11 @@ class Renderer:
         singles: bool = False,
         shapes: Sequence[Shape] = (),
         learns_answers: bool = True,
+        turns: Turns | None = None,
     ) -> None:
         """`ignore`: fields of rows that may be left out. `reserved`: ids that stand for media which nobody feeds.
         `pairs`, `singles`, `learns_answers`: what becomes of preferences, by the losses of the run. `shapes`: how the
-        rows of each source are said to be written."""
+        rows of each source are said to be written. `turns`: the model has speakers, and writes no text."""
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path} is a slow one ({type(tokenizer).__name__}): it cannot tell which "
@@ -72,7 +74,7 @@ class Renderer:
 
         self.fields = Fields(modalities or {}, ignore, pairs, singles)
         self.notation, self.positions, self.seed = Notation(modalities or {}, self.fields), positions, seed
-        self.learns_answers = learns_answers
+        self.learns_answers, self.turns = learns_answers, turns
         self.placeholders, self.reserved = self._check_marks(), list(reserved)
         self.conventions: dict[str, Conventions] = {}  # by chat template
         self.shapes = shapes
@@ -90,12 +92,17 @@ class Renderer:
         for name, modality in modalities.items():
             if modality.follower is not None and modality.encoder is None:
                 continue  # it takes no place
-            for mark in (modality.placeholder, *modality.marks, *filter(None, (modality.begin, modality.end))):
+            for mark in (
+                modality.placeholder,
+                *modality.marks,
+                *filter(None, (modality.begin, modality.end, modality.last)),
+            ):
                 if mark not in added:
                     raise UserError(
                         f"{mark!r}, which marks {name} items, is not a special token of tokenizer "
                         f"{self.tokenizer.name_or_path}; add it there, or name another one"
                     )
+        self.last = {name: added[modality.last] for name, modality in modalities.items() if modality.last}
         return sorted({added[modality.placeholder] for modality in modalities.values() if modality.placeholder})
 
     def render(
@@ -172,7 +179,11 @@ class Renderer:
         field = next(name for name in CONVERSATION if name in given)
         is_text, prompt = field == "text", side.prompt if side else prompt
         media = RowMedia(self.notation, given, find, (self.seed, *key), is_chat=not is_text)
-        if is_text:
+        if self.turns is not None:
+            if side is not None:
+                raise BadRow("a preference is judged by text, which this model does not write")
+            tokens = self._tokens_of_turns(write_turns(given, field, self.turns, media, self.special_tokens))
+        elif is_text:
             tokens = self._render_text(given, media, prompt)
         else:
             answer = (side.messages, find_answer or find) if side else None
@@ -185,7 +196,7 @@ class Renderer:
             if not weight:
                 raise BadRow("no token to learn: its `weight` is 0")
             tokens = replace(tokens, weights=tokens.weights * np.float32(weight))
-        ids, weights, items, extents = place(tokens, media, self.placeholders, self.notation.modalities)
+        ids, weights, items, extents = place(tokens, media, self.placeholders, self.notation.modalities, self.last)
         items = follow(ids, items, media.answers, self.notation.modalities)
         targets = weights > 0
         if not targets[1:].any() and not any(item.is_target for item in items):
@@ -208,7 +219,11 @@ class Renderer:
         """A conversation up to where the model shall write. A string is one message of the user's or, where there is no
         chat template, a text to go on with."""
         media = RowMedia(self.notation, {}, find, (self.seed, 0, 0, 0))
-        if isinstance(value, str) and not self.tokenizer.chat_template:
+        if self.turns is not None:
+            turn = [{"role": self.turns.default, "content": value}] if isinstance(value, str) else value
+            text = write_turns({"messages": turn}, "messages", self.turns, media, self.special_tokens, asks=True)
+            encoding = self.backend.encode(text, add_special_tokens=False)
+        elif isinstance(value, str) and not self.tokenizer.chat_template:
             text = media.text(value)
             encoding = self.backend.encode(text)
         else:
@@ -233,6 +248,11 @@ class Renderer:
         given = taken.row
         field = next(name for name in CONVERSATION if name in given)
         media = RowMedia(self.notation, given, find, (self.seed, 0, 0, 0))
+        if self.turns is not None:
+            text = write_turns(given, field, self.turns, media, self.special_tokens, asks=True)
+            encoding = self.backend.encode(text, add_special_tokens=False)
+            shown = "\n".join(f"{message['role']}: {plain(message['content'])}" for message in given[field])
+            return Question(self._prompt(text, encoding, media), shown, None)
         if field == "text":
             return self._begun_text(given, media, taken.prompt)
         tools = read_list(given["tools"], "`tools`") if "tools" in given else None
@@ -275,7 +295,7 @@ class Renderer:
     def _prompt(self, text: str, encoding: Any, media: RowMedia) -> Rendered:
         everywhere = np.ones(len(encoding), np.float32)
         tokens = Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, everywhere)
-        ids, weights, items, _ = place(tokens, media, self.placeholders, self.notation.modalities)
+        ids, weights, items, _ = place(tokens, media, self.placeholders, self.notation.modalities, self.last)
         items = tuple(item for item in items if item.answer is None)  # a follower does not hear what was said before
         return Rendered(ids, weights > 0, items, self._positions(ids, items))
 
@@ -397,6 +417,12 @@ class Renderer:
             for first, last in tokens_of_spans(encoding.offsets, [span]):
                 weights[first:last] = weight
         return Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, weights)
+
+    def _tokens_of_turns(self, text: str) -> Tokens:
+        """Of the text nothing is learnt; which items are, they say themselves."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        return Tokens(text, ids, encoding.offsets, np.isin(ids, self.placeholders).astype(np.float32))
 
 
 def plain(content: Any) -> str:

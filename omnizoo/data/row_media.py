@@ -37,7 +37,9 @@ class Notation:
     def __init__(self, modalities: Mapping[str, Modality], fields: Fields) -> None:
         self.modalities, self.fields = modalities, fields
         self.types = {type: name for name in modalities for type in (name, f"{name}_url", f"input_{name}")}
-        marks = {mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end, *m.marks) if mark}
+        marks = {
+            mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end, m.last, *m.marks) if mark
+        }
         self.mark = re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")  # (?!) never matches
         self.tag = re.compile(f"<({'|'.join(map(re.escape, modalities)) or '(?!)'})>")
         # Tags that other models read, where a place for media would be: where a line or the text begins, or at its end.
@@ -83,7 +85,7 @@ class RowMedia:
             return "".join(self._item(p, None, {}, is_learnt) if i % 2 else self.text(p) for i, p in enumerate(pieces))
         if not isinstance(content, list):
             raise BadRow(f"{what} is {type(content).__name__}, not a string or a list of parts")
-        return "".join(self._part(part, is_learnt, f"part {i} of {what}") for i, part in enumerate(content))
+        return "".join(self.part(part, is_learnt, f"part {i} of {what}") for i, part in enumerate(content))
 
     def text(self, text: str) -> str:
         if mark := self.notation.mark.search(text):
@@ -101,7 +103,7 @@ class RowMedia:
                     f"text, put it into a part of type text, or '<{name}>' into data.ignore"
                 )
 
-    def _part(self, part: Any, is_learnt: bool, what: str) -> str:
+    def part(self, part: Any, is_learnt: bool, what: str) -> str:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise BadRow(f"{what} is not an object with a `type`")
         kind = part["type"]
@@ -121,8 +123,8 @@ class RowMedia:
                 f"{what} is of unknown type {kind!r}; known: {', '.join(known)}"
                 + (f" (did you mean {close[0]!r}?)" if close else "")
             )
-        follower = self.notation.modalities[name].follower
-        names = (kind, name, f"{name}_url", *(follower.values if follower is not None else ()))
+        made = self.notation.modalities[name].decoder or self.notation.modalities[name].follower
+        names = (kind, name, f"{name}_url", *(made.values if made is not None else ()))
         key = next((key for key in names if key in given), None)
         # without such a key, the part itself may say where the item is
         value = given.pop(key) if key else {key: given.pop(key) for key in ENCODED + NAMED if key in given} or None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from html import escape
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Size:
     places: int  # in the sequence
     cost: float  # FLOPs of `encode`, with backward if it is trained, or of `targets`: ranks share items by it
     targets: int | None = None  # decoders: what the loss is a mean over; None: its places
-    residual: int = 0  # followers: the same of the second loss, on what refines the first targets
+    residual: int = 0  # the same of a second loss (`terms`), on what refines the first targets
     # Text between its places, e.g. ("<0.5 s>", 64, "<1.5 s>", 64); (): one run. Runs of items inside of it, too.
     layout: tuple[str | int | Inside, ...] = ()
     inside: Mapping[str, "Size"] = field(default_factory=dict)  # by modality: an item that is read off the same media
@@ -131,6 +132,11 @@ class Sampling:
         return drawn.view(logits.shape[:-1])
 
 
+def term_name(modality: str, term: str) -> str:
+    """How a loss of a modality is called in metrics."""
+    return f"{modality}/{term}" if term else modality
+
+
 class Encoder(nn.Module):
     """One modality in. Built as `Class(width, **options)`: the width is the foundation's, options are the config's."""
 
@@ -175,11 +181,14 @@ class Decoder(nn.Module):
     """One modality out, and in again: what it produced is fed back through `embed`."""
 
     item_options: ClassVar[Sequence[str] | None] = None  # of `Media.options`, those that it reads; None: any
+    values: ClassVar[Sequence[str]] = ()  # keys of a content part, besides the modality's own, that give the item
+    terms: Mapping[str, float] = MappingProxyType({"": 1.0})  # its losses, with weights: "" on targets, "residual"
     entering: ClassVar[Sequence[str]] = ()  # submodules that `embed` runs; `loss` runs the others. For counting FLOPs
     not_likely: ClassVar[str] = "its decoder has no `log_likelihood`"  # why it cannot be in answers that are compared
     # Targets `[n, 1]` are ids of the language model's own vocabulary: it embeds them itself, and `loss`, which uses its
     # head, is called where it runs that. `embed` is for generation.
     in_vocabulary: ClassVar[bool] = False
+    uses_head: ClassVar[bool] = False  # its loss uses the language model's head, too, and is called where that runs
 
     @property
     def pretrained(self) -> PreTrainedModel | None:
@@ -220,6 +229,10 @@ class Decoder(nn.Module):
         Float targets come in fp32 or better, whatever the precision of the computation."""
         raise NotImplementedError
 
+    def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same by the names of `terms`, for a decoder with more than one loss."""
+        return {"": self.loss(hidden, targets)}
+
     def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Given the same as `loss`: how likely each target is, a logarithm, `[N]`; and how many values that is of,
         `[N]`, as `Size.targets` counts them. For losses that compare answers: a decoder may do without."""
@@ -246,6 +259,11 @@ class Decoder(nn.Module):
             made = torch.cat([made, target[None].to(made.dtype)])
             hidden = advance(self.embed(made[-1:])[0])
         return made
+
+    def speak(self, embeddings: torch.Tensor, most: int, sampling: Sampling) -> torch.Tensor:
+        """All targets of a new item, `most` at most, after a prompt whose embeddings are `[T, width]`. For models that
+        produce nothing but such items."""
+        raise NotImplementedError
 
     def save(self, item: Any, stem: str) -> str:
         """Write what `render` gave to `stem` plus a fitting suffix; returns the file's name."""
@@ -334,3 +352,4 @@ class Modality:
     marks: tuple[str, ...] = ()
     in_chat: str = "{item}"  # how the published template writes an item into a message; {number} counts from 1
     follower: Follower | None = None
+    last: str = ""  # what stands in an item's last place, if not the placeholder

@@ -13,6 +13,7 @@ import inspect
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -163,11 +164,7 @@ class AudioCodec(Decoder):
         return f"{stem}.wav"
 
     def preview(self, media: Media) -> str:
-        file = io.BytesIO()
-        wave = read_sound(media, self.sample_rate, self.max_seconds)
-        optional("soundfile").write(file, wave, self.sample_rate, format="FLAC")
-        encoded = base64.b64encode(file.getvalue()).decode()
-        return f'<audio controls src="data:audio/flac;base64,{encoded}"></audio>'
+        return sound_html(media, self.sample_rate, self.max_seconds)
 
 
 def delay(codes: torch.Tensor, stop: int, none: int) -> torch.Tensor:
@@ -222,36 +219,12 @@ class Codec(Frozen):
                 with torch.no_grad():
                     length.copy_(torch.norm_except_dim(direction, 2, 0))
 
-    def flops(self, frames: int) -> float:
-        """Of `encode`. Layers that attend look back over a window."""
-        per_frame, positions = self.work
-        config = self.model.config
-        flops = frames * per_frame
-        if positions:
-            pairs = causal_pairs(math.ceil(frames * positions), getattr(config, "sliding_window", None))
-            flops += 4 * config.num_hidden_layers * config.hidden_size * pairs
-        return flops
-
     @cached_property
-    def work(self) -> tuple[float, float]:
-        """FLOPs of a frame, and how many positions of it attend, if any do."""
-        flops, positions = 0.0, 0.0
-        values = float(self.hop)  # of a frame, after the last convolution: each leaves fewer of them
-        for name, module in self.model.named_modules():
-            if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # from codes to sound
-                continue
-            if isinstance(module, nn.Conv1d):
-                values = max(1.0, values / module.stride[0])
-                flops += 2 * values * module.weight.numel()
-            elif isinstance(module, nn.Linear):
-                flops += 2 * values * module.weight.numel()
-                positions = values
-            elif isinstance(module, nn.LSTM):
-                flops += 2 * values * sum(weight.numel() for weight in module.parameters() if weight.ndim > 1)
-            elif isinstance(module, nn.Embedding):  # the nearest code is looked for
-                flops += 2 * module.weight.numel()
-            flops += sum(2 * book.numel() for key, book in module.named_buffers(recurse=False) if key == "embed")
-        return flops, positions
+    def work(self) -> "EncodeWork":
+        return EncodeWork.of(self.model, self.hop)
+
+    def flops(self, frames: int) -> float:
+        return self.work.flops(frames)
 
     def encode(self, wave: torch.Tensor) -> torch.Tensor:
         rate = {}  # by default the codec with a choice of bit rates gives the fewest codebooks
@@ -268,3 +241,49 @@ class Codec(Frozen):
         out = self.model.decode(codes[None, None], [None]) if scaled else self.model.decode(audio_codes=codes[None])
         wave: torch.Tensor = out.audio_values
         return wave.flatten()
+
+
+@dataclass(frozen=True)
+class EncodeWork:
+    """What it costs to make codes of sound."""
+
+    per_frame: float  # FLOPs
+    positions: float  # of a frame that attend, if any do
+    config: PreTrainedConfig
+
+    @classmethod
+    def of(cls, codec: PreTrainedModel, hop: int) -> "EncodeWork":
+        """`hop`: samples of a frame."""
+        flops, positions = 0.0, 0.0
+        values = float(hop)  # of a frame, after the last convolution: each leaves fewer of them
+        for name, module in codec.named_modules():
+            if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # from codes to sound
+                continue
+            if isinstance(module, nn.Conv1d):
+                values = max(1.0, values / module.stride[0])
+                flops += 2 * values * module.weight.numel()
+            elif isinstance(module, nn.Linear):
+                flops += 2 * values * module.weight.numel()
+                positions = values
+            elif isinstance(module, nn.LSTM):
+                flops += 2 * values * sum(weight.numel() for weight in module.parameters() if weight.ndim > 1)
+            elif isinstance(module, nn.Embedding):  # the nearest code is looked for
+                flops += 2 * module.weight.numel()
+            flops += sum(2 * book.numel() for key, book in module.named_buffers(recurse=False) if key == "embed")
+        return cls(flops, positions, codec.config)
+
+    def flops(self, frames: int) -> float:
+        """Layers that attend look back over a window."""
+        flops = frames * self.per_frame
+        if self.positions:
+            pairs = causal_pairs(math.ceil(frames * self.positions), getattr(self.config, "sliding_window", None))
+            flops += 4 * self.config.num_hidden_layers * self.config.hidden_size * pairs
+        return flops
+
+
+def sound_html(media: Media, rate: int, max_seconds: float) -> str:
+    """A sound as a person can hear it on a page."""
+    file = io.BytesIO()
+    optional("soundfile").write(file, read_sound(media, rate, max_seconds), rate, format="FLAC")
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return f'<audio controls src="data:audio/flac;base64,{encoded}"></audio>'

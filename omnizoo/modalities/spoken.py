@@ -2,7 +2,7 @@
 of the user's own."""
 
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,22 @@ def read_codes(media: Media, sizes: Sequence[int], most: int, codec: Codec | Non
     return codes.astype(np.int64)
 
 
+def is_codes(media: Media) -> bool:
+    """Whether an item is given as codes: whole numbers, or a file of them. If not, it is sound."""
+    value = media.value
+    if isinstance(value, Path):
+        return value.suffix in FILES
+    is_samples = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    return not is_samples and not isinstance(value, bytes | Mapping)
+
+
 def _read(media: Media, codec: Codec | None, rate: int) -> Any:
     value = media.value
-    if isinstance(value, Path) and value.suffix in FILES:
+    if is_codes(media):
+        if not isinstance(value, Path):
+            return value
         media.open().close()
         return _read_file(value)
-    if not isinstance(value, Path | bytes):
-        return value
     if codec is None:
         raise BadMedia(
             f"{media.name} is sound, and no codec turns it into codes: give `codes` (numbers, or a file "

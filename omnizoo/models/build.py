@@ -34,6 +34,7 @@ from omnizoo.models.hf_private import (
     carries_state,
     check_names,
     language_model,
+    text_embedding,
     uses_attention_interface,
 )
 from omnizoo.models.omni import OmniConfig, language_config
@@ -332,7 +333,7 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """An id past the embedding is an index error deep inside the first step, or silence on some devices."""
     if not isinstance(model, PreTrainedModel):
         return
-    rows = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+    rows = int(text_embedding(model).get_parameter("weight").shape[0])
     if len(tokenizer) > rows:
         raise UserError(
             f"model.tokenizer: {len(tokenizer)} tokens do not fit the model's vocabulary of {rows}; set "

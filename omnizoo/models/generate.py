@@ -107,7 +107,8 @@ def generate(
 ) -> list[Piece]:
     """What `model` (whole, on one device) writes after a prompt, until a `stop` token or `max_tokens` tokens of text.
 
-    Places of produced items do not count; a decoder ends its items itself. `told` gets a piece whenever it has become
+    Places of produced items do not count; a decoder ends its items itself. A model that writes no text says one item,
+    of `max_tokens` places at most. `told` gets a piece whenever it has become
     longer, or is there.
     """
     sampling = sampling or Sampling()
@@ -115,6 +116,11 @@ def generate(
     if name == "packed":
         raise UserError("generate needs a model loaded by from_pretrained: packed attention has no cache")
     model.eval()
+    if media.turns is not None:
+        piece = _speak(model, media, modalities, ids, items, max_tokens, sampling)
+        if told is not None:
+            told(piece)
+        return [piece]
     conversation = Conversation(model, media)
     conversation.read(ids, items)
     begins = {tokenizer.convert_tokens_to_ids(m.begin): m for m in modalities.values() if m.decoder and m.begin}
@@ -141,6 +147,22 @@ def generate(
             told(pieces[-1])
         conversation.write(token)
     return pieces
+
+
+def _speak(
+    model: PreTrainedModel,
+    media: MediaModel,
+    modalities: Mapping[str, Modality],
+    ids: Sequence[int],
+    items: Sequence[Item],
+    most: int,
+    sampling: Sampling,
+) -> Piece:
+    name, decoder = next((name, m.decoder) for name, m in modalities.items() if m.decoder is not None)
+    batch = whole_batch(items, media.ports, model.device, model.dtype)
+    embeddings = media.embed(torch.tensor(ids, device=model.device), batch)
+    targets = decoder.speak(embeddings, most, sampling)
+    return Piece(name, [], targets, decoder.render(targets))
 
 
 def _produce(conversation: Conversation, modality: Modality, begin: int, tokenizer: Any, sampling: Sampling) -> Piece:

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForTextToWaveform,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -95,15 +96,34 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
     for builder in builders[::-1] if config.sub_configs else builders:
         if type(config) in builder._model_mapping or (trust_remote_code and builder.__name__ in remote):
             return builder
-    # Some families that read sound are filed among sequence-to-sequence models only.
-    is_filed = config.sub_configs and type(config) in AutoModelForSeq2SeqLM._model_mapping
-    return AutoModelForSeq2SeqLM if is_filed and not config.is_encoder_decoder else None
+    # Some families that read sound are filed among sequence-to-sequence models only; those that only speak apart.
+    for other in (AutoModelForSeq2SeqLM, AutoModelForTextToWaveform):
+        if config.sub_configs and type(config) in other._model_mapping and not config.is_encoder_decoder:
+            return other
+    return None
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that attends over the tokens of a pack: itself, unless it has others beside it."""
     text = type(model.config.get_text_config())
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is text)
+
+
+def text_embedding(model: PreTrainedModel) -> nn.Module:
+    """The table of the tokenizer's ids. A model may call that of something else its input embedding: then it is the
+    one of its own tables that is as large as its config says of the text."""
+    found = model.get_input_embeddings()
+    rows = getattr(model.config, "text_vocab_size", None)
+    tables = [part for part in model.children() if isinstance(part, nn.Embedding) and part.num_embeddings == rows]
+    return tables[0] if tables and not isinstance(found, nn.Embedding) else found
+
+
+def trunk(model: PreTrainedModel) -> nn.Module:
+    """What gives the hidden states that the head sees: a part of the model, which need not be the one it names so."""
+    if model.base_model is not model:
+        return model.base_model
+    parts = (part for part in model.children() if isinstance(part, PreTrainedModel) and part.config is model.config)
+    return next(parts, model)
 
 
 def attention_name(model: nn.Module) -> str:
@@ -154,6 +174,13 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
 
 
+def tied_sources(model: nn.Module) -> dict[str, str]:
+    """Of weights with two names, those that `named_parameters` calls by another one than files do, with that."""
+    own = {name for name, _ in model.named_parameters()}
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {target: source for target, source in tied.items() if target in own and source not in own}
+
+
 class PublishedKeys:
     """How a model's own weights become those of its published files, as `save_pretrained` writes them. Make it before
     `fully_shard`, which renames the classes that transformers looks at."""
@@ -162,6 +189,7 @@ class PublishedKeys:
         known = get_model_conversion_mapping(model, add_legacy=False) if isinstance(model, PreTrainedModel) else []
         self.conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
         self.left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        self.tied = tied_sources(model)
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
         """`names` of weights, those together that only make sense together in the files."""
@@ -175,6 +203,7 @@ class PublishedKeys:
 
     def convert(self, model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A group of weights by their published names."""
+        weights = {self.tied.get(name, name): weight for name, weight in weights.items()}
         if not self.conversions:
             return weights
         assert isinstance(model, PreTrainedModel)

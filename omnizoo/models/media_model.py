@@ -2,17 +2,33 @@
 nothing else asks which of the two a model is."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
+import torch
 from transformers import PreTrainedModel
 
 from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Decoder, Item, Modality, Port
 from omnizoo.modalities.base import Ids as Ids
+from omnizoo.models.media_batch import MediaBatch
 from omnizoo.ops.mutual import MutualTokens
 
 Positions = Callable[[Ids, Sequence[Item]], npt.NDArray[Any]]  # of a sample: [R, L]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Of a model that has speakers instead of an assistant, and writes no text: how a turn is written, without a chat
+    template. `before`, which may name the {role} and the tokenizer's {bos_token} and {eos_token}; its text; `after`;
+    then the item that the model learns to say."""
+
+    before: str
+    after: str
+    role: str  # a pattern that roles have
+    expected: str  # the same in words
+    default: str  # the role of who says a bare text
 
 
 class MediaModel:
@@ -68,6 +84,15 @@ class MediaModel:
     def positions(self) -> Positions | None:
         """None: tokens are counted."""
         return None
+
+    @property
+    def turns(self) -> Turns | None:
+        """None: conversations are as the chat template has them, and the model writes text."""
+        return None
+
+    def embed(self, ids: torch.Tensor, media: MediaBatch) -> torch.Tensor:
+        """`[T, width]`: a prompt `ids [T]` with its media, as the language model takes it. If it has `turns`."""
+        raise NotImplementedError
 
     @property
     def mutual(self) -> MutualTokens | None:

@@ -19,8 +19,9 @@ from transformers.utils import ModelOutput
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.model_section import Model
-from omnizoo.modalities.base import Decoder, Encoder, Modality
+from omnizoo.modalities.base import Decoder, Encoder, Modality, term_name
 from omnizoo.modalities.build import build_part, check_code
+from omnizoo.models.hf_private import trunk
 from omnizoo.models.media_batch import Delivered, Likely, MediaBatch
 from omnizoo.models.media_model import MediaModel
 from omnizoo.models.published_files import carried, set_dtype
@@ -193,21 +194,24 @@ class OmniModel(MediaModel, PreTrainedModel):
         def produce(hidden: torch.Tensor) -> None:
             seen.append(hidden)
             for name, label in labels.items():
-                losses[name] = self.predict(name, hidden[0, label.predicted.index], label, media)
+                own = self.predict(name, hidden[0, label.predicted.index], label, media)
+                losses.update((term_name(name, term), loss) for term, loss in own.items())
 
         # Before the head runs: a loss there may be on whole answers, whatever they are made of.
         with last_hidden_state(self.foundation, produce):
             out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
         return OmniOutput(out.logits, losses, out.get("past_key_values"), seen[0])
 
-    def predict(self, name: str, hidden: torch.Tensor, label: Delivered, media: MediaBatch | None) -> torch.Tensor:
-        """The loss of a decoder, summed over its targets; `media` is told how likely they are, if it asks."""
+    def predict(
+        self, name: str, hidden: torch.Tensor, label: Delivered, media: MediaBatch | None
+    ) -> dict[str, torch.Tensor]:
+        """The losses of a decoder, summed over its targets; `media` is told how likely they are, if it asks."""
         decoder, targets = self.decoder(name), label.predicted
         if media is not None and media.tell is not None and decoder.has_likelihood():
             media.tell(name, Likely(*decoder.log_likelihood(hidden, targets.values), targets.index))
         if label.learnt is None:
-            return decoder.loss(hidden, targets.values)
-        return decoder.loss(hidden[label.learnt], targets.values[label.learnt])
+            return decoder.losses(hidden, targets.values)
+        return decoder.losses(hidden[label.learnt], targets.values[label.learnt])
 
     def enter(self, embeddings: torch.Tensor, media: MediaBatch) -> tuple[torch.Tensor, dict[str, Delivered]]:
         """`embeddings [1, T, width]` with media in their places; and by decoder the targets to be predicted."""
@@ -296,7 +300,7 @@ def _portable(spec: dict[str, Any], module: nn.Module, out: Path, name: str) -> 
 @contextmanager
 def last_hidden_state(model: PreTrainedModel, keep: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Hand what the head of a causal language model sees to `keep`: the model itself returns logits only."""
-    handle = model.base_model.register_forward_hook(lambda module, inputs, out: keep(out[0]))
+    handle = trunk(model).register_forward_hook(lambda module, inputs, out: keep(out[0]))
     try:
         yield
     finally:

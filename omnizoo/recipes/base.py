@@ -24,7 +24,7 @@ from omnizoo.models.build import RECIPE, RECIPE_EXPECTED
 from omnizoo.models.config_fields import read_field
 from omnizoo.models.hf_private import block_class_names, is_experts
 from omnizoo.models.media_batch import Features
-from omnizoo.models.media_model import Ids
+from omnizoo.models.media_model import Ids, Turns
 from omnizoo.ops.mutual import MutualTokens
 
 Options = Mapping[str, Mapping[str, Any]]  # `options` in the config, by modality; of decoders by "NAME/decoder"
@@ -57,8 +57,10 @@ class Recipe:
     language: str = ""  # the part that takes embeddings and gives logits, which all of the above is said of; "": all
     # Modality that is produced beside the sequence -> the module that follows it, and its class.
     followers: Mapping[str, tuple[str, Callable[..., Follower]]] = field(default_factory=dict)
+    turns: Turns | None = None  # of a family that only speaks: how what its speakers say is written
     idle: tuple[str, ...] = ()  # modules that no training step runs
-    undrawn: tuple[str, ...] = ()  # classes whose weights the family's own rules for initial values leave out
+    # Classes whose weights the family's own rules for initial values leave out, or leave all alike; Class.name: of one.
+    undrawn: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

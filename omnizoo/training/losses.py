@@ -22,7 +22,7 @@ from omnizoo.data.flat_pack import FlatPack
 from omnizoo.data.mismatched import apart
 from omnizoo.data.plan import TEXT, Totals
 from omnizoo.data.told import Known
-from omnizoo.modalities.base import Item
+from omnizoo.modalities.base import Item, term_name
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.models.stateful import has_states
@@ -35,6 +35,14 @@ from omnizoo.training.loss_contract import NamedLoss, Upcoming, losses_of_rows
 from omnizoo.training.routers import RouterStatistics, update_bias
 
 log = logging.getLogger(__name__)
+
+
+def without_text(losses: Sequence[NamedLoss], model: str) -> list[NamedLoss]:
+    """Of the losses of a run, those that a model has which writes no text: the one on text, a default, is left out."""
+    for loss in losses:
+        if loss.view != "of_routers" and loss.kind != "cross_entropy":
+            raise UserError(f"{loss.who} is a loss on text, and {model} writes none; leave train.losses out")
+    return [loss for loss in losses if loss.view == "of_routers"]
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,16 @@ class Objective:
         self.has_states, self.mutual = has_states(model), media_model(model).mutual
         self.flops = count_flops(model)
         self.weights = {name: m.decoder.weight for name, m in config.model.modalities.items() if m.decoder}
-        self.produced = [port.modality for port in self.ports if port.role == "decoder"]
-        for name in media.followers:
-            follower = media.modalities(config.model)[name].follower
-            assert follower is not None
-            weighted = self.weights.get(name, 1.0)
-            terms = {f"{name}/{term}" if term else name: weighted * own for term, own in follower.terms.items()}
+        self.produced: list[str] = []
+        for name in [port.modality for port in self.ports if port.role != "encoder"]:
+            modality, weighted = media.modalities(config.model)[name], self.weights.get(name, 1.0)
+            maker = modality.decoder or modality.follower
+            assert maker is not None
+            terms = {term_name(name, term): weighted * own for term, own in maker.terms.items()}
             self.produced, self.weights = [*self.produced, *terms], self.weights | terms
         losses = losses_of_rows(config) if losses is None else losses
+        if media.turns is not None:
+            losses = without_text(losses, type(model).__name__.removeprefix("FSDP"))
         for loss in losses:
             loss.loss.set_up(model, mesh, config)
         self.of_text = [loss for loss in losses if loss.view != "of_routers"]

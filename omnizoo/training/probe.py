@@ -33,7 +33,13 @@ from omnizoo.models.build import (
     read_model_config,
 )
 from omnizoo.models.experts import expert_modules, use_dispatched
-from omnizoo.models.hf_private import PACKED, attention_name, language_model, uses_attention_interface
+from omnizoo.models.hf_private import (
+    PACKED,
+    attention_name,
+    language_model,
+    text_embedding,
+    uses_attention_interface,
+)
 from omnizoo.models.omni import language_config
 from omnizoo.ops.mutual import Mutual, MutualTokens
 from omnizoo.recipes.base import own_recipe, read_facts
@@ -190,7 +196,7 @@ class _Run:
         self.model, self.composed = model, spec.foundation is not None
         self.name = f"{_key(spec)}: {type(model).__name__}"
         if isinstance(model, PreTrainedModel):
-            rows, special = len(model.get_input_embeddings().get_parameter("weight")), _special(model.config.to_dict())
+            rows, special = len(text_embedding(model).get_parameter("weight")), _special(model.config.to_dict())
         else:  # which table is that of the tokens is not known; one of a few rows is for something else
             tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
             rows, special = min([size for size in tables if size >= 16], default=16), set()

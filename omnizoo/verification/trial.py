@@ -109,7 +109,8 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
     whole: dict[str, torch.Tensor] = {}
     for name in own if parts else ():
         tokens = parts[0][2]
-        rows = [(index, kept[name]) for index, kept, _ in parts if len(index) and len(kept[name]) == len(index)]
+        # What makes codes of items may run on some ranks only.
+        rows = [(index, kept[name]) for index, kept, _ in parts if len(kept.get(name, ())) == len(index) > 0]
         if sum(len(index) for index, _ in rows) == tokens:
             whole[name] = torch.empty(tokens, rows[0][1].shape[1], dtype=rows[0][1].dtype)
             for index, tensor in rows:
