@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -98,6 +98,16 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
     # Some families that read sound are filed among sequence-to-sequence models only.
     is_filed = config.sub_configs and type(config) in AutoModelForSeq2SeqLM._model_mapping
     return AutoModelForSeq2SeqLM if is_filed and not config.is_encoder_decoder else None
+
+
+def loader_of(builder: Any, config: PretrainedConfig) -> Any:
+    """Its `from_pretrained`. Where a family has one of its own, that of all models: Qwen2.5-Omni's unpickles a file."""
+    known = builder._model_mapping[type(config)] if type(config) in builder._model_mapping else None
+    kind = known[0] if isinstance(known, tuple) else known
+    common = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    if kind is None or kind.from_pretrained.__func__ is common:
+        return builder.from_pretrained
+    return partial(common, kind)
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -48,7 +48,6 @@ NO_MEDIA: dict[str, str] = {
     "phi4_multimodal": "its audio tower draws from numpy's global random numbers in training",
     "csm": "it writes no text, only codes of speech; not supported yet",
     "higgs_audio_v2": "it writes no text, only codes of speech; not supported yet",
-    "qwen2_5_omni": "its talker is not trained yet; model.part: thinker_config trains the thinker",
 }
 
 
