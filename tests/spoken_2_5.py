@@ -1,5 +1,5 @@
-"""The talker of Qwen2.5-Omni by Hugging Face's own forward, frame by frame with a cache, as its `generate` calls it: what
-tests compare with. And rows for the tiny model of examples/published/qwen2_5_omni_talker.yaml."""
+"""The talker of Qwen2.5-Omni by Hugging Face's own forward, frame by frame with a cache, as its `generate` calls it:
+what tests compare with. And rows for the tiny model of examples/published/qwen2_5_omni_talker.yaml."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -53,6 +53,8 @@ from omnizoo.ops.precision import exact
 from omnizoo.recipes.qwen3_talker import Qwen3Talker
 
 ROOT = Path(__file__).parent.parent
+
+
 @pytest.mark.parametrize(("precision", "error"), [pytest.param("fp32", 1e-5, marks=pytest.mark.long), ("fp64", 1e-9)])
 def test_packed_speech_gives_the_losses_and_gradients_of_its_answers_one_by_one(
     precision: str, error: float, tmp_path: Path

@@ -102,7 +102,7 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
 
 def loader_of(builder: Any, config: PretrainedConfig) -> Any:
     """Its `from_pretrained`. Where a family has one of its own, that of all models: Qwen2.5-Omni's unpickles a file."""
-    known = builder._model_mapping[type(config)] if type(config) in builder._model_mapping else None
+    known = builder._model_mapping.get(type(config), None)
     kind = known[0] if isinstance(known, tuple) else known
     common = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
     if kind is None or kind.from_pretrained.__func__ is common:

@@ -35,7 +35,7 @@ def read_published(folder: Path, config: Any, has_weights: bool) -> Carried:
 
 
 def read_voices_beside(folder: str | None) -> Carried:
-    """Those of a tokenizer's folder, for a model without a folder of its own, such as a small copy of a published one."""
+    """Those of a tokenizer's folder, for a model without its own folder: a small copy of a published one."""
     file = Path(folder) / VOICES if folder is not None else None
     return Carried(files={VOICES: _read(file)} if file is not None and file.is_file() else {})
 

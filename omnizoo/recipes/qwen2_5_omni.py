@@ -1,12 +1,19 @@
 """Qwen2.5-Omni whole: the thinker, the talker that follows it, and the codec (token2wav) that is never trained."""
 
 from dataclasses import replace
+from typing import Any
 
 from omnizoo.recipes.qwen2_5_omni_thinker import RECIPE as THINKER
 from omnizoo.recipes.qwen2_5_talker import Qwen25Talker
 
 WIDTH = 128  # of what `omnizoo verify` runs: each part takes in what another one gives
-CODEC = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "emb_dim": 16}
+CODEC: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "emb_dim": 16,
+}
 CODEC |= {"enc_dim": 8, "enc_channels": [8, 8, 8, 8, 24], "enc_attention_channels": 8, "enc_se_channels": 8}
 CODEC |= {"look_ahead_layers": [0], "look_backward_layers": [1]}
 RECIPE = replace(

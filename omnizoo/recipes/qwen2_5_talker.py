@@ -1,5 +1,6 @@
-"""The talker of Qwen2.5-Omni: one codebook. It hears the whole conversation before the answer, each token as the thinker's
-embedding (of media: nothing) and its last hidden state together; then the answer's text, a token with each frame.
+"""The talker of Qwen2.5-Omni: one codebook. It hears the whole conversation before the answer, each token as the
+thinker's embedding (of media: nothing) and its last hidden state together; then the answer's text, a token with each
+frame.
 
 It is wired as the model's own `generate` wires a prompt that is padded on the left. Of one that is not padded,
 transformers 5.22.2 takes the mask away on its way to the talker, which then adds neither mark of the codec before the
@@ -30,7 +31,9 @@ PREFIX = 2  # places between the answer's header and the first frame
 class Qwen25Talker(Talker):
     """`speakers`: the file with the model's voices, where its folder has none (`spk_dict.safetensors`)."""
 
-    no_speakers = f": the model comes without {VOICES}; docs/talker.md says how to make it, or name it as options.speakers"
+    no_speakers = (
+        f": the model comes without {VOICES}; docs/talker.md says how to make it, or name it as options.speakers"
+    )
 
     def __init__(
         self,
@@ -157,7 +160,12 @@ class Qwen25Talker(Talker):
         mask[0, 0] = 0
         marks = [settings.tts_codec_pad_token_id, settings.tts_codec_start_token_id]
         codec_ids = [settings.tts_codec_mask_token_id] * (1 + len(heard.before)) + marks
-        text_ids = [settings.tts_text_pad_token_id, *heard.before.tolist(), int(notes["voice"]), int(ids[begin - PREFIX])]
+        text_ids = [
+            settings.tts_text_pad_token_id,
+            *heard.before.tolist(),
+            int(notes["voice"]),
+            int(ids[begin - PREFIX]),
+        ]
         ending = [settings.tts_codec_pad_token_id, self.end_id]  # the model's own `generate` ends at either
         no_codes = range(self.sizes[0], settings.vocab_size)
         with seeded(sampling):
@@ -175,7 +183,7 @@ class Qwen25Talker(Talker):
                 **self.media_shapes(heard.items, device),
                 **drawn_by(sampling),
             )
-        codes = result[0, len(codec_ids) :]
+        codes: torch.Tensor = result[0, len(codec_ids) :]
         is_code = ~torch.isin(codes, torch.tensor(ending, device=device))
         return codes[is_code.cumprod(0).bool()][:, None]
 
@@ -192,7 +200,7 @@ class Qwen25Talker(Talker):
         return told | {"use_audio_in_video": any(item.size.inside for item in items)}
 
     def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
-        """Samples at `RATE`. The codec begins with noise, which is always the same: so is the sound of the same codes."""
+        """Samples at `RATE`. The codec begins with noise, always the same, so that the same codes sound the same."""
         if not len(targets):
             return np.zeros(0, np.float32)
         voice = self.known[self.voice(options.get("speaker"), "--speaker: the answer")]

@@ -1,5 +1,5 @@
-"""The talker of Qwen3-Omni. Of the user's turns it hears text as the thinker's embeddings and media as hidden states from
-the middle of the thinker; then the answer's text, a token with each frame of speech. Its code predictor learns all
+"""The talker of Qwen3-Omni. Of the user's turns it hears text as the thinker's embeddings and media as hidden states
+from the middle of the thinker; then the answer's text, a token with each frame of speech. Its code predictor learns all
 codebooks but the first."""
 
 import math
@@ -157,7 +157,9 @@ class Qwen3Talker(Talker):
             torch.cat([item[name] + first for item, first in zip(items, firsts, strict=False)])
             for name in ("text", "media")
         )
-        meaning = self.constants([getattr(self.config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")], device)
+        meaning = self.constants(
+            [getattr(self.config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")], device
+        )
         special = self.model.thinker.get_input_embeddings()(meaning).to(rows.dtype)
         seen = [talker.text_projection(special), talker.text_projection(rows.index_select(0, text))]
         table = torch.cat([*seen, talker.hidden_projection(rows.index_select(0, media))])

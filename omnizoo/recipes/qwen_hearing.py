@@ -1,5 +1,5 @@
-"""What the talker of a published Qwen omni model hears of a conversation: which tokens these are, where each goes in the
-talker's own sequence, and the positions there. The loader knows it all. What differs from model to model is in
+"""What the talker of a published Qwen omni model hears of a conversation: which tokens these are, where each goes in
+the talker's own sequence, and the positions there. The loader knows it all. What differs from model to model is in
 qwen3_talker.py and qwen2_5_talker.py."""
 
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from omnizoo.modalities.base import Follower, Ids, Inputs, Item
@@ -61,7 +62,7 @@ class Hearing(Follower):
 
     def hear(self, ids: Ids, items: Sequence[Item], answer: int, answers: int | None, what: str) -> Heard:
         """`answers`: how many there should be; None: any number."""
-        starts = np.flatnonzero(ids == self.turns.start) if self.turns.start is not None else np.empty(0, np.int64)
+        starts = places_of(ids, self.turns.start)
         ends = [*starts[1:].tolist(), len(ids)]
         roles = [int(ids[start + 1]) if start + 1 < len(ids) else -1 for start in starts]
         turns = list(zip(starts.tolist(), ends, roles, strict=True))
@@ -73,7 +74,7 @@ class Hearing(Follower):
                 "writes; speech needs a template that begins each as the published one does"
             )
         start, end = said[answer]
-        stops = np.flatnonzero(ids[start + HEADER : end] == self.turns.end) if self.turns.end is not None else ()
+        stops = places_of(ids[start + HEADER : end], self.turns.end)
         stop = start + HEADER + int(stops[0]) if len(stops) else end
         if stop <= start + HEADER:
             raise BadMedia(f"{what} is an answer without text: there is nothing to say aloud")
@@ -92,3 +93,7 @@ class Hearing(Follower):
             # As whole numbers: floats come in the precision of the computation.
             "positions": positions.contiguous().view(torch.int64),
         }
+
+
+def places_of(ids: Ids, token: int | None) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(ids == (-1 if token is None else token))

@@ -26,7 +26,7 @@ from omnizoo.modalities.tally import Tally, causal_pairs, weights_of
 from omnizoo.models.hf_private import PACKED, attention_name, language_model
 from omnizoo.ops.cross_entropy import cross_entropy_sum
 from omnizoo.ops.device import to_device
-from omnizoo.recipes.qwen_hearing import Hearing, Heard
+from omnizoo.recipes.qwen_hearing import Heard, Hearing
 
 RATE = 24_000  # samples a second of what the codecs make
 # Of the models' own `generate`:
