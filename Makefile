@@ -56,7 +56,7 @@ verify-all: install
 		$(BIN)/omnizoo verify examples/published/$$family.yaml --world 8 --layouts uly8,dp2.uly2.ring2,rep2.dp2.uly2 || exit 1; \
 	done
 	for file in examples/gpu/*.yaml; do \
-		case $$file in *talker*) world=64;; *_128.yaml|*vl*|*omni_*k*|*3_5*) world=128;; *gemma4*) world=16;; *) world=8;; esac; \
+		case $$file in *3_omni_talker*) world=64;; *talker*) world=16;; *_128.yaml|*vl*|*omni_*k*|*3_5*) world=128;; *gemma4*) world=16;; *) world=8;; esac; \
 		$(BIN)/omnizoo plan $$file --world $$world || exit 1; \
 	done
 

@@ -13,26 +13,49 @@ import soundfile
 import torch
 import torch.nn.functional as F
 import yaml
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
+from omnizoo.assembly.assemble import assemble
+from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.published import media_model
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.modalities.base import Modality
 from omnizoo.modalities.item import Media
+from omnizoo.ops.precision import exact
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import process_group
+from omnizoo.training.losses import Objective
+from omnizoo.training.step import next_step
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/published/qwen3_omni_talker.yaml"
+OTHER_EXAMPLE = ROOT / "examples/published/qwen2_5_omni_talker.yaml"  # see spoken_2_5.py
 DATA = ROOT / "examples/published/data"
 KINDS = ("image", "video", "audio")
+DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
+Tensors = dict[str, torch.Tensor]
 
 
-def example(*overrides: str) -> Config:
+def example(*overrides: str, file: Path = EXAMPLE) -> Config:
     """The config of the example with paths that hold anywhere."""
-    paths = ["--model.tokenizer", str(DATA / "tokenizer")]
-    return load_config(EXAMPLE, [*paths, *overrides])
+    fields = anywhere(file)["model"]
+    paths = ["--model.tokenizer", fields["tokenizer"], "--model.modalities", json.dumps(fields["modalities"])]
+    return load_config(file, [*paths, *overrides])
 
 
-def say(text: str, codes: list[list[int]], speaker: str) -> dict[str, Any]:
+def anywhere(file: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = yaml.safe_load(file.read_text())
+    model = fields["model"]
+    model["tokenizer"] = str(ROOT / model["tokenizer"])
+    options = model["modalities"]["speech"]["decoder"]["options"]
+    if "speakers" in options:
+        options["speakers"] = str(ROOT / options["speakers"])
+    return fields
+
+
+def say(text: str, codes: Any, speaker: str) -> dict[str, Any]:
     speech = {"type": "speech", "codes": codes, "speaker": speaker}
     return {"role": "assistant", "content": [{"type": "text", "text": text}, speech]}
 
@@ -74,10 +97,11 @@ def whole_model(config: Config, dtype: torch.dtype = torch.float32) -> PreTraine
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.15) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
-    for part in (model.thinker.model.language_model, model.talker.model):
-        part.set_experts_implementation("eager")  # grouped matmuls have no float64
-    # Asked for where sound and pictures meet; published configs do not have it (transformers 5.22.2).
-    model.config.talker_config.audio_config = model.config.thinker_config.audio_config
+    if built.model_type == "qwen3_omni_moe":
+        for part in (model.thinker.model.language_model, model.talker.model):
+            part.set_experts_implementation("eager")  # grouped matmuls have no float64
+        # Asked for where sound and pictures meet; published configs do not have it (transformers 5.22.2).
+        model.config.talker_config.audio_config = model.config.thinker_config.audio_config
     return model.eval()
 
 
@@ -188,11 +212,57 @@ def speech_losses(
     return first, torch.stack(losses).sum()
 
 
-def write_config(folder: Path, **changes: dict[str, Any]) -> Path:
+def learning(precision: str, rows: Path, file: Path = EXAMPLE) -> Config:
+    """The example for a step on `rows` whose losses have no weights."""
+    sources = json.dumps([{"path": str(rows), "media_dir": str(DATA)}])
+    losses = "[{kind: cross_entropy}]"
+    step = ["--train.global_batch", "4", "--data.pack_tokens", "256", "--data.workers", "0", "--train.losses", losses]
+    return example("--parallel.precision", precision, "--data.sources", sources, *step, file=file)
+
+
+def learn_packed(config: Config, reference: PreTrainedModel) -> tuple[Any, Tensors, Tensors, dict[str, Modality]]:
+    """One step of ours with the weights of `reference`: what was read, the sums of its losses, and all gradients."""
+
+    def local(tensor: Any) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    with process_group() as process:
+        mesh = build_mesh(config, process)
+        assembled = assemble(config)
+        model, loader = assembled.model, assembled.loader(mesh)
+        parallelize(model, mesh, config)
+        with torch.no_grad():
+            tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+            for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
+                local(tensors[name]).copy_(tensor)
+        objective = Objective(model, mesh, config)
+        data = next_step(loader, objective)
+        found: Tensors = {}
+        with exact(config.parallel.precision):
+            for batch in data.micro_batches:
+                terms = {term.name: term.sum for term in objective.terms(batch)}
+                sum(terms.values()).backward()
+                found = {name: found.get(name, 0) + value.detach() for name, value in terms.items()}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+        return data, found, gradients, media_model(model).modalities(config.model)
+
+
+def check_gradients(found: Tensors, reference: PreTrainedModel, error: float) -> None:
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert wanted.keys() == found.keys()
+    # A bias of keys moves all logits of a query alike, which softmax does not see: its gradient is only rounding.
+    scale = {name: wanted[re.sub(r"\bk(_proj)?\.bias", r"q\1.bias", name)].norm() for name in wanted}
+    worst = {name: ((found[name] - value).norm() / scale[name]).item() for name, value in wanted.items()}
+    assert max(worst.values()) <= error, max(worst, key=worst.__getitem__)
+
+
+def write_config(
+    folder: Path, file: Path = EXAMPLE, some: Sequence[dict[str, Any]] | None = None, **changes: dict[str, Any]
+) -> Path:
     """The example with a small model of each kind, its sections changed key by key, as a file in `folder`."""
-    fields = yaml.safe_load(EXAMPLE.read_text())
-    fields["model"]["tokenizer"] = str(DATA / "tokenizer")
-    fields["data"]["sources"] = [{"path": str(write_rows(folder)), "media_dir": str(DATA)}]
+    fields = anywhere(file)
+    fields["data"]["sources"] = [{"path": str(write_rows(folder, some)), "media_dir": str(DATA)}]
     fields["data"]["workers"] = 0
     fields["log"]["dir"] = str(folder / "run")
     for section, changed in changes.items():

@@ -18,7 +18,11 @@ from processes import run_omnizoo, start_omnizoo
 from safetensors.torch import load_file
 from spoken import (
     DATA,
+    DTYPE,
+    check_gradients,
     example,
+    learn_packed,
+    learning,
     media_of,
     model_inputs,
     rows,
@@ -30,11 +34,9 @@ from spoken import (
     write_rows,
 )
 from tiny import read_steps
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from omnizoo.assembly.assemble import assemble
-from omnizoo.assembly.parallelize import parallelize
 from omnizoo.assembly.parts import Treatments
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.writer import load_writer
@@ -49,49 +51,18 @@ from omnizoo.modalities.base import Item, Port, Sampling, Size
 from omnizoo.modalities.item import Media
 from omnizoo.models.build import build_model
 from omnizoo.ops.precision import exact
-from omnizoo.parallel.mesh import build_mesh
-from omnizoo.parallel.process import process_group
-from omnizoo.recipes.qwen_talker import Talker
-from omnizoo.training.losses import Objective
-from omnizoo.training.step import next_step
+from omnizoo.recipes.qwen3_talker import Qwen3Talker
 
 ROOT = Path(__file__).parent.parent
-DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-def local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize(("precision", "error"), [pytest.param("fp32", 1e-5, marks=pytest.mark.long), ("fp64", 1e-9)])
 def test_packed_speech_gives_the_losses_and_gradients_of_its_answers_one_by_one(
     precision: str, error: float, tmp_path: Path
 ) -> None:
-    sources = json.dumps([{"path": str(write_rows(tmp_path)), "media_dir": str(DATA)}])
-    losses = "[{kind: cross_entropy}]"
-    step = ["--train.global_batch", "4", "--data.pack_tokens", "256", "--data.workers", "0", "--train.losses", losses]
-    config = example("--parallel.precision", precision, "--data.sources", sources, *step)
+    config = learning(precision, write_rows(tmp_path))
     reference: Any = whole_model(config, DTYPE[precision])
-    with process_group() as process:
-        mesh = build_mesh(config, process)
-        assembled = assemble(config)
-        model, loader = assembled.model, assembled.loader(mesh)
-        parallelize(model, mesh, config)
-        with torch.no_grad():
-            tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-            for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
-                local(tensors[name]).copy_(tensor)
-        objective = Objective(model, mesh, config)
-        data = next_step(loader, objective)
-        found: dict[str, torch.Tensor] = {}
-        with exact(precision):
-            for batch in data.micro_batches:
-                terms = {term.name: term.sum for term in objective.terms(batch)}
-                sum(terms.values()).backward()
-                found = {name: found.get(name, 0) + value.detach() for name, value in terms.items()}
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        gradients = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-        modalities = media_model(model).modalities(config.model)
+    data, found, gradients, modalities = learn_packed(config, reference)
 
     samples = []
     for batch in data.micro_batches:
@@ -118,13 +89,8 @@ def test_packed_speech_gives_the_losses_and_gradients_of_its_answers_one_by_one(
     assert {name: data.counts[name] for name in counts} == counts
     for name, value in expected.items():
         assert abs(found[name] - value) <= error * abs(value), name
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert not any(name.startswith("code2wav") for name in wanted)
-    assert wanted.keys() == gradients.keys()
-    # A bias of keys moves all logits of a query alike, which softmax does not see: its gradient is only rounding.
-    scale = {name: wanted[name.replace("k_proj.bias", "q_proj.bias")].norm() for name in wanted}
-    worst = {name: ((gradients[name] - value).norm() / scale[name]).item() for name, value in wanted.items()}
-    assert max(worst.values()) <= error, max(worst, key=worst.__getitem__)
+    assert not any(name.startswith("code2wav") for name in gradients)
+    check_gradients(gradients, reference, error)
 
 
 def prompts() -> dict[str, list[dict[str, Any]]]:
@@ -372,16 +338,16 @@ def test_a_codec_of_ones_own_turns_sound_into_codes(monkeypatch: pytest.MonkeyPa
     module.encode = lambda samples, rate: np.full((len(samples) * 25 // rate, 4), 7)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_codec", module)
     model = build_model(example().model, "fp32")
-    follower = Talker(model, speaker="Ben", codec=codec)
+    follower = Qwen3Talker(model, speaker="Ben", codec=codec)
     media = Media("speech", DATA / "audio0.flac", {})
     size = follower.measure(media)
     codes = follower.prepare(media)["codes"]
     assert size.targets == len(codes) + 1 == 25 * soundfile.info(media.value).duration // 1 + 1
     assert codes.unique().tolist() == [7]
     with pytest.raises(UserError, match="is no voice of this model; expected one of ada, ben"):
-        Talker(model, speaker="eve")
+        Qwen3Talker(model, speaker="eve")
     with pytest.raises(UserError, match="residual_weight: -1; expected a number, at least 0"):
-        Talker(model, residual_weight=-1)
+        Qwen3Talker(model, residual_weight=-1)
     for key, value in {"kind": "audio_codec", "path": "somewhere"}.items():
         spec = Model(**(example().model.model_dump() | {"modalities": {"speech": {"decoder": {key: value}}}}))
         with pytest.raises(UserError, match=f"decoder.{key}: the model has its own; leave the key out"):

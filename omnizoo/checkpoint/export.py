@@ -17,6 +17,7 @@ from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.model_section import Model
 from omnizoo.modalities.frozen import Frozen
 from omnizoo.modalities.processor_files import PROCESSOR_FILES
+from omnizoo.modalities.spoken import VOICES, write_pickled_voices
 from omnizoo.models.adapter import Attached, merge
 from omnizoo.models.adapter_files import write_folder
 from omnizoo.models.artefact import read_json
@@ -109,6 +110,9 @@ def export(
         for name in PROCESSOR_FILES:
             if (folder_of_model / name).is_file():
                 shutil.copyfile(folder_of_model / name, partial / name)
+        if (folder_of_model / VOICES).is_file():
+            shutil.copyfile(folder_of_model / VOICES, partial / VOICES)
+            write_pickled_voices(folder_of_model / VOICES, partial)
     load_tokenizer(spec).save_pretrained(partial)
     if out.exists():
         out.rmdir()

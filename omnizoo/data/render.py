@@ -76,6 +76,9 @@ class Renderer:
         self.notation, self.positions, self.seed = Notation(modalities or {}, self.fields), positions, seed
         self.learns_answers, self.turns = learns_answers, turns
         self.placeholders, self.reserved = self._check_marks(), list(reserved)
+        for modality in (modalities or {}).values():
+            if modality.follower is not None:
+                modality.follower.read_with(tokenizer)
         self.conventions: dict[str, Conventions] = {}  # by chat template
         self.shapes = shapes
         known = self.notation.modalities

@@ -285,6 +285,9 @@ class Follower(nn.Module):
     values: ClassVar[Sequence[str]] = ()  # keys of a content part, besides the modality's own, that give the item
     terms: Mapping[str, float]  # its losses, with their weights: "" for that on targets, "residual"
 
+    def read_with(self, tokenizer: Any) -> None:
+        """Told before anything is read: for followers that look for tokens which no config names."""
+
     def measure(self, media: Media) -> Size:
         """Without its places, which `follow` finds."""
         raise NotImplementedError
@@ -324,7 +327,8 @@ class Follower(nn.Module):
         its tokens, `ids [T]`; `options` are those of a row's item."""
         raise NotImplementedError
 
-    def render(self, targets: torch.Tensor) -> Any:
+    def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
+        """What targets of `generate`, with the same options, stand for: see `Decoder.render`."""
         raise NotImplementedError
 
     def save(self, item: Any, stem: str) -> str:

@@ -1,17 +1,20 @@
 """Spoken answers as codes of a codec: frames x codebooks. From lists of numbers, from files, or from sound by a codec
-of the user's own."""
+of the user's own. And the voices of models that have them in a file."""
 
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 
 from omnizoo.config.doors import CODE_ERRORS
-from omnizoo.config.errors import named_line
+from omnizoo.config.errors import UserError, named_line
 from omnizoo.modalities.files import optional, read_sound
 from omnizoo.modalities.item import BadMedia, Media
 
@@ -19,6 +22,16 @@ Codes = npt.NDArray[np.int64]  # [frames, codebooks]
 Codec = Callable[[npt.NDArray[np.float32], int], Any]  # (samples in -1..1, samples per second) -> codes
 
 FILES = (".npy", ".safetensors")
+# The voices of a published folder, as tensors NAME.bos_token, NAME.cond and NAME.ref_mel. Published ones have them in a
+# pickle, which is never read, but written, since transformers' own classes want it.
+VOICES, PICKLED_VOICES = "spk_dict.safetensors", "spk_dict.pt"
+
+
+@dataclass(frozen=True)
+class Voice:
+    token: int  # of the text, which stands before what is said
+    conditioning: torch.Tensor  # [1, C]: for the codec
+    reference: torch.Tensor  # [1, T, M]: a mel spectrogram, for the codec
 
 
 def read_codes(media: Media, sizes: Sequence[int], most: int, codec: Codec | None, rate: int) -> Codes:
@@ -98,3 +111,38 @@ def write_sound(samples: npt.NDArray[np.float32], rate: int, stem: str) -> str:
     name = f"{stem}.wav"
     optional("soundfile").write(name, samples, rate)
     return name
+
+
+def read_voices(content: bytes, sizes: Mapping[str, int], what: str) -> dict[str, Voice]:
+    """By name, of a file's content; `sizes`: the last ones of their tensors."""
+    try:
+        tensors = load(content)
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{what} cannot be read: {named_line(error)}; expected tensors, see docs/talker.md") from error
+    found: dict[str, Voice] = {}
+    for name in sorted({key.rpartition(".")[0] for key in tensors}):
+        token, conditioning, reference = (tensors.get(f"{name}.{part}") for part in ("bos_token", "cond", "ref_mel"))
+        if token is None or conditioning is None or reference is None:
+            raise UserError(f"{what}: {name!r} is no whole voice; expected NAME.bos_token, NAME.cond and NAME.ref_mel")
+        if token.numel() != 1 or token.is_floating_point() or int(token) < 0:
+            raise UserError(f"{what}: {name}.bos_token is no token; expected one whole number, at least 0")
+        for key, tensor, dims in (("cond", conditioning, 2), ("ref_mel", reference, 3)):
+            shape = tuple(tensor.shape)
+            if tensor.ndim != dims or shape[0] != 1 or shape[-1] != sizes[key] or not tensor.numel():
+                wanted = f"1 x {sizes[key]}" if dims == 2 else f"1 x frames x {sizes[key]}"
+                raise UserError(f"{what}: {name}.{key} is {' x '.join(map(str, shape))}; expected {wanted}")
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise UserError(f"{what}: {name}.{key} has values that are no finite floats")
+        if name.lower() in found:
+            raise UserError(f"{what} has {name!r} twice, in letters of another case")
+        found[name.lower()] = Voice(int(token), conditioning.float(), reference.float())
+    return found
+
+
+def write_pickled_voices(file: Path, folder: Path) -> None:
+    """As transformers' own classes read them (`weights_only`), into `folder`."""
+    voices: dict[str, dict[str, Any]] = {}
+    for key, tensor in load(file.read_bytes()).items():
+        name, _, part = key.rpartition(".")
+        voices.setdefault(name, {})[part] = int(tensor) if part == "bos_token" else tensor
+    torch.save(voices, folder / PICKLED_VOICES)

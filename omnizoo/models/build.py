@@ -38,7 +38,7 @@ from omnizoo.models.hf_private import (
     uses_attention_interface,
 )
 from omnizoo.models.omni import OmniConfig, language_config
-from omnizoo.models.published_files import carry, read_published
+from omnizoo.models.published_files import carry, read_published, read_voices_beside
 from omnizoo.models.shell import open_shell
 from omnizoo.models.stateful import bind_states, has_states
 from omnizoo.models.vocabulary import grow, may_grow
@@ -82,8 +82,7 @@ def _build_base(model: Model, precision: str, device: str) -> nn.Module:
     source, has_weights = origin.path or origin.config, origin.path is not None
     published = read_published(Path(source), language_config(config), has_weights) if isinstance(source, str) else None
     built = build_from(config, model, precision, device)
-    if published is not None:
-        carry(built, published)
+    carry(built, published or read_voices_beside(tokenizer_folder(model)))
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
         built.generation_config = read_generation_config(Path(folder))

@@ -88,7 +88,7 @@ def follow(
             Conversation(model, media).read(ids, items)
         states = follower.read(kept, torch.tensor(ids, device=model.device))
         targets = follower.generate(states, np.array(ids, np.int32), items, options, sampling)
-        pieces.append(Piece(name, [], targets, follower.render(targets)))
+        pieces.append(Piece(name, [], targets, follower.render(targets, options)))
     return pieces
 
 

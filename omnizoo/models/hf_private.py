@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -101,6 +101,16 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
         if config.sub_configs and type(config) in other._model_mapping and not config.is_encoder_decoder:
             return other
     return None
+
+
+def loader_of(builder: Any, config: PretrainedConfig) -> Any:
+    """Its `from_pretrained`. Where a family has one of its own, that of all models: Qwen2.5-Omni's unpickles a file."""
+    known = builder._model_mapping.get(type(config), None)
+    kind = known[0] if isinstance(known, tuple) else known
+    common = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    if kind is None or kind.from_pretrained.__func__ is common:
+        return builder.from_pretrained
+    return partial(common, kind)
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,7 +5,7 @@ Only files of these names are taken, and none of them is code.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.processor_files import CHAT_TEMPLATE, PROCESSOR_FILES
+from omnizoo.modalities.spoken import VOICES
 from omnizoo.models.artefact import MOST_SETTINGS
 
 CARRIED = "_omnizoo_published"  # where a model keeps them
@@ -29,13 +30,28 @@ class Carried:
 
 def read_published(folder: Path, config: Any, has_weights: bool) -> Carried:
     """What `folder` has of these. `config` is as it was read: building a model sets its dtype."""
-    files = {}
-    for name in PROCESSOR_FILES:
-        if (folder / name).is_file():
-            if (folder / name).stat().st_size > MOST_SETTINGS:
-                raise UserError(f"{folder / name} is too large for a file of settings")
-            files[name] = (folder / name).read_bytes()
+    files = {name: _read(folder / name) for name in (*PROCESSOR_FILES, VOICES) if (folder / name).is_file()}
     return Carried(_dtype(folder, config) if has_weights else None, files)
+
+
+def read_voices_beside(folder: str | None) -> Carried:
+    """Those of a tokenizer's folder, for a model without its own folder: a small copy of a published one."""
+    file = Path(folder) / VOICES if folder is not None else None
+    return Carried(files={VOICES: _read(file)} if file is not None and file.is_file() else {})
+
+
+def _read(file: Path) -> bytes:
+    if file.stat().st_size > MOST_SETTINGS:
+        raise UserError(f"{file} is too large for a file of settings")
+    return file.read_bytes()
+
+
+def also_carry(model: nn.Module, name: str, file: str, key: str) -> None:
+    """Let `model` keep `file`, which `key` of the config names, as the one called `name`."""
+    if not isinstance(file, str) or not Path(file).is_file():
+        raise UserError(f"{key}: {file!r} is no file")
+    known = carried(model)
+    carry(model, replace(known, files={**known.files, name: _read(Path(file))}))
 
 
 def carry(model: nn.Module, published: Carried) -> None:

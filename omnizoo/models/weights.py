@@ -15,8 +15,17 @@ from omnizoo.config.model_section import Model
 from omnizoo.modalities.base import Port
 from omnizoo.models.artefact import inside, read_json, tensor_names
 from omnizoo.models.build import read_model_config
-from omnizoo.models.hf_private import auto_class, conversion_mapping, drop_prefix, load_files, names_in_model, retie
+from omnizoo.models.hf_private import (
+    auto_class,
+    conversion_mapping,
+    drop_prefix,
+    load_files,
+    loader_of,
+    names_in_model,
+    retie,
+)
 from omnizoo.models.media_model import MediaModel
+from omnizoo.models.published_files import carry, read_published
 from omnizoo.models.shell import open_shell
 from omnizoo.models.vocabulary import PublishedRows, may_grow, rows_of_files
 
@@ -123,7 +132,7 @@ def load_whole(spec: Model, dtype: torch.dtype) -> PreTrainedModel:
             f"{folder}: config.json has a quantization_config; only weights that are not quantised are read"
         )
     try:
-        model, info = builder.from_pretrained(
+        model, info = loader_of(builder, config)(
             folder,
             config=config,
             dtype=dtype,
@@ -145,6 +154,7 @@ def load_whole(spec: Model, dtype: torch.dtype) -> PreTrainedModel:
             what = {"missing": "lacks", "unexpected": "has unknown", "mismatched": "has other shapes of"}[kind]
             raise UserError(f"{folder} {what} weights of the model that its config.json describes: {_some(keys)}")
     open_shell(model)
+    carry(model, read_published(folder, config, has_weights=True))
     return model
 
 

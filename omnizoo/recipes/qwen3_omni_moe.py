@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from omnizoo.recipes.qwen3_omni_moe_thinker import RECIPE as THINKER
-from omnizoo.recipes.qwen_talker import Talker
+from omnizoo.recipes.qwen3_talker import Qwen3Talker
 
 WIDTH, TALKER = 128, 64  # of what `omnizoo verify` runs: each part takes in what another one gives
 THINKER_PARTS = {"text_config": {"hidden_size": WIDTH}, "vision_config": {"out_hidden_size": WIDTH}}
@@ -32,7 +32,7 @@ RECIPE = replace(
     language="thinker",
     towers={name: f"thinker.{part}" for name, part in THINKER.towers.items()},
     projectors={name: tuple(f"thinker.{p}" for p in parts) for name, parts in THINKER.projectors.items()},
-    followers={"speech": ("talker", Talker)},
+    followers={"speech": ("talker", Qwen3Talker)},
     idle=("code2wav",),
     undrawn=("Qwen3OmniMoeTalkerTextExperts", "Qwen3OmniMoeTalkerTextTopKRouter"),
 )

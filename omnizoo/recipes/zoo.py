@@ -47,7 +47,6 @@ NO_MEDIA: dict[str, str] = {
     ),
     "phi4_multimodal": "its audio tower draws from numpy's global random numbers in training",
     "higgs_audio_v2": "it writes no text, only codes of speech of a codec that is not in its folder; not supported yet",
-    "qwen2_5_omni": "its talker is not trained yet; model.part: thinker_config trains the thinker",
 }
 
 
