@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Inputs, Modality, Size
 from omnizoo.modalities.files import picture_size
 from omnizoo.modalities.item import Media
@@ -36,13 +37,16 @@ class NativeTower(PatchTower):
         self.patch: int = config.patch_size
         self.merge: tuple[int, int] = tuple(config.merge_kernel_size)  # patches of a place: down, across
         self.processor = TensorPictures(folder, PUBLISHED | HALF, max_patches=max_patches)
+        side = self.processor.told["size"].get("max_height")
+        if not isinstance(side, int) or side < 1:
+            raise UserError(f"{folder}: preprocessor_config.json: size has no max_height, which counts patches")
+        self.longest = side * self.patch
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Its size, scaled down where it has too many patches, in all or along a side."""
-        told, patch = self.processor.told, self.patch
-        longest = told["size"]["max_height"] * patch  # the file counts patches
-        patches = max(1, height // patch) * max(1, width // patch)
-        scale = min(1.0, math.sqrt(told["max_patches"] / patches), longest / height, longest / width)
+        most, longest = self.processor.told["max_patches"], self.longest
+        patches = max(1, height // self.patch) * max(1, width // self.patch)
+        scale = min(1.0, math.sqrt(most / patches), longest / height, longest / width)
         return min(max(1, int(height * scale)), longest), min(max(1, int(width * scale)), longest)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:

@@ -20,15 +20,16 @@ class TensorPictures:
     """Settings as the folder has them, else as `published`; `own` is what the model itself, or an option, decides."""
 
     def __init__(self, folder: str | None, published: Mapping[str, Any], **own: Any) -> None:
-        told = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, **published}
-        told |= {key: value for key, value in preprocessor_settings(folder, "image_processor").items() if key in told}
-        self.told = told | {key: value for key, value in own.items() if value is not None}
+        known = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, **published}
+        told = preprocessor_settings(folder, "image_processor")
+        own = {key: value for key, value in own.items() if value is not None}
+        self.told = known | {key: value for key, value in told.items() if key in known} | own
         where = "preprocessor_config.json" if folder is None else f"{folder}: preprocessor_config.json"
         for key, value in self.told.items():
-            like = published.get(key)
-            if isinstance(like, bool | int | float) and not isinstance(value, type(like)):
-                raise UserError(f"{where}: {key} is {value!r}; expected something like {like!r}")
-        if not (self.told.get("do_resize", True) and self.told["do_rescale"]):
+            like = "model.modalities.image.encoder.options" if key in own else where
+            if not isinstance(value, type(known[key])) or (key.startswith("max_") and value < 1):
+                raise UserError(f"{like}: {key} is {value!r}; expected something like {known[key]!r}")
+        if not (self.told["do_resize"] and self.told["do_rescale"]):
             raise UserError(f"{where}: do_resize and do_rescale have to be true: the model was made for such pictures")
         self.mean, self.std = (self._of_channels(where, key) for key in ("image_mean", "image_std"))
 
