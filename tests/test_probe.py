@@ -72,6 +72,20 @@ def test_samples_longer_than_a_chunk_that_a_model_attends_in_are_refused(tmp_pat
             model(input_ids=ids, position_ids=ids, **inputs)
 
 
+def test_packs_beyond_which_a_model_scales_attention_by_its_place_in_a_pack_are_refused() -> None:
+    shape = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    shape |= {"intermediate_size": 32, "intermediate_size_mlp": 32, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = build_model(model_of("llama4_text", **shape, no_rope_layers=[1, 0], floor_scale=16), "fp32", "cpu")
+    for length, refused in ((15, False), (16, True)):  # two samples, each of which is short enough
+        ids = torch.arange(length)[None]
+        inputs = packed_inputs(torch.tensor([0, 8, length], dtype=torch.int32), 8)
+        if refused:
+            with pytest.raises(UserError, match=r"scales attention from token 16 on.* set data.pack_tokens below 16"):
+                model(input_ids=ids, position_ids=ids, **inputs)
+        else:
+            model(input_ids=ids, position_ids=ids, **inputs)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [

@@ -119,7 +119,8 @@ def masked_softmax(q, k, v, lengths: list[int], pattern: Pattern, mutual: Mutual
     for start, stretches in zip(starts, mutual.stretches if mutual else [], strict=False):
         for first, count in stretches:
             a = int(start) + first
-            visible[a : a + count, a : a + count] |= torch.ones(count, count).triu(1).bool()
+            together = torch.ones(count, count).bool()
+            visible[a : a + count, a : a + count] |= together if mutual.over_windows else together.triu(1)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = q @ k.mT * (q.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale)
@@ -207,10 +208,9 @@ def ring_in_one_process(tensors, lengths, ring, pattern, grad_out, mutual=None) 
     runs, slices = ring_runs(lengths, ring), [torch.from_numpy(x) for x in slice_tokens(lengths, ring, 1)]
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
     out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
-    stretches = mutual.stretches if mutual else None
+    told = (mutual.stretches, mutual.beyond(pattern.window)) if mutual else ()
     blocks = [
-        [Blocks(visible_blocks(a, b, pattern.causal, pattern.window, a is b, stretches), CPU) for b in runs]
-        for a in runs
+        [Blocks(visible_blocks(a, b, pattern.causal, pattern.window, a is b, *told), CPU) for b in runs] for a in runs
     ]
     options = (0.3, pattern.softcap)
     for r, rows in enumerate(slices):
@@ -247,7 +247,8 @@ def packs_with_stretches(draw: Any) -> tuple[list[int], Mutual]:
     )
     rows = [np.concatenate([np.full(count, token) for token, count in sample]) for sample in samples]
     lengths = [len(row) for row in rows]
-    return lengths, MutualTokens((1, 2)).find(torch.from_numpy(np.concatenate(rows)), lengths)
+    kind = MutualTokens((1, 2), over_windows=draw(st.booleans()))
+    return lengths, kind.find(torch.from_numpy(np.concatenate(rows)), lengths)
 
 
 @settings(max_examples=40, deadline=None)
@@ -278,7 +279,7 @@ def test_packed_attention_with_tokens_that_see_each_other_matches_twin_and_textb
 @settings(max_examples=30, deadline=None)
 @given(packs_with_stretches(), st.integers(1, 30))
 def test_stretches_are_what_transformers_masks_make_of_them(pack, window):
-    """Sample by sample, as the families that have them call its functions: over the causal mask, under the window."""
+    """Sample by sample, as the families that have them call its functions: over the window, or under it."""
     from transformers.masking_utils import blockwise_overlay, causal_mask_function, sliding_window_overlay
 
     lengths, mutual = pack
@@ -286,10 +287,10 @@ def test_stretches_are_what_transformers_masks_make_of_them(pack, window):
         numbers = mutual.numbers(number, CPU)
         i, j = torch.arange(length)[:, None], torch.arange(length)[None]
         block = blockwise_overlay(numbers[None] - 1)(0, 0, i, j)
-        whole = causal_mask_function(0, 0, i, j) | block
-        assert torch.equal(_visible(length, Pattern(), CPU, numbers), whole)
-        near = whole & sliding_window_overlay(window)(0, 0, i, j)
-        assert torch.equal(_visible(length, Pattern(window=window), CPU, numbers), near)
+        causal, near = causal_mask_function(0, 0, i, j), sliding_window_overlay(window)(0, 0, i, j)
+        assert torch.equal(_visible(length, Pattern(), CPU, numbers), causal | block)
+        assert torch.equal(_visible(length, Pattern(window=window), CPU, numbers, True), (causal & near) | block)
+        assert torch.equal(_visible(length, Pattern(window=window), CPU, numbers, False), (causal | block) & near)
 
 
 def flash_by_hand(q, k, v, pieces, scale):
@@ -357,6 +358,8 @@ def test_tokens_that_see_each_other_take_one_flash_call_more_whatever_their_numb
     lengths = [700, 300]
     mutual = Mutual(lengths, [[(10, 256), (300, 100)], [(0, 30)]])
     assert len(mutual.blocks(None, CPU).grouped) == len(mutual.blocks(200, CPU).grouped) == 2
+    over = Mutual(lengths, mutual.stretches, over_windows=True)
+    assert len(over.blocks(200, CPU).grouped) == 3  # and one that looks back over windows
     assert not Mutual(lengths, [[], []]).counts(True, None)
     assert not Mutual(lengths, mutual.stretches, everywhere=False).counts(True, None)
 

@@ -38,7 +38,7 @@ from omnizoo.assembly.published import media_model
 from omnizoo.assembly.writer import load_writer
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
-from omnizoo.config.schema import Model
+from omnizoo.config.model_section import Model
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow, Folder
 from omnizoo.modalities.base import Item, Port, Sampling, Size

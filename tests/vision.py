@@ -1,5 +1,6 @@
 """Tiny published vision models: their samples as packs of ours, and as Hugging Face's forward takes them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from published import DTYPE, picture, sound
+from published import picture, sound
+from tensor_processors import published_tensors
 from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 from omnizoo.assembly.published import media_model
@@ -25,8 +27,8 @@ from omnizoo.recipes.base import read_facts
 
 ROOT = Path(__file__).parent.parent
 # Everything is read from the family's example, which `omnizoo verify` is run on as well.
-FAMILIES = ("gemma3", "internvl", "mistral3", "gemma4", "llava")
-
+FAMILIES = ("gemma3", "internvl", "mistral3", "gemma4", "llava", "llama4", "gemma4_unified", "kimi_k25")
+TENSORS = ("llama4", "gemma4_unified", "kimi_k25")  # whose processors take tensors, and need torchvision
 SINGLE = ("gemma4",)  # whose code for sound cannot run in fp64
 
 
@@ -43,7 +45,8 @@ def tiny_config(family: str) -> Any:
 @cache
 def tiny_model(family: str, precision: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForMultimodalLM.from_config(tiny_config(family)).to(DTYPE[precision])
+    model = AutoModelForMultimodalLM.from_config(tiny_config(family))
+    model = model.double() if precision == "fp64" else model  # `to` would make complex buffers real
     shake(model)
     if read_facts(model).experts:
         model.set_experts_implementation("eager")  # grouped matmuls have no float64
@@ -57,6 +60,8 @@ def shake(model: PreTrainedModel) -> None:
         parameter.normal_(0, 0.06) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
         if "q_norm" in name:
             parameter.mul_(0.25)
+        if "embed_tokens" in name and model.config.model_type == "gemma4_unified":
+            parameter.mul_(0.3)  # or the last token alone would decide what is written, by weights that head shares
 
 
 def spec_of(family: str) -> Model:
@@ -128,11 +133,14 @@ def reference_inputs(
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if family == "gemma3":
         inputs["token_type_ids"] = (ids == config.image_token_id).long()
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         return inputs | gemma4_inputs(ids, sample, config, dtype, modalities or read(family))
     prepared = [(modalities or read(family))["image"].encoder.prepare(item.media)["pixels"] for item in sample.items]
     if not prepared:
         return inputs
+    if family == "kimi_k25":
+        out = published_tensors(family, [item.media for item in sample.items])
+        return inputs | {"pixel_values": out["pixel_values"].to(dtype), "image_grid_thw": out["image_grid_thw"]}
     if family == "mistral3":
         sizes = torch.tensor([pixels.shape[1:] for pixels in prepared])
         whole = torch.zeros(len(prepared), 3, *sizes.amax(0).tolist())
@@ -148,7 +156,10 @@ def gemma4_inputs(
     encoders: dict[str, Any] = {name: modality.encoder for name, modality in modalities.items()}
     inputs = {"mm_token_type_ids": (ids == config.image_token_id) + 3 * (ids == config.audio_token_id)}
     pictures = [item.media for item in sample.items if item.port.modality == "image"]
-    if pictures:
+    if pictures and config.model_type in TENSORS:
+        out = published_tensors(config.model_type, pictures)
+        inputs |= {"pixel_values": out["pixel_values"].to(dtype), "image_position_ids": out["image_position_ids"]}
+    elif pictures:
         out = encoders["image"].processor(images=[media.value for media in pictures], return_tensors="pt")
         inputs |= {"pixel_values": out["pixel_values"].to(dtype), "image_position_ids": out["image_position_ids"]}
     sounds = [item.media for item in sample.items if item.port.modality == "audio"]
@@ -202,6 +213,9 @@ def publish(family: str, folder: Path) -> PreTrainedModel:
     model = deepcopy(tiny_model(family, "fp32"))
     model.save_pretrained(folder)
     tokenizer(family).save_pretrained(folder)
-    processor = getattr(read(family)["image"].encoder, "processor", None)
-    processor.save_pretrained(folder)
+    processor: Any = getattr(read(family)["image"].encoder, "processor", None)
+    if family in TENSORS:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor.told))
+    else:
+        processor.save_pretrained(folder)
     return model

@@ -1,4 +1,4 @@
-"""Makes what the vision examples read besides the pictures of make_rows.py: questions on them, and a tokenizer with the
+"""Makes what the vision examples read besides the pictures of make_rows.py: questions on them, and tokenizers with the
 marks of all these families.
 
     python examples/published/make_vision.py examples/published/data
@@ -22,6 +22,8 @@ SPECIAL += ["<|image_start|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>",
 SPECIAL += ["<|image_end|>"]
 SPECIAL += ["<|image>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>"]  # 18: Gemma 4, with <|image|>
 SPECIAL += ["<image>"]  # 24: LLaVA
+# Came later: in a tokenizer of its own, others stay as they are.
+KIMI = [*SPECIAL[:3], "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"]  # 3
 
 
 def main(folder: Path) -> None:
@@ -35,6 +37,7 @@ def main(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         texts += lines
     write_tokenizer(folder / "vision", texts, SPECIAL)
+    write_tokenizer(folder / "vision_kimi", texts, KIMI)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Between a picture's bytes, the values a model takes, and patches: what decoders of pictures share."""
+"""Between a picture's bytes, the values a model takes, and patches: what decoders of pictures share, and encoders whose
+processors take tensors."""
 
 import base64
 import io
@@ -8,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import interpolate
 
+from omnizoo.config.errors import UserError
 from omnizoo.modalities.files import optional, read_picture
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.tower import preprocessor_settings
 
 Array = np.ndarray[Any, np.dtype[Any]]
+FILTERS = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers, which published settings have
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,21 @@ def read_pixels(media: Media, size: Sequence[int], channels: int) -> torch.Tenso
     height, width = size
     fitted = optional("PIL.ImageOps").fit(read_picture(media, channels), (width, height))
     return torch.from_numpy(np.atleast_3d(np.array(fitted, np.uint8))).permute(2, 0, 1)
+
+
+def resize(pixels: torch.Tensor, height: int, width: int, resample: int) -> torch.Tensor:
+    """Bytes `[C, H, W]` -> bytes of another size, by torch's own filters for bytes.
+
+    That is what torchvision does with tensors on a CPU. It rounds otherwise than Pillow: by one level, or by more where
+    a sharp filter goes beyond black or white.
+    """
+    if pixels.shape[1:] == (height, width):
+        return pixels
+    if resample not in FILTERS:
+        known = ", ".join(f"{number} ({name})" for number, name in FILTERS.items())
+        raise UserError(f"preprocessor_config.json: resample {resample!r} is not known for tensors; use {known}")
+    scaled = interpolate(pixels[None], (height, width), mode=FILTERS[resample], align_corners=False, antialias=True)
+    return scaled[0]
 
 
 def to_picture(pixels: Array) -> Any:

@@ -70,11 +70,11 @@ class Work:
     window: int = 0
 
     @classmethod
-    def of(cls, tower: PreTrainedModel, merging: Sequence[str] = ()) -> "Work":
+    def of(cls, tower: PreTrainedModel, merging: Sequence[str] = (), merge: int | None = None) -> "Work":
         """Of one whose matrices are all used once per token; or, after tokens were merged, once per `merge` of them:
         those of parts called mergers, and of `merging`."""
         config, tally = tower.config, Tally()
-        merge = getattr(config, "spatial_merge_size", 1) ** 2
+        merge = merge or getattr(config, "spatial_merge_size", 1) ** 2
         mergers = {name: part for name, part in tower.named_children() if "merger" in name or name in merging}
         for name, part in tower.named_children():
             if name not in mergers:

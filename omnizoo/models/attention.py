@@ -43,6 +43,7 @@ def packed(
     if not kwargs.keys() & {"attend", "cu_seq_lens_q"}:
         kwargs |= getattr(module, "pack_carried", {})
     _refuse_chunks(module, kwargs)
+    _refuse_temperature(module, query.shape[2], kwargs)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     pattern = Pattern(causal, scaling, sliding_window, softcap, s_aux, dropout)
     if "attend" in kwargs:  # sequence parallel: the tokens of a pack are spread over ranks
@@ -72,6 +73,21 @@ def _refuse_chunks(module: nn.Module, told: dict[str, Any]) -> None:
         raise UserError(
             f"model: {type(module).__name__} attends in chunks of {chunk} tokens, which packed attention does not; a "
             f"sample here has {longest}: set data.pack_tokens to at most {chunk}"
+        )
+
+
+def _refuse_temperature(module: nn.Module, tokens: int, told: dict[str, Any]) -> None:
+    """Layers that scale queries by how far along they are count from the beginning of what this rank has of a pack, not
+    of a sample. It makes no difference until `floor_scale` tokens."""
+    floor = getattr(module, "floor_scale", None)
+    if floor is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
+        return
+    most = max(tokens, getattr(told.get("attend"), "longest", told.get("max_length_q", 0)))
+    if most >= floor:
+        raise UserError(
+            f"model: {type(module).__name__} scales attention from token {floor} on, counted from the beginning of a "
+            f"pack and not of a sample; there are {most}: set data.pack_tokens below {floor}, or "
+            "attn_temperature_tuning: false in the config"
         )
 
 

@@ -112,7 +112,8 @@ def build_from(config: PretrainedConfig, model: Model, precision: str, device: s
     open_shell(built)
     for tokeniser in tokenisers(built).values():
         tokeniser.requires_grad_(False)
-    nn.Module.to(built, MASTER_DTYPE[precision])  # parts of a composed model have configs, and so dtypes, of their own
+    # Parts of a composed model have configs, and so dtypes, of their own. `to` would make complex buffers real.
+    (nn.Module.double if precision == "fp64" else nn.Module.float)(built)
     keep_states_apart(language_model(built), key)
     _set_attention(language_model(built), model.attention)
     return _with_recipe(built, model)

@@ -35,6 +35,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
@@ -45,6 +46,7 @@ PACKED = "packed"  # the name of our attention in transformers' interface
 # The same, for towers: they attend in one call by a name with "flash" in it, else once per item, whose lengths they
 # read from the device. Language models do not get it: some of them pad values for what they take for flash attention.
 PACKED_TOWER = "packed_flash"
+NEEDS_WHOLE = ("Chunk", "PermuteForRope")  # conversions of published weights that a part of the rows is not enough for
 
 
 @cache
@@ -242,7 +244,8 @@ def _keys(file: Path) -> list[str]:
 def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], device: torch.device) -> Loaded:
     """Fill `model` (on meta, sharded or not) from safetensors; of a sharded parameter only this rank's part is read."""
     load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping, ignore_mismatched_sizes=True)
-    info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
+    with _whole_where_needed(model, mapping):
+        info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
     if info.conversion_errors or info.error_msgs:
         raise RuntimeError(f"weights could not be converted: {info.conversion_errors or info.error_msgs}")
     model._adjust_missing_and_unexpected_keys(info)
@@ -253,6 +256,40 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
         name: f"{_shape_in(files, name)} in the files, {tuple(shape)} in the model" for name, shape in shapes.items()
     }
     return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched)
+
+
+@contextmanager
+def _whole_where_needed(model: PreTrainedModel, mapping: list[Any]) -> Iterator[None]:
+    """Inside it, sharded parameters that published ones are cut up or put in another order for are loaded whole.
+
+    transformers (5.22.2) reads a rank's rows first and converts them then, which gives other rows without a word:
+    tests/test_vision.py loads such a family on two ranks.
+    """
+    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    cut = [each for each in converters if any(type(op).__name__ in NEEDS_WHOLE for op in each.operations)]
+    patterns = [re.compile(pattern) for each in cut for pattern in each.target_patterns]
+    sharded: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements") and any(pattern.search(name) for pattern in patterns):
+            sharded[name] = parameter
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            _replace(model, name, nn.Parameter(whole, parameter.requires_grad))
+    yield
+    for name, before in sharded.items():
+        loaded = model.get_parameter(name)
+        if loaded.is_meta:  # it was not in the files
+            _replace(model, name, before)
+            continue
+        part = DtensorShardOperation(before).shard_tensor(loaded.data, device=loaded.device, dtype=loaded.dtype)
+        assert part is not None, name
+        filled = nn.Parameter(_dtensor_from_local_like(part, before), before.requires_grad)
+        filled._is_hf_initialized = True  # type: ignore[attr-defined]
+        _replace(model, name, filled)
+
+
+def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, parameter)
 
 
 def names_in_model(model: PreTrainedModel, files: list[Path], mapping: list[Any]) -> dict[str, str]:

@@ -88,12 +88,18 @@ def per_sample(
     outs = []
     for number, (q, k, v) in enumerate(samples):
         stretch = None if mutual is None else mutual.numbers(number, query.device)
-        outs.append(_one_sample(q, k, v, pattern, stretch))
+        over = mutual is not None and mutual.over_windows
+        outs.append(_one_sample(q, k, v, pattern, stretch, over))
     return torch.cat(outs, 2).transpose(1, 2)
 
 
 def _one_sample(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern, stretch: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: Pattern,
+    stretch: torch.Tensor | None = None,
+    over_windows: bool = False,
 ) -> torch.Tensor:
     length = query.shape[2]
     masked = stretch is not None or (pattern.window is not None and pattern.window < length)
@@ -106,7 +112,7 @@ def _one_sample(
             query,
             key,
             value,
-            attn_mask=_visible(length, pattern, query.device, stretch) if masked else None,
+            attn_mask=_visible(length, pattern, query.device, stretch, over_windows) if masked else None,
             is_causal=pattern.causal and not masked,
             dropout_p=pattern.dropout,
             scale=pattern.scale,
@@ -116,7 +122,7 @@ def _one_sample(
     logits = (query @ key.transpose(2, 3)) * scale_of(query, pattern)
     if pattern.softcap is not None:
         logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
-    logits = logits.masked_fill(~_visible(length, pattern, query.device, stretch), -torch.inf)
+    logits = logits.masked_fill(~_visible(length, pattern, query.device, stretch, over_windows), -torch.inf)
     if pattern.sinks is not None:
         sinks = pattern.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(1, -1, length, 1)
         logits = torch.cat([logits, sinks], 3)
@@ -124,9 +130,15 @@ def _one_sample(
     return F.dropout(weights, pattern.dropout) @ value
 
 
-def _visible(length: int, pattern: Pattern, device: torch.device, stretch: torch.Tensor | None = None) -> torch.Tensor:
+def _visible(
+    length: int,
+    pattern: Pattern,
+    device: torch.device,
+    stretch: torch.Tensor | None = None,
+    over_windows: bool = False,
+) -> torch.Tensor:
     """bool [length, length]: may query i see key j. `stretch [length]`: tokens with the same number see each other also
-    ahead, however far; 0: none does."""
+    ahead, however far; 0: none does. `over_windows`: and behind, whatever the window."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -134,7 +146,8 @@ def _visible(length: int, pattern: Pattern, device: torch.device, stretch: torch
         visible &= distance.abs() < pattern.window
     if stretch is None:
         return visible
-    return visible | ((distance < 0) & (stretch[:, None] == stretch) & (stretch > 0))
+    together = (stretch[:, None] == stretch) & (stretch > 0)
+    return visible | (together if over_windows else together & (distance < 0))
 
 
 def _in_blocks(

@@ -55,14 +55,17 @@ def block_between(q: Run, k: Run, causal: bool, window: int | None) -> Block | N
     return _band_between(q, k, behind, 0 if causal else behind)
 
 
-def blocks_ahead(q: Run, k: Run, mutual: Sequence[tuple[int, int]]) -> list[Block]:
-    """What queries `q` see of later keys `k` in stretches (first position, how many) of a sample whose tokens all see
-    each other."""
+def blocks_of_stretches(q: Run, k: Run, mutual: Sequence[tuple[int, int]], beyond: int | None) -> list[Block]:
+    """What queries `q` see of keys `k` only because they are in one of the stretches (first position, how many) of a
+    sample whose tokens all see each other: later ones, and those that a window of `beyond` tokens hides."""
     found = []
+    far = _beyond(q, k)
     for first, count in mutual:
         inner_q, inner_k = (_within(run, first, count) for run in (q, k))
-        if inner_q and inner_k and (block := _band_between(inner_q, inner_k, -1, _beyond(q, k))):
-            found.append(block)
+        if inner_q and inner_k:
+            ahead = _band_between(inner_q, inner_k, -1, far)
+            behind = None if beyond is None else _band_between(inner_q, inner_k, far, -beyond)
+            found += [block for block in (ahead, behind) if block is not None]
     return found
 
 
@@ -71,16 +74,17 @@ def pack_blocks(
     causal: bool,
     window: int | None,
     mutual: Sequence[Sequence[tuple[int, int]]] | None = None,
+    beyond: int | None = None,
 ) -> list[Block]:
-    """Of a whole pack of samples: one block for each, then what stretches (`mutual`, of each sample) see ahead."""
-    blocks, ahead, at = [], [], 0
+    """Of a whole pack of samples: one block for each, then what stretches (`mutual`, of each sample) add to them."""
+    blocks, added, at = [], [], 0
     for number, length in enumerate(lengths):
         run = Run(at, 0, length)
         if (block := block_between(run, run, causal, window)) is not None:
             blocks.append(replace(block, first=True))
-        ahead += [] if mutual is None else blocks_ahead(run, run, mutual[number])
+        added += [] if mutual is None else blocks_of_stretches(run, run, mutual[number], beyond)
         at += length
-    return blocks + ahead
+    return blocks + added
 
 
 def _beyond(q: Run, k: Run) -> int:

@@ -18,11 +18,13 @@ Stretches = Sequence[Sequence[tuple[int, int]]]  # of each sample: (first positi
 @dataclass(frozen=True)
 class MutualTokens:
     """Which tokens of a model see each other, run by run: `tokens` by their ids, which stand for items of
-    `modalities`. `everywhere`: in all layers, else in those with a window."""
+    `modalities`. `everywhere`: in all layers, else in those with a window. `over_windows`: also those that a window
+    hides, looking back."""
 
     tokens: tuple[int, ...]
     modalities: tuple[str, ...] = ()
     everywhere: bool = True
+    over_windows: bool = False
 
     def pairs_ahead(self, runs: Iterable[tuple[str, int]]) -> int:
         """Pairs of tokens of which the first sees the second only by this, in runs of places (modality, how many)."""
@@ -35,25 +37,34 @@ class MutualTokens:
         for is_one in samples:
             edges = np.flatnonzero(np.diff(is_one.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
             stretches.append([(first, end - first) for first, end in edges.tolist()])
-        return Mutual(lengths, stretches, self.everywhere)
+        return Mutual(lengths, stretches, self.everywhere, self.over_windows)
 
 
 class Mutual:
     """The stretches of a pack. No dataclass: FSDP would copy it on its way through the model."""
 
-    def __init__(self, lengths: Sequence[int], stretches: Stretches, everywhere: bool = True) -> None:
-        self.lengths, self.stretches, self.everywhere = lengths, stretches, everywhere
+    def __init__(
+        self, lengths: Sequence[int], stretches: Stretches, everywhere: bool = True, over_windows: bool = False
+    ) -> None:
+        self.lengths, self.stretches = lengths, stretches
+        self.everywhere, self.over_windows = everywhere, over_windows
         self.made: dict[tuple[int | None, torch.device], Blocks] = {}  # by window and device: layers repeat a few
 
     def counts(self, causal: bool, window: int | None) -> bool:
         """Whether a layer that attends so has anything to do with them."""
         return causal and (self.everywhere or window is not None) and any(self.stretches)
 
+    def beyond(self, window: int | None) -> int | None:
+        """The window over which they look back."""
+        return window if self.over_windows else None
+
     def blocks(self, window: int | None, device: torch.device) -> Blocks:
         """What causal attention sees, with a window or without, where the whole pack is."""
         kind = window, device
         if kind not in self.made:
-            self.made[kind] = Blocks(pack_blocks(self.lengths, True, window, self.stretches), device)
+            self.made[kind] = Blocks(
+                pack_blocks(self.lengths, True, window, self.stretches, self.beyond(window)), device
+            )
         return self.made[kind]
 
     def numbers(self, sample: int, device: torch.device) -> torch.Tensor:

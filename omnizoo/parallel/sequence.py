@@ -16,7 +16,7 @@ import torch
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
-from omnizoo.ops.attention_blocks import Block, Blocks, Run, block_between, blocks_ahead, fuse
+from omnizoo.ops.attention_blocks import Block, Blocks, Run, block_between, blocks_of_stretches, fuse
 from omnizoo.ops.device import to_device
 from omnizoo.ops.mutual import Mutual, Stretches
 from omnizoo.ops.recurrence import Steps
@@ -76,13 +76,14 @@ def visible_blocks(
     window: int | None,
     own: bool,
     mutual: Stretches | None = None,
+    beyond: int | None = None,
 ) -> list[Block]:
     """What the queries of one ring rank see of the keys of another (`own`: of itself), sample by sample. `mutual`:
-    stretches of each sample whose tokens see each other, wherever they are."""
+    stretches of each sample whose tokens see each other, wherever they are, also `beyond` a window."""
     blocks: list[Block] = []
     for number, (queries, keys) in enumerate(zip(q_runs, k_runs, strict=True)):
         stretches = () if mutual is None else mutual[number]
-        ahead = [block for q, k in product(queries, keys) for block in blocks_ahead(q, k, stretches)]
+        added = [block for q, k in product(queries, keys) for block in blocks_of_stretches(q, k, stretches, beyond)]
         if own and queries and (window is None or window >= queries[-1].position + queries[-1].length):
             # Without a window only the order counts, and that is the same with the gap between the runs closed.
             whole = Run(queries[0].at, 0, sum(run.length for run in queries))
@@ -91,9 +92,9 @@ def visible_blocks(
         if own:
             # Each query sees itself: these blocks are computed first and hold every query once.
             diagonal = [b for b in pairs if (b.q0, b.q1) == (b.k0, b.k1)]
-            blocks += [replace(b, first=True) for b in diagonal] + [b for b in pairs if b not in diagonal] + ahead
+            blocks += [replace(b, first=True) for b in diagonal] + [b for b in pairs if b not in diagonal] + added
         else:
-            blocks += fuse(pairs + ahead)
+            blocks += fuse(pairs + added)
     return blocks
 
 
@@ -172,7 +173,7 @@ class SequenceParallel:
         if (causal, window) not in self.blocks:
             own = self.runs[self.ring_rank]
             mutual = self.mutual if self.mutual and self.mutual.counts(causal, window) else None
-            stretches = mutual.stretches if mutual else None
-            visible = [visible_blocks(own, runs, causal, window, runs is own, stretches) for runs in self.runs]
+            told = (mutual.stretches, mutual.beyond(window)) if mutual else ()
+            visible = [visible_blocks(own, runs, causal, window, runs is own, *told) for runs in self.runs]
             self.blocks[causal, window] = [Blocks(blocks, self.mesh.device) for blocks in visible]
         return self.blocks[causal, window]

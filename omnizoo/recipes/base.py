@@ -43,7 +43,9 @@ class Recipe:
     shrink: Mapping[str, Any] = field(default_factory=dict)  # small values for config fields that are the family's own
     attention_width: tuple[str, str] | None = None  # config fields (query-key width, value width) of a head, if two
     state_size: tuple[str, str, str] | None = None  # config fields of layers with a state: heads, its rows, its columns
-    has_experts: bool = False  # some of its models, though not by the defaults of its config
+    # Experts that can be dealt out: True where some of its models have them, though not by the defaults of its config;
+    # False where they do not go through transformers' interface.
+    has_experts: bool | None = None
     # Families that read more than text. The model is on meta where its modalities are asked for.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
     positions: Callable[[PreTrainedModel, Ids, Sequence[Item]], npt.NDArray[Any]] | None = None  # [R, L] of a sample

@@ -1,6 +1,7 @@
 """Gemma 4: pictures, whose tokens see each other in layers with a window (in larger ones), sound; experts (26B-A4B)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from omnizoo.ops.mutual import MutualTokens
 from omnizoo.recipes.base import Options, Recipe
 from omnizoo.recipes.gemma_towers import BEGIN, END, SOUND_BEGIN, SOUND_END, MelTower, PoolTower
 from omnizoo.recipes.qwen_towers import put
-from omnizoo.recipes.vision_towers import build_vision
+from omnizoo.recipes.vision_towers import Kinds, build_vision
 
 KINDS = {
     "image": (PoolTower, "<|image|>", (BEGIN, END)),
@@ -20,11 +21,11 @@ KINDS = {
 }
 
 
-def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+def modalities(kinds: Kinds, model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
     """Larger models have no ears."""
     parts = {"image": "vision_config", "audio": "audio_config"}
-    kinds = {name: kind for name, kind in KINDS.items() if getattr(model.config, parts[name]) is not None}
-    return build_vision(kinds, model, folder, options)
+    present = {name: kind for name, kind in kinds.items() if getattr(model.config, parts[name]) is not None}
+    return build_vision(present, model, folder, options)
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str,
     text = ids.masked_fill(is_place, config.text_config.pad_token_id)
     embeddings = model.get_input_embeddings()(text)
     told = {}
-    if config.text_config.hidden_size_per_layer_input:
+    if getattr(config.text_config, "hidden_size_per_layer_input", 0):
         core: Any = model.get_submodule("model.language_model")
         told["per_layer_inputs"] = core.get_per_layer_inputs(text, embeddings)
     if attention_name(model) != PACKED:  # which is told otherwise
@@ -60,7 +61,7 @@ RECIPE = Recipe(
         "vision_config": {"num_key_value_heads": 4, "head_dim": 16, "position_embedding_size": 64},
         "audio_config": {"subsampling_conv_channels": [32, 4]},
     },
-    modalities=modalities,
+    modalities=partial(modalities, KINDS),
     enter=enter,
     mutual=mutual,
     towers={"image": "model.vision_tower", "audio": "model.audio_tower"},

@@ -1,9 +1,11 @@
-"""How pictures, clips and sound enter Gemma 4: patches of any shape, pooled into places; mel frames, four to a place.
+"""How pictures and sound enter Gemma 4: patches of any shape, pooled into places; mel frames, four to a place. Where
+there are no towers (12B, "unified"), raw pixels and raw samples of sound, each place by itself.
 
 The tower's parts are called one by one: as a whole it takes pictures padded to one length, and picks what is theirs by
 a mask that the host would have to wait for.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from inspect import signature
@@ -18,7 +20,9 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
     get_aspect_ratio_preserving_size,
 )
+from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import Gemma4UnifiedAudioFeatureExtractor
 
+from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Inputs, Size
 from omnizoo.modalities.files import (
     PICTURE_OPTIONS,
@@ -29,12 +33,16 @@ from omnizoo.modalities.files import (
     sound_length,
 )
 from omnizoo.modalities.item import BadMedia, Media
+from omnizoo.modalities.pixels import to_patches
 from omnizoo.modalities.tally import Tally
 from omnizoo.modalities.tower import preprocessor_settings
+from omnizoo.recipes.tensor_pictures import BICUBIC, TensorPictures
 from omnizoo.recipes.vision_towers import PatchTower, VisionTower, image_processor
 
 BEGIN, END = "<|image>", "<image|>"
 SOUND_BEGIN, SOUND_END = "<|audio>", "<audio|>"
+RAW = {"max_soft_tokens": 280, "resample": BICUBIC, "do_normalize": False, "image_mean": [0.0], "image_std": [1.0]}
+RAW_PLACES = (70, 140, 280, 560, 1120)  # limits that it was trained with
 
 
 class PoolTower(PatchTower):
@@ -103,6 +111,105 @@ class PoolTower(PatchTower):
             pooled = (pooled - tower.std_bias.float()) * tower.std_scale.float()
         features: torch.Tensor = self.projector(pooled.to(states[0].dtype))
         return features
+
+
+class RawPatches(VisionTower):
+    """Pictures of at most `max_soft_tokens` places, each a square of pixels; by default what the folder's preprocessor
+    says. The published processor takes tensors."""
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
+        super().__init__(model, "model.embed_vision", "model.embed_vision.multimodal_embedder")
+        config: Any = model.config.vision_config
+        self.edge: int = config.model_patch_size
+        self.processor = TensorPictures(folder, RAW, max_soft_tokens=max_soft_tokens)
+        self.most: int = self.processor.told["max_soft_tokens"]
+        if self.most not in RAW_PLACES or self.most > config.mm_posemb_size:
+            known = [str(places) for places in RAW_PLACES if places <= config.mm_posemb_size]
+            raise UserError(
+                f"model.modalities.image.encoder.options: max_soft_tokens is {self.most}; expected {', '.join(known)}"
+            )
+
+    @cached_property
+    def per_place(self) -> float:
+        tally = Tally()
+        tally.run(self.tower.patch_dense, 1)
+        tally.run(self.projector, 1)
+        return tally.flops
+
+    def fitted(self, media: Media, height: int, width: int) -> tuple[int, int]:
+        try:
+            return get_aspect_ratio_preserving_size(height, width, self.edge, self.most, 1)
+        except ValueError as error:
+            raise BadMedia(f"{media.name} is {width} x {height} pixels: {error}") from None
+
+    def measure(self, media: Media) -> Size:
+        places = math.prod(self.fitted(media, *picture_size(media))) // self.edge**2
+        return Size(places, self.per_place * places, layout=(BEGIN, places, END))
+
+    def prepare(self, media: Media) -> Inputs:
+        pixels = self.processor.read(media)
+        height, width = self.fitted(media, *pixels.shape[1:])
+        values = self.processor.values(self.processor.resize(pixels, height, width))
+        rows, columns = torch.arange(height // self.edge), torch.arange(width // self.edge)
+        return {
+            "pixels": to_patches(values.permute(1, 2, 0), self.edge),
+            "positions": torch.cartesian_prod(rows, columns).flip(1),  # along the row, then which row
+        }
+
+    def blank(self) -> Inputs:
+        return {"pixels": torch.zeros(1, 3 * self.edge**2), "positions": torch.zeros(1, 2, dtype=torch.int64)}
+
+    def places(self, inputs: Inputs) -> int:
+        return len(inputs["pixels"])
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        pixels, positions = (torch.cat([item[name] for item in items]) for name in ("pixels", "positions"))
+        features: torch.Tensor = self.tower(pixels, positions, return_dict=True).pooler_output
+        return features
+
+
+class RawSound(VisionTower):
+    """Sound of at most `max_seconds`, which is what the model was made for; a place is a stretch of raw samples."""
+
+    item_options = SOUND_OPTIONS
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 30.0) -> None:
+        super().__init__(model, "model.embed_audio", "model.embed_audio")
+        self.samples: int = model.config.audio_config.audio_samples_per_token
+        told = preprocessor_settings(folder, "feature_extractor")
+        known = {key: told[key] for key in ("sampling_rate", "padding_value") if key in told}
+        self.extractor = Gemma4UnifiedAudioFeatureExtractor(
+            **known, feature_size=self.samples, audio_samples_per_token=self.samples
+        )
+        self.rate: int = self.extractor.sampling_rate
+        self.max_seconds = max_seconds
+
+    @cached_property
+    def per_place(self) -> float:
+        tally = Tally()
+        tally.run(self.tower, 1)
+        return tally.flops
+
+    def measure(self, media: Media) -> Size:
+        places = -(-sound_length(media, self.rate, self.max_seconds) // self.samples)
+        return Size(places, self.per_place * places, layout=(SOUND_BEGIN, places, SOUND_END))
+
+    def prepare(self, media: Media) -> Inputs:
+        sound = read_sound(media, self.rate, self.max_seconds)
+        return {"samples": self.extractor([sound], return_tensors="pt")["input_features"][0]}
+
+    def blank(self) -> Inputs:
+        return {"samples": torch.zeros(1, self.samples)}
+
+    def places(self, inputs: Inputs) -> int:
+        return len(inputs["samples"])
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        features: torch.Tensor = self.tower(torch.cat([item["samples"] for item in items]))
+        return features
+
+    def preview(self, media: Media) -> str:
+        return media.name
 
 
 class MelTower(VisionTower):

@@ -29,6 +29,7 @@ from omnizoo.recipes.qwen_towers import put
 
 log = logging.getLogger(__name__)
 MOST_TILES = 4  # of a part of a picture: ranks share out what is larger
+Kinds = Mapping[str, tuple[Callable[..., Encoder], str, Sequence[str]]]
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -57,10 +58,13 @@ class VisionTower(Encoder):
     @cached_property
     def work(self) -> tuple[Work, float]:
         """FLOPs of the tower, and of a place after it."""
-        work = Work.of(self.tower)
+        work = self.tower_work()
         place = Tally(work.trained)
         place.run(self.projector, 1)
         return work, place.flops
+
+    def tower_work(self) -> Work:
+        return Work.of(self.tower)
 
     def preview(self, media: Media) -> str:
         return thumbnail(read_picture(media), media.name)
@@ -90,7 +94,10 @@ class TileTower(VisionTower):
 
     def measure(self, media: Media) -> Size:
         tiles = self.tiles(*picture_size(media))
-        return Size(tiles * self.each, tiles * self.cost, layout=self.layout(tiles))
+        return self.size_of(tiles, self.layout(tiles))
+
+    def size_of(self, tiles: int, layout: tuple[str | int, ...]) -> Size:
+        return Size(tiles * self.each, tiles * self.cost, layout=layout)
 
     @cached_property
     def cost(self) -> float:
@@ -136,7 +143,7 @@ class PatchTower(VisionTower):
 
 
 def build_vision(
-    kinds: Mapping[str, tuple[Callable[..., Encoder], str, Sequence[str]]],
+    kinds: Kinds,
     model: PreTrainedModel,
     folder: str | None,
     options: Mapping[str, Mapping[str, Any]],

@@ -41,10 +41,7 @@ REFUSED: dict[str, str] = {
 }
 # Families whose media nothing feeds: `model.text_only: true` trains those that write text on text alone.
 NO_MEDIA: dict[str, str] = {
-    **dict.fromkeys(
-        ("gemma4_unified", "kimi_k25", "llama4"),
-        "its picture processor exists for torchvision only, which gives other pixels than Pillow",
-    ),
+    "minicpmv4_7": "its pictures stand on a canvas of positions of their own, slices included; not written yet",
     "phi4_multimodal": "its audio tower draws from numpy's global random numbers in training",
     "higgs_audio_v2": "it writes no text, only codes of speech of a codec that is not in its folder; not supported yet",
 }
@@ -56,12 +53,13 @@ class Entry:
     recipe: Recipe
     lines: int
     is_moe: bool
+    is_dealt: bool  # its experts can be dealt out to ranks
     is_omni: bool  # reads more than text
 
     def proof(self, capability: str) -> str | None:
         """The test behind a mark; None where the family does not have the capability."""
         proof = OMNI_PROOF if self.is_omni else PROOF
-        return None if capability == "EP" and not self.is_moe else f"{proof}[{self.family}]"
+        return None if capability == "EP" and not self.is_dealt else f"{proof}[{self.family}]"
 
 
 def families() -> list[Entry]:
@@ -72,8 +70,9 @@ def families() -> list[Entry]:
         recipe = getattr(module, "RECIPE", None)
         if isinstance(recipe, Recipe):
             lines = len(inspect.getsource(module).splitlines())
-            is_moe = recipe.has_experts or _is_moe(info.name)
-            found.append(Entry(info.name, recipe, lines, is_moe, recipe.modalities is not None))
+            is_moe = bool(recipe.has_experts) or _is_moe(info.name)
+            is_dealt = is_moe and recipe.has_experts is not False
+            found.append(Entry(info.name, recipe, lines, is_moe, is_dealt, recipe.modalities is not None))
     return found
 
 

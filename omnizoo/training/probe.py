@@ -214,7 +214,11 @@ class _Run:
         positions = media_model(self.model).positions
         rows = [positions(ids.astype(np.int32), []) if positions else np.arange(len(ids))[None] for ids in samples]
         lengths = [len(ids) for ids in samples]
-        seen = None if mutual is None else Mutual(lengths, [[MUTUAL]] * len(lengths), mutual.everywhere)
+        seen = (
+            None
+            if mutual is None
+            else Mutual(lengths, [[MUTUAL]] * len(lengths), mutual.everywhere, mutual.over_windows)
+        )
         inputs = packed_inputs(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths), seen)
         inputs |= {
             "input_ids": torch.as_tensor(np.concatenate(samples))[None],
