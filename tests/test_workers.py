@@ -123,7 +123,9 @@ def test_workers_can_be_given_what_reads_the_rows_of_every_published_family(path
 SCRIPT = """
 import sys
 from transformers import AutoTokenizer
-from omnizoo.config.schema import Config, Given, Source
+from omnizoo.config.data_section import Source
+from omnizoo.config.schema import Config
+from omnizoo.config.section import Given
 from omnizoo.data.loader import build_loader
 
 class Rows(list):
