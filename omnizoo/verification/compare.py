@@ -11,7 +11,6 @@ import torch
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.process import Process
-from omnizoo.verification.choices import first_turned
 from omnizoo.verification.prepare import ROUNDED, load_trial
 from omnizoo.verification.rounding import allowed
 from omnizoo.verification.trial import Trial, run_trial
@@ -40,7 +39,6 @@ class Verdict:
     bytes: dict[str, int]
     reason: str = ""  # of a failure: what differs, and the first module where it does
     beyond: dict[str, float] = field(default_factory=dict)  # gradients over the tolerance, if nothing else differs
-    turned: str = ""  # of a failure: where a router first chose otherwise, between scores equal but for rounding
     note: str = ""  # of a layout that passed: how
 
 
@@ -88,11 +86,6 @@ def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -
     if reasons:
         reasons.append(first_difference(trial, reference, differences, tolerance))
     verdict = _verdict(trial, reference, layout, worst, differences[worst], reasons)
-    turned = first_turned(trial.chosen, reference.chosen) if reasons else None
-    if turned is not None:
-        step, layer = turned
-        ties = int(reference.chosen[step].ties[layer])
-        verdict = replace(verdict, turned=f"in step {step + 1}, {layer} has {ties} of them and chooses otherwise")
     return replace(verdict, beyond=beyond) if only_gradients else verdict
 
 

@@ -1,8 +1,4 @@
-"""`verify` in fp32, where one process itself does not know a gradient to the tolerance, or the expert for a token.
-
-A router that chooses between scores that are equal but for rounding may choose otherwise on a layout, and then nothing
-agrees. Such a layout passes if it agrees in fp64 as every layout in fp64 must; in fp32 the first choice that differs
-has to be in a layer with such a tie (choices.py).
+"""`verify` in fp32, where one process itself does not know a gradient to the tolerance.
 
 A gradient that is a small difference of large numbers has few right digits in fp32, in one process as in any layout,
 and the two have different ones. More digits decide it: rounding goes away, a defect stays. Such a layout passes if in
@@ -23,19 +19,13 @@ FACTOR = 10.0
 
 
 def decide(config: Config, layout: Layout, folder: Path, verdict: Verdict, device: str = "cpu") -> Verdict:
-    """The verdict on a layout that failed in fp32, tried again in fp64 if a router turned, or if only gradients differ,
-    and only so much as one process might be wrong about them. `folder` is what `prepare` has written in fp32."""
-    if not (verdict.beyond or verdict.turned):
+    """The verdict on a layout that failed in fp32, tried again in fp64 if only gradients differ, and only so much as
+    one process might be wrong about them. `folder` is what `prepare` has written in fp32."""
+    if not verdict.beyond:
         return verdict
     exact = folder / "fp64"
     if not exact.exists():
         prepare(config, layout.world, str(layout), "fp64", exact, device)
-    if verdict.turned:
-        again = verdict_of(exact, layout, device)
-        if not again.passed:
-            return replace(verdict, reason=f"{verdict.reason}; also in fp64: {again.reason}")
-        note = f"in fp64 ({again.gradient:.0e}); in fp32 some scores of routers are equal but for rounding: "
-        return replace(verdict, passed=True, reason="", note=note + verdict.turned)
     own = gradient_differences(load_trial(folder).gradients, load_trial(exact).gradients)
     if any(not difference <= FACTOR * own[name] for name, difference in verdict.beyond.items()):
         return verdict

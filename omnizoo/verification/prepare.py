@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from omnizoo.parallel.layout import Layout, layouts_of
 from omnizoo.parallel.process import process_group
 from omnizoo.recipes.base import EXPERTS, VISITED, read_facts, recipe_of
 from omnizoo.training.probe import active_dropout
-from omnizoo.verification.choices import Chosen
 from omnizoo.verification.small import shrink
 from omnizoo.verification.trial import Trial, run_trial
 
@@ -169,7 +167,6 @@ def save_trial(trial: Trial, folder: Path) -> None:
         "tokens": trial.tokens,
         "executed": trial.executed,
         "rounded": trial.rounded,
-        "chosen": [asdict(step) for step in trial.chosen],
     }
     order = {"gradients": list(trial.gradients), "activations": list(trial.activations)}
     (folder / "reference.json").write_text(json.dumps(numbers | {"order": order}))
@@ -180,7 +177,6 @@ def save_trial(trial: Trial, folder: Path) -> None:
 def load_trial(folder: Path) -> Trial:
     numbers = json.loads((folder / "reference.json").read_text())
     order = numbers.pop("order")
-    numbers["chosen"] = [Chosen(**step) for step in numbers["chosen"]]
 
     def ordered(kind: str) -> dict[str, torch.Tensor]:
         tensors = load_file(folder / f"{kind}.safetensors")

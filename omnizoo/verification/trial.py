@@ -21,11 +21,7 @@ from omnizoo.parallel.sequence import slice_tokens
 from omnizoo.training.losses import Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.step import next_step, train_step
-from omnizoo.verification.choices import Choices, Chosen
 from omnizoo.verification.rounding import watching
-
-# Of its norm: how far apart the outputs of a module may be in two layouts, in the first step and in later ones.
-NOT_KNOWN = (1e-5, 1e-4)
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,6 @@ class Trial:
     calls: dict[str, int]  # collectives of the last step on the first rank
     bytes: dict[str, int]
     rounded: list[str] = field(default_factory=list)  # floats that lose digits on their way into the model; first rank
-    chosen: list[Chosen] = field(default_factory=list)  # by routers, step by step
 
 
 def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
@@ -54,7 +49,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     objective = Objective(model, mesh, config)
     model.train()
 
-    losses, norms, tokens, chosen = [], [], [], []
+    losses, norms, tokens = [], [], []
     counter = CollectiveCounter()
     for step in range(1, config.train.steps + 1):
         data = next_step(loader, objective)
@@ -63,21 +58,18 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             with watching(model, rounded):
                 activations, executed = first_pack_activations(objective, data.micro_batches)
             rounded = list(dict.fromkeys(note for notes in mesh.gather(rounded) for note in notes))
-            choices = objective.statistics = Choices(NOT_KNOWN[0])
             result = train_step(objective, optimizer, data, step)
             # Clipping is undone: a norm that is off would show in every gradient, and hide where it comes from.
             clipped = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6)) if config.train.grad_clip else 1.0
             gradients = {name: grad / clipped for name, grad in whole_gradients(model, mesh.is_first).items()}
         else:
-            choices = objective.statistics = Choices(NOT_KNOWN[1])
             with CollectiveCounter() as counter:
                 result = train_step(objective, optimizer, data, step)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         tokens.append(data.tokens)
-        chosen.append(choices.chosen(mesh.sum(choices.numbers()) if choices.ties else []))
     sent = dict(counter.calls), dict(counter.bytes)
-    return Trial(losses, norms, tokens, gradients, activations, executed, *sent, rounded, chosen)
+    return Trial(losses, norms, tokens, gradients, activations, executed, *sent, rounded)
 
 
 def whole_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
