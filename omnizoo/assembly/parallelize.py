@@ -1,6 +1,7 @@
 """`parallelize`: recipe + mesh + model on meta -> a sharded model with its weights, ready to train.
 
-The order is fixed: experts, recompute, shard, then memory and weights. Nothing of the model's own code is changed.
+The order is fixed: experts, tiles, recompute, shard, then memory and weights. Nothing of the model's own code is
+changed.
 """
 
 import logging
@@ -22,6 +23,7 @@ from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.quantised_base import load_held, plain_names, quantised
+from omnizoo.assembly.tiles import compute_in_tiles
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import tokenisers
@@ -76,6 +78,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
     recomputation = Recomputation()
     for module in experts if mesh.layout.ep > 1 else ():
         set_dispatch(module, Dispatch(mesh.group("ep"), count_of(module), recomputation))
+    if parallel.tile_tokens is not None:
+        compute_in_tiles(model, facts, mesh, parallel.tile_tokens, parallel.precision, recomputation)
     for name, block in zip(facts.blocks, blocks, strict=True):
         recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, recomputation)
     policy = precision_policy(parallel.precision)

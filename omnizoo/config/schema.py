@@ -425,6 +425,11 @@ class Parallel(Section):
         "none",
         description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls",
     )
+    tile_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
+        None,
+        description="feed-forwards and experts compute at most so many tokens at a time, and once more in backward: "
+        "what they keep does not grow with the pack (docs/memory.md); default: all at once",
+    )
     reshard_after_forward: bool | None = Field(
         None,
         description="free gathered weights between forward and backward: less memory, one more all-gather; default: "
