@@ -119,6 +119,7 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
             if flops
         ],
         "layout": result.layout,
+        "recompute": result.recompute,
         "world": place.world,
         "rank": place.rank,
         "imbalance": place.imbalance,
@@ -160,6 +161,7 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
         f"{result.micro_batches} micro-batch(es) per rank",
         highlight=False,
     )
+    console.print(f"recompute: {result.recompute}", highlight=False, markup=False)
     console.print(f"data: {result.data}\n", highlight=False, markup=False)
 
     memory = Table("memory at the peak", "GiB", box=None)

@@ -400,6 +400,12 @@ class Data(Section):
     prefetch: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="steps each loader worker works ahead")
 
 
+class RecomputeBudget(Section):
+    budget: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        description="what activations of blocks may take on a rank: up to 1, a share of its memory; above, GiB"
+    )
+
+
 class Parallel(Section):
     dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
     dp_shard: Annotated[int, Field(le=2**20)] = Field(
@@ -421,9 +427,10 @@ class Parallel(Section):
         description="bf16 keeps fp32 master weights and reduces gradients in fp32, and is what accelerators do unless "
         "this says otherwise; fp64 is for proofs on the CPU",
     )
-    recompute: Literal["none", "full", "selective"] = Field(
+    recompute: Literal["none", "full", "selective"] | RecomputeBudget = Field(
         "none",
-        description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls",
+        description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls; "
+        "or `{budget: 40}`: as few blocks as it allows, by costs that are measured at the start (docs/memory.md)",
     )
     tile_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
         None,

@@ -37,6 +37,7 @@ from omnizoo.planning.work import Kernel
 from omnizoo.training.losses import LossTerm, Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.probe import FAILURES
+from omnizoo.training.recompute_budget import settle
 from omnizoo.training.run import on_device
 from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, train_step
@@ -61,6 +62,7 @@ class Result:
     """One step of one rank."""
 
     layout: str
+    recompute: str  # which blocks
     peak: Peak
     timeline: Timeline
     collectives: dict[Collective, tuple[int, int]]  # calls, bytes
@@ -122,6 +124,7 @@ def simulate(config: Config, place: Place) -> Result:
         drawn = draw(config, model, objective, media)
         data = next_step(drawn, objective)  # type: ignore[arg-type]  # all that is asked of a loader
         several = len(data.micro_batches)
+        recompute = settle(objective, data, None, int(place.device.memory_gb * 2**30))
         stack.enter_context(ledger.following(model, optimizer))
         periods = Periods(several)
         for step, most in ((1, 1), (2, MOST_RUN)):
@@ -135,6 +138,7 @@ def simulate(config: Config, place: Place) -> Result:
         count, sent, syncs, calls, flops = periods.totals()
         return Result(
             layout=str(mesh.layout),
+            recompute=recompute,
             peak=ledger.peak(),
             timeline=ledger.timeline(),
             collectives={one: (count[one], sent[one]) for one in count},
