@@ -5,6 +5,7 @@ changed.
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.models.vocabulary import with_published_rows
 from omnizoo.models.weights import grown_rows, weight_origins
 from omnizoo.ops.device import is_host, total_memory
+from omnizoo.ops.offload import Offload
 from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
@@ -78,9 +80,14 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
         set_dispatch(module, Dispatch(mesh.group("ep"), count_of(module), recomputation))
     if parallel.tile_tokens is not None:
         compute_in_tiles(model, facts, mesh, parallel.tile_tokens, parallel.precision, recomputation)
+    offload = None
+    if "activations" in parallel.offload:
+        offload = Offload(mesh.device, len(blocks), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        if is_host(mesh.device):
+            log.warning("parallel.offload: the device is the host: activations are copied there, which saves nothing")
     for name, block in zip(facts.blocks, blocks, strict=True):
         by_run = parallel.recompute if isinstance(parallel.recompute, str) else None
-        recompute(block, treatments.of(name).recompute or by_run, parallel.precision, recomputation)
+        recompute(block, treatments.of(name).recompute or by_run, parallel.precision, recomputation, offload)
     policy = precision_policy(parallel.precision)
     reshard = reshards(model, config, total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1))
     quantise_base(model, facts.experts)

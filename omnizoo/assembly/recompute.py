@@ -2,7 +2,8 @@
 while a model trains, and what each way costs can be measured."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from omnizoo.ops.block_costs import Meter
+from omnizoo.ops.offload import Offload
 from omnizoo.ops.precision import exact
 from omnizoo.ops.torch_private import Recomputation, both, tree_leaves, tree_map_only
 
@@ -21,11 +23,14 @@ class Switch:
     """The forward of a block. On the instance, inside the module's hooks: FSDP gathers the weights before the
     recomputation needs them."""
 
-    def __init__(self, block: nn.Module, mode: str, precision: str, recomputation: Recomputation) -> None:
+    def __init__(
+        self, block: nn.Module, mode: str, precision: str, recomputation: Recomputation, offload: Offload | None = None
+    ) -> None:
         self.mode, self.is_chosen = mode, False  # chosen: it is for a budget to say
         self.kind = (type(block).__name__, tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
         self.measured: dict[str, Meter] | None = None  # while costs are measured: by mode
         self._forward, self._precision, self._recomputation = block.forward, precision, recomputation
+        self._moving = nullcontext if offload is None else partial(offload.moving, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.measured is not None and not self.measured:
@@ -34,14 +39,16 @@ class Switch:
 
     def _run(self, mode: str, args: Any, kwargs: Any) -> Any:
         if mode == "none":
-            return self._forward(*args, **kwargs)
+            with self._moving():
+                return self._forward(*args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._recomputation.contexts(_keep_expensive if mode == "selective" else None)
             # Autograd leaves the mode that the forward pass ran under.
             return first, both(again, exact(self._precision))
 
-        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        with self._moving():
+            return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _measure(self, found: dict[str, Meter], args: Any, kwargs: Any) -> None:
         def entering(x: torch.Tensor) -> torch.Tensor:  # as what comes from the block before does
@@ -60,12 +67,19 @@ class Switch:
             del out
 
 
-def recompute(block: nn.Module, mode: str | None, precision: str, recomputation: Recomputation) -> None:
+def recompute(
+    block: nn.Module,
+    mode: str | None,
+    precision: str,
+    recomputation: Recomputation,
+    offload: Offload | None = None,
+) -> None:
     """Recompute the block's activations in backward: all of them, or (selective) all but matmuls, attention and what
-    all-to-alls brought. None: a budget says which; until it does, all of them."""
-    if mode == "none":
+    all-to-alls brought. None: a budget says which; until it does, all of them. What autograd keeps goes to the host if
+    there is an `offload`."""
+    if mode == "none" and offload is None:
         return
-    switch = Switch(block, mode or "full", precision, recomputation)
+    switch = Switch(block, mode or "full", precision, recomputation, offload)
     switch.is_chosen = mode is None
     block.forward = switch
 

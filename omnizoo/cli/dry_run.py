@@ -120,6 +120,7 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
         ],
         "layout": result.layout,
         "recompute": result.recompute,
+        "host_memory_gb": result.host / GIB,
         "world": place.world,
         "rank": place.rank,
         "imbalance": place.imbalance,
@@ -171,6 +172,8 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
             for module, own in list(found["activations"].items())[:SHOWN]:
                 memory.add_row(f"  [dim]{module}[/]", f"[dim]{own:,.2f}[/]")
     memory.add_row("together", f"{found['peak_memory_gb']:,.2f}")
+    if result.host:
+        memory.add_row("on the host, per rank", f"{result.host / GIB:,.2f}")
     console.print(memory)
     at = found["peak_at"]
     console.print(f"the peak is in the {at['phase']} of {at['module']}\n", highlight=False, markup=False)

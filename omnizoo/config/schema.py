@@ -432,6 +432,12 @@ class Parallel(Section):
         description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls; "
         "or `{budget: 40}`: as few blocks as it allows, by costs that are measured at the start (docs/memory.md)",
     )
+    offload: list[Literal["activations"]] = Field(
+        [],
+        max_length=8,
+        description="what is kept in the memory of the host instead of the device's: `activations` come back one block "
+        "ahead in backward (docs/memory.md)",
+    )
     tile_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
         None,
         description="feed-forwards and experts compute at most so many tokens at a time, and once more in backward: "
@@ -646,6 +652,11 @@ class Optimizer(Section):
     options: dict[str, Any] = Field(
         {}, description="its arguments: `betas`, `eps`, `momentum`, ...; docs/optimizers.md"
     )
+    moments: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="precision of AdamW's two moments; bf16 halves them, and is rounded stochastically "
+        "(docs/memory.md)",
+    )
     weight_decay: Decay = Field(0.1, description="decoupled weight decay")
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(
         ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
@@ -664,6 +675,15 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _known_options(self) -> "Optimizer":
         check_optimizer_options(self.kind, self.options, "optimizer.options")
+        kinds = {self.kind, *(group.kind for group in self.groups)}
+        if self.moments == "bf16" and not kinds & {"adamw", "muon"}:
+            raise ValueError(
+                f"optimizer.moments: bf16 is for the kinds adamw and muon (for what it leaves to AdamW), and kind is "
+                f"{self.kind}; leave it out"
+            )
+        for name in ("amsgrad", "fused"):
+            if self.moments == "bf16" and name in self.options:
+                raise ValueError(f"optimizer.options.{name}: cannot be had with optimizer.moments: bf16; leave it out")
         for i, group in enumerate(self.groups):
             check_optimizer_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
         return self

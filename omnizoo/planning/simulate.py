@@ -63,6 +63,7 @@ class Result:
 
     layout: str
     recompute: str  # which blocks
+    host: int  # bytes on the host at the most
     peak: Peak
     timeline: Timeline
     collectives: dict[Collective, tuple[int, int]]  # calls, bytes
@@ -101,7 +102,7 @@ def simulate(config: Config, place: Place) -> Result:
     ledger = Ledger(pretended.device, place.rounded)
     with ExitStack() as stack:
         process = stack.enter_context(pretended_group(place.rank, place.world, pretended.device))
-        stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
+        host = stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
         config = on_device(config, pretended.device)
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)
@@ -139,6 +140,7 @@ def simulate(config: Config, place: Place) -> Result:
         return Result(
             layout=str(mesh.layout),
             recompute=recompute,
+            host=host.peak,
             peak=ledger.peak(),
             timeline=ledger.timeline(),
             collectives={one: (count[one], sent[one]) for one in count},

@@ -4,7 +4,7 @@ with how much decay."""
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +21,7 @@ from omnizoo.models.hf_private import is_experts, routers
 from omnizoo.parallel.shard import is_sharded
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
+BF16 = "adamw_bf16"  # what `adamw` is with `optimizer.moments: bf16`
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
 
 
@@ -33,6 +34,7 @@ class Kind:
 
 KINDS = {
     "adamw": Kind("torch.optim:AdamW", BETAS | {"fused": True}),
+    BF16: Kind("omnizoo.training.adamw_bf16:AdamW", BETAS),
     "muon": Kind("omnizoo.training.muon:Muon", {}),
     "adafactor": Kind("omnizoo.training.adafactor:Adafactor", {}),
     "adamw_8bit": Kind("omnizoo.training.adamw_8bit:AdamW8bit", BETAS, package="torchao"),
@@ -100,13 +102,16 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         if choice.kind == "muon":
             named = group is not None and group.kind == "muon" and parameter.ndim > 1  # the user has said so
             choice = _half_of_muon(choice, parameter in hidden or named)
+        if choice.kind == "adamw" and run.moments == "bf16":
+            choice = replace(choice, kind=BF16)
         rate = ((group and group.lr) or treatments.of(name).lr or train.lr) / train.lr
         decay = 0.0 if parameter in spared else run.weight_decay
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
         # Fused kernels take parameters that are all sharded, or all whole.
         members[choice][decay, rate, is_sharded(parameter)].append(parameter)
-    parts = [_build(choice, groups, config) for choice, groups in members.items()]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parts = [_build(choice, groups, config, names) for choice, groups in members.items()]
     if len(parts) == 1 and run.ema is None:
         return parts[0]
     return Combined(parts, _average_of(parts) if run.ema else {})
@@ -199,7 +204,10 @@ def _half_of_muon(choice: Choice, matrix: bool) -> Choice:
 
 
 def _build(
-    choice: Choice, groups: Mapping[tuple[float, float, bool], list[nn.Parameter]], config: Config
+    choice: Choice,
+    groups: Mapping[tuple[float, float, bool], list[nn.Parameter]],
+    config: Config,
+    names: Mapping[nn.Parameter, str],
 ) -> torch.optim.Optimizer:
     found = _class_of(choice)
     ordered = sorted(groups.items(), key=lambda group: (-group[0][0], group[0][1], not group[0][2]))
@@ -214,6 +222,8 @@ def _build(
         arguments["weight_decay"] = config.optimizer.weight_decay  # a default: each group has its own
     if choice.kind == "muon" and config.parallel.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
+    if choice.kind == BF16:
+        arguments |= {"names": names, "seed": config.train.seed}
     try:
         if choice.kind not in KINDS:
             check_state(found, arguments, settings, choice)

@@ -16,7 +16,7 @@ from torch import nn
 from omnizoo.assembly.recompute import MODES, measuring, set_modes, switches
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config, RecomputeBudget
-from omnizoo.ops.device import is_host, total_memory
+from omnizoo.ops.device import PLANNED, is_host, total_memory
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallel.shard import release
@@ -125,7 +125,7 @@ def measure(objective: Objective, data: StepData) -> dict[Any, Cost]:
         else None
         for meters in found.values()
     ]
-    everyone = mesh.gather(own)
+    everyone = [own] if mesh.device.type == PLANNED else mesh.gather(own)
     costs = {}
     for kind, ranks in zip(found, zip(*everyone, strict=True), strict=True):
         if any(rank is not None for rank in ranks):
