@@ -34,11 +34,17 @@ class Kind:
 
 KINDS = {
     "adamw": Kind("torch.optim:AdamW", BETAS | {"fused": True}),
-    BF16: Kind("omnizoo.training.adamw_bf16:AdamW", BETAS),
     "muon": Kind("omnizoo.training.muon:Muon", {}),
     "adafactor": Kind("omnizoo.training.adafactor:Adafactor", {}),
     "adamw_8bit": Kind("omnizoo.training.adamw_8bit:AdamW8bit", BETAS, package="torchao"),
 }
+
+
+WITH_BF16_MOMENTS = Kind("omnizoo.training.adamw_bf16:AdamW", BETAS)
+
+
+def built_in(kind: str) -> Kind | None:
+    return WITH_BF16_MOMENTS if kind == BF16 else KINDS.get(kind)
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,10 @@ class Choice:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        defaults = dict(KINDS[self.kind].defaults) if self.kind in KINDS else {}
-        return defaults | {name: tuple_of(value) for name, value in json.loads(self.options).items()}
+        kind = built_in(self.kind)
+        return dict(kind.defaults if kind else {}) | {
+            name: tuple_of(value) for name, value in json.loads(self.options).items()
+        }
 
     def only(self, names: Iterable[str], kind: str) -> "Choice":
         options = {name: value for name, value in json.loads(self.options).items() if name in names}
@@ -181,7 +189,7 @@ def _text(options: Mapping[str, Any]) -> str:
 
 def _class_of(choice: Choice) -> Any:
     """The class; of one's own, with its options looked at (the config knows those of the others)."""
-    key, kind = choice.key, KINDS.get(choice.kind)
+    key, kind = choice.key, built_in(choice.kind)
     if kind and kind.package and find_spec(kind.package) is None:
         raise UserError(f"{key}.kind: {choice.kind} needs the package {kind.package}: pip install {kind.package}")
     spec = kind.target if kind else choice.kind
@@ -225,7 +233,7 @@ def _build(
     if choice.kind == BF16:
         arguments |= {"names": names, "seed": config.train.seed}
     try:
-        if choice.kind not in KINDS:
+        if built_in(choice.kind) is None:
             check_state(found, arguments, settings, choice)
         built: torch.optim.Optimizer = found(settings, **arguments)
     except UserError:
