@@ -9,11 +9,13 @@ import pytest
 import torch
 from processes import run_omnizoo
 from test_tiles import MODELS, trial
+from tiny import read_steps, write_config
 from torch import nn
 
+from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
 from omnizoo.ops import offload
-from omnizoo.ops.offload import Offload
+from omnizoo.ops.offload import Offload, StateAway
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,11 +99,52 @@ def test_what_the_host_has_no_room_for_is_refused_with_figures(monkeypatch: pyte
         block(torch.randn(5, 4, requires_grad=True))
 
 
+def test_state_is_freed_while_it_is_away_and_comes_back_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, small = torch.randn(4, 4), torch.randn(8).bfloat16(), torch.tensor(3.0)
+    before = first.clone(), second.clone()
+    away = StateAway(torch.device("cpu"), 1)
+    for _ in range(2):
+        away.leave([first, second, small, first[1:]])
+        assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
+        assert small == 3
+        away.come_back()
+        assert torch.equal(first, before[0])
+        assert torch.equal(second, before[1])
+        first.add_(1)
+        before[0].add_(1)
+    monkeypatch.setattr(offload, "available_memory", lambda: 10)
+    with pytest.raises(UserError, match=r"parallel\.offload: the optimizer's state of 1 rank\(s\) takes"):
+        away.leave([torch.randn(9)])
+
+
+def test_a_run_with_all_of_it_on_the_host_has_the_same_numbers_over_a_restart(tmp_path: Path) -> None:
+    path = write_config(tmp_path, train={"global_batch": 2, "schedule": "constant"}, checkpoint={"every": 2})
+    away = ["--parallel.offload", "[activations, optimizer]"]
+    for name, ends, settings in (("plain", [4], []), ("away", [2, 4], away)):
+        for end in ends:
+            words = ["--log.dir", str(tmp_path / name), "--train.steps", str(end), *settings]
+            assert main(["train", str(path), *words]) == 0
+    plain, moved = ([(row["loss"], row["grad_norm"]) for row in read_steps(tmp_path / n)] for n in ("plain", "away"))
+    assert len(plain) == 4
+    assert plain == moved
+
+
 def test_a_plan_counts_what_is_on_the_host() -> None:
     config = str(ROOT / "examples/text_tiny.yaml")
-    settings = ["--world", 1, "--json", "--train.global_batch", 1, "--parallel.precision", "fp32"]
+    # Matrices that are large enough to be moved.
+    settings = [
+        "--model.config.intermediate_size",
+        2048,
+        "--world",
+        1,
+        "--json",
+        "--train.global_batch",
+        1,
+        "--parallel.precision",
+        "fp32",
+    ]
     found = []
-    for extra in ([], ["--parallel.offload", "[activations]"]):
+    for extra in ([], ["--parallel.offload", "[activations]"], ["--parallel.offload", "[optimizer]"]):
         with chdir(ROOT):
             result = run_omnizoo(["plan", config, *settings, *extra])
         assert result.code == 0, result.stderr
@@ -109,3 +152,6 @@ def test_a_plan_counts_what_is_on_the_host() -> None:
     assert found[0]["host_memory_gb"] == 0
     saved = found[0]["peak_memory_gb"] - found[1]["peak_memory_gb"]
     assert 0 < saved < found[1]["host_memory_gb"]
+    state = found[0]["memory"]["optimizer"]
+    assert found[2]["host_memory_gb"] == pytest.approx(state, rel=0.1)  # but for what is small
+    assert found[0]["peak_memory_gb"] - found[2]["peak_memory_gb"] > 0.5 * state

@@ -133,6 +133,12 @@ def test_what_is_sent_is_what_a_real_run_sends(four: Found, name: str) -> None:
     assert dry["bytes"] == real["bytes"]
 
 
+@pytest.mark.parametrize("name", ROUTED)
+def test_exchanges_of_experts_are_as_many_as_in_a_real_run(four: Found, name: str) -> None:
+    real, dry = four[name]
+    assert dry["calls"] == real["calls"]
+
+
 @pytest.mark.parametrize("name", MANY)
 def test_micro_batches_that_are_not_run_are_counted(four: Found, name: str) -> None:
     real, dry = four[name]

@@ -9,7 +9,7 @@ from tiny import model_config, write_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from omnizoo.assembly.tiles import compute_in_tiles, feed_forwards
+from omnizoo.assembly.feed_forwards import compute_in_tiles, feed_forwards
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.ops.tiles import Tiles, is_row_wise

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from omnizoo.assembly.adapters import begin_adapter, load_published
 from omnizoo.assembly.drawing import build_drawn
 from omnizoo.assembly.entrance import keep_logits
+from omnizoo.assembly.feed_forwards import compute_in_tiles
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.quantised_base import load_held, plain_names, quantised
 from omnizoo.assembly.recompute import gather_aside, recompute
-from omnizoo.assembly.tiles import compute_in_tiles
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import tokenisers
@@ -82,9 +82,9 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, load: bool = True)
         compute_in_tiles(model, facts, mesh, parallel.tile_tokens, parallel.precision, recomputation)
     offload = None
     if "activations" in parallel.offload:
-        offload = Offload(mesh.device, len(blocks), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        if is_host(mesh.device):
-            log.warning("parallel.offload: the device is the host: activations are copied there, which saves nothing")
+        offload = Offload(mesh.device, len(blocks), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if parallel.offload and is_host(mesh.device):
+        log.warning("parallel.offload: the device is the host itself: copies are made there, which saves nothing")
     for name, block in zip(facts.blocks, blocks, strict=True):
         by_run = parallel.recompute if isinstance(parallel.recompute, str) else None
         recompute(block, treatments.of(name).recompute or by_run, parallel.precision, recomputation, offload)

@@ -1,17 +1,20 @@
-"""Activations on the host: what a block keeps for backward leaves the device after forward, and comes back one block
-ahead of its turn.
+"""Memory of the host for what the device does not need at once.
+
+Activations: what a block keeps for backward leaves the device after forward, and comes back one block ahead of its
+turn. The optimizer's state is away while a step goes forward and backward.
 
 Copies go by a stream of their own, through pinned memory, so that the device computes meanwhile. Weights stay, and so
 does whatever is small. Where the device is the host itself the same code makes plain copies, which tests compare with.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops.device import available_memory, is_host
@@ -30,11 +33,7 @@ class Host:
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host; it may be still on its way."""
         kept = torch.empty_like(tensor, device="cpu", pin_memory=self._module is not None)
-        if self._module is None:
-            return kept.copy_(tensor)
-        with self._aside():
-            kept.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is not given away before the copy is complete
+        self.refill(kept, tensor)
         return kept
 
     def give(self, kept: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -45,6 +44,18 @@ class Host:
         with self._aside():
             tensor.copy_(kept, non_blocking=True)
             return tensor, self._stream.record_event()
+
+    def refill(self, kept: torch.Tensor, tensor: torch.Tensor) -> None:
+        """`take` into memory of the host that is there already."""
+        if self._module is None:
+            kept.copy_(tensor)
+            return
+        with self._aside():
+            kept.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)  # its memory is not given away before the copy is complete
+
+    def put_back(self, kept: torch.Tensor, tensor: torch.Tensor) -> None:
+        tensor.copy_(kept, non_blocking=True)  # in the order of the work: what comes next finds it
 
     def wait(self, event: Any) -> None:
         if event is not None:
@@ -159,6 +170,46 @@ class Offload:
                 f"{(wanted + shelf.bytes * self.ranks) / 2**30:,.3g} GiB on the host, which has {there / 2**30:,.3g} "
                 "GiB left: recompute more (parallel.recompute: full), or lower data.pack_tokens"
             )
+
+
+class StateAway:
+    """Tensors that leave the device for a while, the same ones every step, and come back into their own places."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self.host: Any = Host(device)
+        self.ranks = ranks  # on this node
+        self.least = 0 if is_host(device) else LEAST
+        self._kept = WeakTensorKeyDictionary()
+        self._away: list[torch.Tensor] = []
+
+    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Free what `tensors` take on the device, once it is on the host. None of them may be looked at meanwhile."""
+        tensors = [tensor for tensor in tensors if self._is_movable(tensor)]
+        new = sum(tensor.nbytes for tensor in tensors if tensor not in self._kept) * self.ranks
+        if new > (there := available_memory()):
+            raise UserError(
+                f"parallel.offload: the optimizer's state of {self.ranks} rank(s) takes {new / 2**30:,.3g} GiB on the "
+                f"host, which has {there / 2**30:,.3g} GiB left: leave `optimizer` out, or share the model among more "
+                "nodes (parallel.dp_shard)"
+            )
+        for tensor in tensors:
+            if tensor in self._kept:
+                self.host.refill(self._kept[tensor], tensor)
+            else:
+                self._kept[tensor] = self.host.take(tensor)
+            tensor.untyped_storage().resize_(0)
+            self._away.append(tensor)
+
+    def come_back(self) -> None:
+        while self._away:
+            tensor = self._away.pop()
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            self.host.put_back(self._kept[tensor], tensor)
+
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
+        """One with memory of its own, and of a size that is worth it."""
+        fits = tensor.device == self.host.device and tensor.ndim > 0 and tensor.nbytes >= max(1, self.least)
+        return fits and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -63,6 +63,10 @@ def without_function_modes() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
 def abort_groups() -> None:
     """End all process groups now, whatever is still under way in them."""
     from torch.distributed.distributed_c10d import _abort_process_group

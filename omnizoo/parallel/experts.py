@@ -91,7 +91,7 @@ class Dispatch:
 
 def most_of(group: dist.ProcessGroup, device: torch.device, count: int) -> int:
     """The largest of what the ranks of `group` give; the host waits for it."""
-    most = torch.full((), count, device=device)
+    most = torch.full((), count, dtype=torch.int64, device=device)  # its value is known to a dry run
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     return int(most)
 

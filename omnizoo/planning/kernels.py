@@ -106,6 +106,12 @@ class PlannedHost:
     def give(self, taken: "Taken") -> tuple[torch.Tensor, None]:
         return torch.empty_strided(taken.shape, taken.stride, dtype=taken.dtype, device=self.device), None
 
+    def refill(self, taken: "Taken", tensor: torch.Tensor) -> None:
+        pass
+
+    def put_back(self, taken: "Taken", tensor: torch.Tensor) -> None:
+        pass
+
     def wait(self, event: None) -> None:
         pass
 

@@ -3,7 +3,8 @@ with how much decay."""
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +19,9 @@ from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config, Ema
 from omnizoo.models.hf_private import is_experts, routers
-from omnizoo.parallel.shard import is_sharded
+from omnizoo.ops.offload import StateAway
+from omnizoo.ops.torch_private import is_fake
+from omnizoo.parallel.shard import is_sharded, local_of
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 BF16 = "adamw_bf16"  # what `adamw` is with `optimizer.moments: bf16`
@@ -123,6 +126,23 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if len(parts) == 1 and run.ema is None:
         return parts[0]
     return Combined(parts, _average_of(parts) if run.ema else {})
+
+
+@contextmanager
+def state_on_host(optimizer: torch.optim.Optimizer, away: StateAway | None) -> Iterator[None]:
+    """Inside, the state of `optimizer` (and its average of weights) is `away` from the device, if there is a place."""
+    if away is not None:
+        held = [value for state in optimizer.state.values() for value in state.values()]
+        if isinstance(optimizer, Combined):
+            held += optimizer.average.values()
+        with torch.no_grad():  # or they would be views, new ones every time
+            tensors = [local_of(value) for value in held if isinstance(value, torch.Tensor)]
+        away.leave([tensor for tensor in tensors if type(tensor) is torch.Tensor or is_fake(tensor)])
+    try:
+        yield
+    finally:
+        if away is not None:
+            away.come_back()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -4,6 +4,7 @@ Found by what they do, not by name: modules inside of blocks that map each row b
 dense feed-forward, a shared expert), and the experts of mixtures. Routers see all tokens at once.
 """
 
+import logging
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.experts import most_of
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.recipes.base import Facts
+
+log = logging.getLogger(__name__)
 
 
 def compute_in_tiles(
@@ -34,6 +37,7 @@ def compute_in_tiles(
     agree = partial(most_of, mesh.group("ep"), mesh.device) if mesh.layout.ep > 1 else None
     for module in experts:
         set_tiles(module, Tiles(tokens, recomputation, precision, agree))
+    log.info("%d feed-forwards and layers of experts compute in tiles of %d tokens", found, tokens)
     if not found:
         raise UserError(
             f"parallel.tile_tokens: {tokens}, but the blocks of {type(model).__name__} have no feed-forward that maps "
