@@ -20,7 +20,7 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from omnizoo.assembly.parallelize import gather_aside, recompute
+from omnizoo.assembly.recompute import gather_aside, recompute
 from omnizoo.config.errors import UserError
 from omnizoo.config.run_sections import Parallel
 from omnizoo.models.experts import DISPATCHED, expert_modules, use_dispatched

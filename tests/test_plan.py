@@ -50,8 +50,10 @@ ONE = {
     "dense": case(DENSE, 2),
     "dense, recomputing": case(DENSE, 1, recompute="full"),
     "dense, selective": case(DENSE, 1, recompute="selective"),
+    "dense, tiled": case(DENSE, 1, tile_tokens=64),
     "experts": case(MOE, 2),
     "experts, recomputing": case(MOE, 1, recompute="full"),
+    "experts, tiled": case(MOE, 1, recompute="full", tile_tokens=64),
     "omni": case(OMNI, 1),
     "adapter, base in 4 bits": in_4_bits(case(LORA, 2)),
 }
@@ -74,7 +76,7 @@ APART = {
     "omni, fsdp": case(OMNI, 4),
 }
 # Which experts are chosen is not known before: what is sent to them is compared in sum only where it is even.
-ROUTED = {"experts spread": case(MOE, 4, ep=2)}
+ROUTED = {"experts spread": case(MOE, 4, ep=2), "experts spread, tiled": case(MOE, 4, ep=2, tile_tokens=64)}
 # Of many micro-batches three are run, and packs are not equally long.
 MANY = {"preferences": preferences(DENSE, 8, "kto", ulysses=2)}
 Found = dict[str, tuple[dict[str, Any], dict[str, Any]]]
@@ -145,6 +147,12 @@ def test_what_is_sent_is_what_a_real_run_sends(four: Found, name: str) -> None:
     real, dry = four[name]
     assert dry["calls"] == real["calls"]
     assert dry["bytes"] == real["bytes"]
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_exchanges_of_experts_are_as_many_as_in_a_real_run(four: Found, name: str) -> None:
+    real, dry = four[name]
+    assert dry["calls"] == real["calls"]
 
 
 @pytest.mark.parametrize("name", MANY)

@@ -1,27 +1,29 @@
 """`parallelize`: recipe + mesh + model on meta -> a sharded model with its weights, ready to train.
 
-The order is fixed: experts, recompute, shard, then memory and weights. Nothing of the model's own code is changed.
+The order is fixed: experts, tiles, recompute, shard, then memory and weights. Nothing of the model's own code is
+changed.
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.adapters import begin_adapter, load_published
 from omnizoo.assembly.drawing import build_drawn
 from omnizoo.assembly.entrance import keep_logits
+from omnizoo.assembly.feed_forwards import compute_in_tiles
 from omnizoo.assembly.parts import Treatments, held_bytes
 from omnizoo.assembly.published import media_model
 from omnizoo.assembly.quantised_base import load_held, plain_names, quantised
+from omnizoo.assembly.recompute import gather_aside, recompute
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.modalities.frozen import tokenisers
@@ -34,8 +36,8 @@ from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.models.vocabulary import with_published_rows
 from omnizoo.models.weights import grown_rows, weight_origins
 from omnizoo.ops.device import is_host, total_memory
-from omnizoo.ops.precision import exact
-from omnizoo.ops.torch_private import Recomputation, both
+from omnizoo.ops.offload import Offload
+from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
@@ -78,8 +80,16 @@ def parallelize(
     recomputation = Recomputation()
     for module in experts if mesh.layout.ep > 1 else ():
         set_dispatch(module, Dispatch(mesh.group("ep"), count_of(module), recomputation))
+    if parallel.tile_tokens is not None:
+        compute_in_tiles(model, facts, mesh, parallel.tile_tokens, parallel.precision, recomputation)
+    offload = None
+    if "activations" in parallel.offload:
+        offload = Offload(mesh.device, len(blocks), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if parallel.offload and is_host(mesh.device):
+        log.warning("parallel.offload: the device is the host itself: copies are made there, which saves nothing")
     for name, block in zip(facts.blocks, blocks, strict=True):
-        recompute(block, treatments.of(name).recompute or parallel.recompute, parallel.precision, recomputation)
+        by_run = parallel.recompute if isinstance(parallel.recompute, str) else None
+        recompute(block, treatments.of(name).recompute or by_run, parallel.precision, recomputation, offload)
     policy = precision_policy(parallel.precision)
     reshard = reshards(model, config, total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1))
     quantise_base(model, facts.experts)
@@ -192,38 +202,3 @@ def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
             f"each of {mesh.layout.world} rank(s), and there are {there / 2**30:,.0f} GiB: see the sizes in "
             "model.config, or shard it over more ranks (parallel.dp_shard)"
         )
-
-
-def recompute(block: nn.Module, mode: str, precision: str, recomputation: Recomputation) -> None:
-    """Recompute the block's activations in backward: all of them, or (selective) all but matmuls, attention and what
-    all-to-alls brought."""
-    if mode == "none":
-        return
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = recomputation.contexts(_keep_expensive if mode == "selective" else None)
-        return first, both(again, exact(precision))  # autograd leaves the mode that the forward pass ran under
-
-    # On the instance, inside the module's hooks: FSDP gathers the weights before the recomputation needs them.
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-
-
-def gather_aside(unit: nn.Module, recomputation: Recomputation) -> None:
-    """For a unit of FSDP inside of a block: it does not do the same before and after each of its forward passes, the
-    one of the recomputation included, and selective recomputation would miss what it did not do."""
-
-    def begin(*_: Any) -> None:
-        recomputation.is_aside = True
-
-    def end(*_: Any) -> None:
-        recomputation.is_aside = False
-
-    unit.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own hook
-    unit.register_forward_pre_hook(end)
-    unit.register_forward_hook(begin, prepend=True)
-    unit.register_forward_hook(end)
-
-
-def _keep_expensive(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
-    expensive = any(part in op.name() for part in ("mm", "attention", "attn"))
-    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE

@@ -143,6 +143,7 @@ def _bytes(
         copies = 1.0
         if parameter.requires_grad and not treatments.is_frozen(name):
             kind = (group and group.kind) or run.kind
-            copies += gradients + state.get(kind, 0) + (run.ema is not None)
+            moments = state.get(kind, 0) / (2 if run.moments == "bf16" and kind == "adamw" else 1)
+            copies += gradients + moments + (run.ema is not None)
         total += parameter.numel() * (treatment.dtype or parameter.dtype).itemsize * copies
     return int(total)

@@ -119,6 +119,8 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
             if flops
         ],
         "layout": result.layout,
+        "recompute": result.recompute,
+        "host_memory_gb": result.host / GIB,
         "world": place.world,
         "rank": place.rank,
         "imbalance": place.imbalance,
@@ -160,6 +162,7 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
         f"{result.micro_batches} micro-batch(es) per rank",
         highlight=False,
     )
+    console.print(f"recompute: {result.recompute}", highlight=False, markup=False)
     console.print(f"data: {result.data}\n", highlight=False, markup=False)
 
     memory = Table("memory at the peak", "GiB", box=None)
@@ -169,6 +172,8 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
             for module, own in list(found["activations"].items())[:SHOWN]:
                 memory.add_row(f"  [dim]{module}[/]", f"[dim]{own:,.2f}[/]")
     memory.add_row("together", f"{found['peak_memory_gb']:,.2f}")
+    if result.host:
+        memory.add_row("on the host, per rank", f"{result.host / GIB:,.2f}")
     console.print(memory)
     at = found["peak_at"]
     console.print(f"the peak is in the {at['phase']} of {at['module']}\n", highlight=False, markup=False)

@@ -16,6 +16,12 @@ METRICS = ("accuracy", "exact_match")
 MOST_PROFILED = 50  # steps; a trace of more would not open in a browser
 
 
+class RecomputeBudget(Section):
+    budget: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        description="what activations of blocks may take on a rank: up to 1, a share of its memory; above, GiB"
+    )
+
+
 class Parallel(Section):
     dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
     dp_shard: Annotated[int, Field(le=2**20)] = Field(
@@ -37,9 +43,21 @@ class Parallel(Section):
         description="bf16 keeps fp32 master weights and reduces gradients in fp32, and is what accelerators do unless "
         "this says otherwise; fp64 is for proofs on the CPU",
     )
-    recompute: Literal["none", "full", "selective"] = Field(
+    recompute: Literal["none", "full", "selective"] | RecomputeBudget = Field(
         "none",
-        description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls",
+        description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls; "
+        "or `{budget: 40}`: as few blocks as it allows, by costs that are measured at the start (docs/memory.md)",
+    )
+    offload: list[Literal["activations", "optimizer"]] = Field(
+        [],
+        max_length=8,
+        description="what is kept in the memory of the host instead of the device's: `activations` come back one block "
+        "ahead in backward, the state of the `optimizer` is away but for the update (docs/memory.md)",
+    )
+    tile_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
+        None,
+        description="feed-forwards and experts compute at most so many tokens at a time, and once more in backward: "
+        "what they keep does not grow with the pack (docs/memory.md); default: all at once",
     )
     reshard_after_forward: bool | None = Field(
         None,

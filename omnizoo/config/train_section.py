@@ -211,6 +211,11 @@ class Optimizer(Section):
     options: dict[str, Any] = Field(
         {}, description="its arguments: `betas`, `eps`, `momentum`, ...; docs/optimizers.md"
     )
+    moments: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="precision of AdamW's two moments; bf16 halves them, and is rounded stochastically "
+        "(docs/memory.md)",
+    )
     weight_decay: Decay = Field(0.1, description="decoupled weight decay")
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(
         ["norm", "bias", "embedding"], description="parameters that weight decay leaves alone"
@@ -229,6 +234,15 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _known_options(self) -> "Optimizer":
         check_optimizer_options(self.kind, self.options, "optimizer.options")
+        kinds = {self.kind, *(group.kind for group in self.groups)}
+        if self.moments == "bf16" and not kinds & {"adamw", "muon"}:
+            raise ValueError(
+                f"optimizer.moments: bf16 is for the kinds adamw and muon (for what it leaves to AdamW), and kind is "
+                f"{self.kind}; leave it out"
+            )
+        for name in ("amsgrad", "fused"):
+            if self.moments == "bf16" and name in self.options:
+                raise ValueError(f"optimizer.options.{name}: cannot be had with optimizer.moments: bf16; leave it out")
         for i, group in enumerate(self.groups):
             check_optimizer_options(group.kind or self.kind, group.options, f"optimizer.groups.{i}.options")
         return self

@@ -26,6 +26,7 @@ from omnizoo.ops.experts import (
     weigh_in_backward,
 )
 from omnizoo.ops.quantised import Packed
+from omnizoo.ops.tiles import Tiles
 
 DISPATCHED = "dispatched"
 
@@ -47,10 +48,24 @@ def set_dispatch(module: nn.Module, exchange: Callable[..., torch.Tensor]) -> No
     module.dispatch = exchange  # type: ignore[assignment]
 
 
+def set_tiles(module: nn.Module, tiles: Tiles) -> None:
+    """Let the experts of `module` compute one tile of tokens after the other."""
+    module.tiles = tiles  # type: ignore[assignment]
+
+
 def dispatched(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """`hidden_states [T, H]`, the experts each token chose `[T, K]` and their weights `[T, K]` -> `[T, H]`."""
+    tiles: Tiles | None = getattr(module, "tiles", None)
+    if tiles is not None:
+        return tiles(module, partial(_routed, module), hidden_states, top_k_index, top_k_weights)
+    return _routed(module, hidden_states, top_k_index, top_k_weights)
+
+
+def _routed(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     compute = partial(_compute, module)
     if (dispatch := getattr(module, "dispatch", None)) is not None:
         out: torch.Tensor = dispatch(hidden_states, top_k_index, top_k_weights, compute)

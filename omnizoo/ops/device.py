@@ -168,3 +168,8 @@ def total_memory(device: torch.device) -> int:
     allowed = limit.read_text().strip() if limit.is_file() else "max"
     total = int(psutil.virtual_memory().total)
     return min(total, int(allowed)) if allowed.isdecimal() else total
+
+
+def available_memory() -> int:
+    """Bytes that the host has left."""
+    return min(int(psutil.virtual_memory().available), total_memory(torch.device("cpu")))

@@ -67,6 +67,10 @@ def without_function_modes() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
 def abort_groups() -> None:
     """End all process groups now, whatever is still under way in them."""
     from torch.distributed.distributed_c10d import _abort_process_group
@@ -234,6 +238,15 @@ class Recomputation:
         self._kept: deque[Any] | None = None  # of the block that is being computed
         self._is_again = False
         self._is_selective = False
+        self.is_for_gradients = False  # while true, what a computation gives is not looked at, only its graph
+
+    @contextmanager
+    def for_gradients(self) -> Iterator[None]:
+        before, self.is_for_gradients = self.is_for_gradients, True
+        try:
+            yield
+        finally:
+            self.is_for_gradients = before
 
     def once(self, make: Callable[[], T], large: bool = False) -> T:
         """What `make` gives; when a block is computed again, what it gave the first time.

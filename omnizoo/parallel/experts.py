@@ -89,6 +89,13 @@ class Dispatch:
         return sent, received
 
 
+def most_of(group: dist.ProcessGroup, device: torch.device, count: int) -> int:
+    """The largest of what the ranks of `group` give; the host waits for it."""
+    most = torch.full((), count, dtype=torch.int64, device=device)  # its value is known to a dry run
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    return int(most)
+
+
 class _WayBack(torch.autograd.Function):
     """`combine` of rows that are elsewhere. It saves nothing, and what comes of it is K times smaller than the rows:
     selective recomputation keeps that."""
@@ -98,6 +105,8 @@ class _WayBack(torch.autograd.Function):
         ctx.dispatch, ctx.route = dispatch, route
 
         def come_back() -> torch.Tensor:
+            if dispatch.recomputation.is_for_gradients:
+                return rows.new_empty(len(route.pairs.order) // route.pairs.choices, rows.shape[1])
             arrived = exchange_rows(rows, route.received, route.sent, dispatch.group)
             return add_choices(arrived, route.pairs, weights)
 

@@ -123,6 +123,21 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def offsets_of(tensor: torch.Tensor) -> list[int]:
+    """Where the part of `tensor` that this rank holds begins in the whole, by dim."""
+    offsets = [0] * tensor.ndim
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1:
+                assert not offsets[placement.dim], "a dim is split once"
+                size = tensor.shape[placement.dim]
+                each = -(-size // tensor.device_mesh.size(axis))
+                offsets[placement.dim] = min(size, each * coordinate[axis])
+    return offsets
+
+
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of `tensor`, on every rank: all of them must call."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -10,6 +10,7 @@ from omnizoo.parallel.layout import plan_layout
 from omnizoo.planning.ledger import GRADIENTS
 from omnizoo.planning.simulate import Place, Result, simulate
 
+TILE = 8192  # tokens: enough for matmuls to be as fast as they are
 MARGIN = 0.1  # of the memory: for the driver, buffers of collectives, workspaces of kernels, and gaps between blocks
 
 
@@ -55,6 +56,8 @@ def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str,
     layout = plan_layout(parallel, place.world)
     if parallel.recompute != "full":
         yield {"parallel.recompute": "full"}
+    if parallel.tile_tokens is None and config.data.pack_tokens * train.micro_batch > 2 * TILE * layout.sp:
+        yield {"parallel.tile_tokens": TILE}
     if parallel.reduce_each_micro_batch is False and result.micro_batches > 1 and result.peak.parts[GRADIENTS]:
         yield {"parallel.reduce_each_micro_batch": True}
     if parallel.reshard_after_forward is False:

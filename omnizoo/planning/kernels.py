@@ -7,8 +7,10 @@ many rows only a real router knows; here experts are used evenly, or this rank g
 this rank is the one that has read all packs of the step.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from omnizoo.assembly import parallelize
 from omnizoo.data import deal
 from omnizoo.data.told import Told, read_messages, write_message
-from omnizoo.ops import state_kernels
+from omnizoo.ops import offload, state_kernels
 from omnizoo.ops.chunked_rules import CHUNK
 from omnizoo.ops.device import PLANNED
 from omnizoo.ops.experts import Pairs
@@ -31,8 +33,9 @@ UNLIMITED = 2**62  # bytes
 
 
 @contextmanager
-def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
-    """Everything that is replaced during a dry run, and put back after it."""
+def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMemory"]:
+    """Everything that is replaced during a dry run, and put back after it; what is kept on the host meanwhile."""
+    memory = HostMemory()
     split, swap_tensors = Dispatch.split, torch.utils.swap_tensors
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -68,8 +71,56 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator[None]:
         (deal, "gather_bytes", from_this_rank),
         (deal, "exchange_payloads", to_itself),
         (parallelize, "total_memory", lambda device: UNLIMITED),  # what does not fit is to be reported, not refused
+        (offload, "Host", memory.host),
+        (offload, "available_memory", lambda: UNLIMITED),
     ):
-        yield
+        yield memory
+
+
+class HostMemory:
+    """What a step keeps on the host, of which nothing is real."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+
+    def host(self, device: torch.device) -> "PlannedHost":
+        return PlannedHost(self, device)
+
+    def change(self, size: int) -> None:
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+
+class PlannedHost:
+    """In the place of `ops.offload.Host`."""
+
+    def __init__(self, memory: HostMemory, device: torch.device) -> None:
+        self.memory, self.device = memory, device
+
+    def take(self, tensor: torch.Tensor) -> "Taken":
+        taken = Taken(tensor.shape, tensor.stride(), tensor.dtype)
+        self.memory.change(tensor.nbytes)
+        weakref.finalize(taken, self.memory.change, -tensor.nbytes)
+        return taken
+
+    def give(self, taken: "Taken") -> tuple[torch.Tensor, None]:
+        return torch.empty_strided(taken.shape, taken.stride, dtype=taken.dtype, device=self.device), None
+
+    def refill(self, taken: "Taken", tensor: torch.Tensor) -> None:
+        pass
+
+    def put_back(self, taken: "Taken", tensor: torch.Tensor) -> None:
+        pass
+
+    def wait(self, event: None) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Taken:
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def shares(count: int, ranks: int) -> list[int]:

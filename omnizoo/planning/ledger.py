@@ -174,7 +174,8 @@ class Ledger(TorchDispatchMode):
             result = resize(storage, size)
             block = self._blocks.get(storage._cdata)
             if block is not None:
-                block.part = GATHERED  # nobody but FSDP frees memory and takes it again
+                if block.part != OPTIMIZER:  # which may be on the host meanwhile
+                    block.part = GATHERED  # nobody but FSDP frees memory and takes it again
                 self._set(block, size)
             return result
 

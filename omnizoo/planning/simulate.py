@@ -40,6 +40,7 @@ from omnizoo.planning.work import Kernel
 from omnizoo.training.losses import LossTerm, Objective
 from omnizoo.training.optimizer import build_optimizer
 from omnizoo.training.probe import FAILURES
+from omnizoo.training.recompute_budget import settle
 from omnizoo.training.run import on_device
 from omnizoo.training.schedule import learning_rate
 from omnizoo.training.step import next_step, train_step
@@ -64,6 +65,8 @@ class Result:
     """One step of one rank."""
 
     layout: str
+    recompute: str  # which blocks
+    host: int  # bytes on the host at the most
     peak: Peak
     timeline: Timeline
     collectives: dict[Collective, tuple[int, int]]  # calls, bytes
@@ -102,7 +105,7 @@ def simulate(config: Config, place: Place) -> Result:
     ledger = Ledger(pretended.device, place.rounded)
     with ExitStack() as stack:
         process = stack.enter_context(pretended_group(place.rank, place.world, pretended.device))
-        stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
+        host = stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
         config = on_device(config, pretended.device)
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)
@@ -125,6 +128,7 @@ def simulate(config: Config, place: Place) -> Result:
         drawn = draw(config, model, objective, media)
         data = next_step(drawn, objective)  # type: ignore[arg-type]  # all that is asked of a loader
         several = len(data.micro_batches)
+        recompute = settle(objective, data, None, int(place.device.memory_gb * 2**30))
         stack.enter_context(ledger.following(model, optimizer))
         periods = Periods(several)
         for step, most in ((1, 1), (2, MOST_RUN)):
@@ -138,6 +142,8 @@ def simulate(config: Config, place: Place) -> Result:
         count, sent, syncs, calls, flops = periods.totals()
         return Result(
             layout=str(mesh.layout),
+            recompute=recompute,
+            host=host.peak,
             peak=ledger.peak(),
             timeline=ledger.timeline(),
             collectives={one: (count[one], sent[one]) for one in count},

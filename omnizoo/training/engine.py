@@ -35,6 +35,7 @@ from omnizoo.training.loss_contract import NamedLoss, build_losses
 from omnizoo.training.losses import Objective
 from omnizoo.training.policy_losses import Policy, Recorded
 from omnizoo.training.preference_losses import DPO, vocabulary
+from omnizoo.training.recompute_budget import chosen, settle
 from omnizoo.training.run import on_device, set_up_logging
 from omnizoo.training.step import StepData, StepRead, deal_step, train_step
 
@@ -68,6 +69,7 @@ class Engine:
         self._rollouts = RolloutReader(self._reader.renderer, config.data.pack_tokens, vocabulary(self.model))
         self._objective = agree(mesh, lambda: Objective(self.model, mesh, config, losses))
         self._needs = sorted({name for loss in losses for name in loss.loss.needs})
+        self._is_settled = False  # which blocks are recomputed, where a budget says so: by the first rollouts
         self._scoring: dict[bool, tuple[Objective, Recorded]] = {}  # by whether it is of the reference
 
     @classmethod
@@ -128,6 +130,9 @@ class Engine:
         """
         samples = self._agreed(lambda: self._rollouts.to_train(rollouts, self._needs))
         data = self._deal(samples, self._objective)
+        if not self._is_settled:
+            settle(self._objective, data, self._begun.state.get("recompute"))
+            self._is_settled = True
         self.steps += 1
         result = train_step(self._objective, self._begun.optimizer, data, self.steps)
         self.bad_steps += not result.finite
@@ -156,6 +161,7 @@ class Engine:
     def save(self) -> Path:
         """Write a checkpoint: the next engine of this config goes on from it, and `omnizoo export` takes it."""
         state = self._begun.saved() | {"bad_steps": self.bad_steps, "loader": None}
+        state |= chosen(self.model, self.config, self.mesh)
         parts = (self.model, self._begun.optimizer, state, self.mesh, self.config, self.tokenizer)
         return save(self.directory, self.steps, *parts)
 

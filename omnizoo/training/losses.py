@@ -5,6 +5,7 @@ term is a plain mean over the whole step, whatever the layout.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from omnizoo.modalities.base import Item, term_name
 from omnizoo.models.head import Head, Logits, OddHeadError
 from omnizoo.models.routing import RouterRecorder
 from omnizoo.models.stateful import has_states
+from omnizoo.ops.offload import StateAway
 from omnizoo.ops.precision import exact
 from omnizoo.parallel.exchange import ProcessGroup
 from omnizoo.parallel.mesh import Mesh
@@ -89,6 +91,9 @@ class Objective:
         for loss in self.of_routers if not self.recorder.routers else ():
             log.warning("%s is of routers, and the model has none: it is left out", loss.who)
         self.statistics = RouterStatistics()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # While the terms are computed, the optimizer's state may be on the host.
+        self.state_away = StateAway(mesh.device, ranks) if "optimizer" in config.parallel.offload else None
         some = dict.fromkeys((TEXT, *self.produced), 1)
         # A count that cannot be known fails now rather than in the first step.
         self.counts(Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0))

@@ -3,8 +3,9 @@ with how much decay."""
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,9 +20,12 @@ from omnizoo.config.options import tuple_of
 from omnizoo.config.schema import Config
 from omnizoo.config.train_section import Ema
 from omnizoo.models.hf_private import is_experts, routers
-from omnizoo.parallel.shard import is_sharded
+from omnizoo.ops.offload import StateAway
+from omnizoo.ops.torch_private import is_fake
+from omnizoo.parallel.shard import is_sharded, local_of
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
+BF16 = "adamw_bf16"  # what `adamw` is with `optimizer.moments: bf16`
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
 
 
@@ -40,6 +44,13 @@ KINDS = {
 }
 
 
+WITH_BF16_MOMENTS = Kind("omnizoo.training.adamw_bf16:AdamW", BETAS)
+
+
+def built_in(kind: str) -> Kind | None:
+    return WITH_BF16_MOMENTS if kind == BF16 else KINDS.get(kind)
+
+
 @dataclass(frozen=True)
 class Choice:
     """An optimizer's class and arguments; `key` is where the config says so."""
@@ -50,8 +61,10 @@ class Choice:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        defaults = dict(KINDS[self.kind].defaults) if self.kind in KINDS else {}
-        return defaults | {name: tuple_of(value) for name, value in json.loads(self.options).items()}
+        kind = built_in(self.kind)
+        return dict(kind.defaults if kind else {}) | {
+            name: tuple_of(value) for name, value in json.loads(self.options).items()
+        }
 
     def only(self, names: Iterable[str], kind: str) -> "Choice":
         options = {name: value for name, value in json.loads(self.options).items() if name in names}
@@ -101,16 +114,36 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         if choice.kind == "muon":
             named = group is not None and group.kind == "muon" and parameter.ndim > 1  # the user has said so
             choice = _half_of_muon(choice, parameter in hidden or named)
+        if choice.kind == "adamw" and run.moments == "bf16":
+            choice = replace(choice, kind=BF16)
         rate = ((group and group.lr) or treatments.of(name).lr or train.lr) / train.lr
         decay = 0.0 if parameter in spared else run.weight_decay
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
         # Fused kernels take parameters that are all sharded, or all whole.
         members[choice][decay, rate, is_sharded(parameter)].append(parameter)
-    parts = [_build(choice, groups, config) for choice, groups in members.items()]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parts = [_build(choice, groups, config, names) for choice, groups in members.items()]
     if len(parts) == 1 and run.ema is None:
         return parts[0]
     return Combined(parts, _average_of(parts) if run.ema else {})
+
+
+@contextmanager
+def state_on_host(optimizer: torch.optim.Optimizer, away: StateAway | None) -> Iterator[None]:
+    """Inside, the state of `optimizer` (and its average of weights) is `away` from the device, if there is a place."""
+    if away is not None:
+        held = [value for state in optimizer.state.values() for value in state.values()]
+        if isinstance(optimizer, Combined):
+            held += optimizer.average.values()
+        with torch.no_grad():  # or they would be views, new ones every time
+            tensors = [local_of(value) for value in held if isinstance(value, torch.Tensor)]
+        away.leave([tensor for tensor in tensors if type(tensor) is torch.Tensor or is_fake(tensor)])
+    try:
+        yield
+    finally:
+        if away is not None:
+            away.come_back()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -179,7 +212,7 @@ def _text(options: Mapping[str, Any]) -> str:
 
 def _class_of(choice: Choice) -> Any:
     """The class; of one's own, with its options looked at (the config knows those of the others)."""
-    key, kind = choice.key, KINDS.get(choice.kind)
+    key, kind = choice.key, built_in(choice.kind)
     if kind and kind.package and find_spec(kind.package) is None:
         raise UserError(f"{key}.kind: {choice.kind} needs the package {kind.package}: pip install {kind.package}")
     spec = kind.target if kind else choice.kind
@@ -202,7 +235,10 @@ def _half_of_muon(choice: Choice, matrix: bool) -> Choice:
 
 
 def _build(
-    choice: Choice, groups: Mapping[tuple[float, float, bool], list[nn.Parameter]], config: Config
+    choice: Choice,
+    groups: Mapping[tuple[float, float, bool], list[nn.Parameter]],
+    config: Config,
+    names: Mapping[nn.Parameter, str],
 ) -> torch.optim.Optimizer:
     found = _class_of(choice)
     ordered = sorted(groups.items(), key=lambda group: (-group[0][0], group[0][1], not group[0][2]))
@@ -217,8 +253,10 @@ def _build(
         arguments["weight_decay"] = config.optimizer.weight_decay  # a default: each group has its own
     if choice.kind == "muon" and config.parallel.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
+    if choice.kind == BF16:
+        arguments |= {"names": names, "seed": config.train.seed}
     try:
-        if choice.kind not in KINDS:
+        if built_in(choice.kind) is None:
             check_state(found, arguments, settings, choice)
         built: torch.optim.Optimizer = found(settings, **arguments)
     except UserError:

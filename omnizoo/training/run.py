@@ -57,6 +57,7 @@ from omnizoo.training.losses import Objective
 from omnizoo.training.metrics import RunFolder
 from omnizoo.training.probe import Probed, dropout_of_media, probe
 from omnizoo.training.profiler import Profiler
+from omnizoo.training.recompute_budget import chosen, settle
 from omnizoo.training.record import Recorder
 from omnizoo.training.samples import Sampler, check_samples
 from omnizoo.training.start_clock import StartClock
@@ -168,7 +169,9 @@ def _train(
         ahead = stack.enter_context(Ahead(loader, objective, config.train.steps - start))
         data = ahead.next()  # before anything is written: unusable data leaves no trace
         clock.done("data")
+        recomputed = agree(mesh, lambda: settle(objective, data, state.get("recompute")))
         facts = describe(config, mesh, model, name, run, directory, origin, loader.reader)
+        facts["recompute"] = recomputed
         facts |= {"held-out": describe_held_out(config, eval_data.packs)}
         rows, told = sum(map(len, loader.reader.sources)), Lengthy(config, loader.reader)
         facts |= told.at_start(data.counters)
@@ -251,7 +254,7 @@ def _train(
                     recorder.flush()
                     state = begun.saved() | {"tokens_seen": tokens_seen}
                     state |= {"bad_steps": bad_steps, "bad_in_a_row": bad_in_a_row}
-                    state["callbacks"] = watching.state_dict()
+                    state |= chosen(model, config, mesh) | {"callbacks": watching.state_dict()}
                     if config.train.epochs is not None:
                         state["steps"] = config.train.steps
                     lanes = mesh.gather(ahead.state)
@@ -363,7 +366,7 @@ def describe(
         "step": f"{train.global_batch} packs of up to {config.data.pack_tokens} tokens, "
         f"{train.global_batch * config.data.pack_tokens:,} in all; per rank "
         f"{micro_batches(layout, train.global_batch, train.micro_batch)} micro-batch(es) of {train.micro_batch}",
-        "precision": f"{config.parallel.precision}, recompute {config.parallel.recompute}",
+        "precision": config.parallel.precision,
         "optimizer": ", ".join(
             dict.fromkeys([config.optimizer.kind, *(g.kind for g in config.optimizer.groups if g.kind)])
         ),

@@ -24,7 +24,7 @@ from omnizoo.parallel.exchange import ProcessGroup
 from omnizoo.parallel.gradients import clip_gradients, excess_of, squared_norm, sum_of_whole
 from omnizoo.parallel.shard import set_gradient_sync
 from omnizoo.training.losses import Objective
-from omnizoo.training.optimizer import set_learning_rate, step_unless, update_average
+from omnizoo.training.optimizer import set_learning_rate, state_on_host, step_unless, update_average
 from omnizoo.training.schedule import learning_rate
 
 
@@ -111,22 +111,23 @@ def train_step(
         optimizer.zero_grad()
     sums: dict[str, torch.Tensor] = {}
     weights: dict[str, float] = {}
-    with objective.mark("forward"):  # losses may run models over all of the step's micro-batches
-        objective.begin_step(data.micro_batches, data.mismatched)
-    for i, batch in enumerate(data.micro_batches):
-        last = i == len(data.micro_batches) - 1
-        set_gradient_sync(model, last, reduce_each)
-        # Dropout depends on the packs, not on what ran before: nothing to save for an exact resume.
-        torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
-        with exact(config.parallel.precision):
-            terms = objective.terms(batch)
-            with objective.mark("forward"):
-                loss = torch.stack([term.weight * term.sum / (data.counts[term.name] or 1) for term in terms]).sum()
-            with objective.mark("backward"):
-                loss.backward()
-        for term in terms:
-            sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
-            weights[term.name] = term.weight
+    with state_on_host(optimizer, objective.state_away):
+        with objective.mark("forward"):  # losses may run models over all of the step's micro-batches
+            objective.begin_step(data.micro_batches, data.mismatched)
+        for i, batch in enumerate(data.micro_batches):
+            last = i == len(data.micro_batches) - 1
+            set_gradient_sync(model, last, reduce_each)
+            # Dropout depends on the packs, not on what ran before: nothing to save for an exact resume.
+            torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
+            with exact(config.parallel.precision):
+                terms = objective.terms(batch)
+                with objective.mark("forward"):
+                    loss = torch.stack([term.weight * term.sum / (data.counts[term.name] or 1) for term in terms]).sum()
+                with objective.mark("backward"):
+                    loss.backward()
+            for term in terms:
+                sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
+                weights[term.name] = term.weight
 
     with objective.mark("optimizer"):
         sum_of_whole(model.parameters())

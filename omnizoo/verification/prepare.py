@@ -38,13 +38,18 @@ def prepare(config: Config, world: int, wanted: str, precision: str, folder: Pat
     torch.set_num_threads(1)
     with process_group((0, 1, 0), device=device) as process:
         if precision == "bf16":  # the reference is in fp32, and a run in bf16 tells how far from it bf16 is
-            exact = small.model_copy(update={"parallel": small.parallel.model_copy(update={"precision": "fp32"})})
-            reference = run_trial(exact, Layout(), process)
+            reference = run_trial(plain(small, precision="fp32"), Layout(), process)
             save_trial(run_trial(small, Layout(), process), folder / ROUNDED)
         else:
-            reference = run_trial(small, Layout(), process)
+            reference = run_trial(plain(small), Layout(), process)
         save_trial(reference, folder)
     return layouts
+
+
+def plain(config: Config, **changes: Any) -> Config:
+    """`config` without what saves memory: layouts have it, what they are compared with does not."""
+    changes |= {"recompute": "none", "tile_tokens": None, "offload": []}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
 
 
 def _with_groups(small: Config, config: Config) -> Config:

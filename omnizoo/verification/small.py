@@ -14,6 +14,7 @@ from omnizoo.recipes.base import own_recipe, recipe_of
 from omnizoo.training.probe import probe
 
 PACK_TOKENS = 96
+TILE_TOKENS = 7
 RANK = 4  # of an adapter
 
 
@@ -36,6 +37,8 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     parallel: dict[str, Any] = {"precision": precision}
     if config.parallel.reshard_after_forward is None:  # the small model would never need to
         parallel["reshard_after_forward"] = True
+    if config.parallel.tile_tokens is not None:  # so that even the share of one rank in a small pack is cut
+        parallel["tile_tokens"] = min(config.parallel.tile_tokens, TILE_TOKENS)
     train: dict[str, Any] = {"steps": 3, "epochs": None, "global_batch": world, "batch_tokens": None, "micro_batch": 1}
     train |= {"warmup_steps": 0, "warmup_ratio": 0.0}
     config = config.without_cache()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from omnizoo.assembly.assemble import assemble
 from omnizoo.assembly.parallelize import parallelize
+from omnizoo.assembly.recompute import MODES, set_modes, switches
 from omnizoo.config.schema import Config
 from omnizoo.data.deal import Batch
 from omnizoo.ops.precision import exact
@@ -45,6 +47,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     assembled = assemble(config)
     model, loader = assembled.model, assembled.loader(mesh)
     parallelize(model, mesh, config)
+    set_modes(model, dict(zip(switches(model), cycle(MODES), strict=False)))  # a budget may choose any of them
     optimizer = build_optimizer(model, config)
     objective = Objective(model, mesh, config)
     model.train()

@@ -1,0 +1,73 @@
+"""`parallel.tile_tokens`: which modules of a model compute one tile of the sequence after the other.
+
+Found by what they do, not by name: modules inside of blocks that map each row by itself, by two matmuls or more (a
+dense feed-forward, a shared expert), and the experts of mixtures. Routers see all tokens at once.
+"""
+
+import logging
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.config.errors import UserError
+from omnizoo.models.experts import set_tiles
+from omnizoo.ops.tiles import Tiles, is_row_wise
+from omnizoo.ops.torch_private import Recomputation
+from omnizoo.parallel.experts import most_of
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.recipes.base import Facts
+
+log = logging.getLogger(__name__)
+
+
+def compute_in_tiles(
+    model: nn.Module, facts: Facts, mesh: Mesh, tokens: int, precision: str, recomputation: Recomputation
+) -> None:
+    """Let feed-forwards and experts of `model` (on meta, before blocks are recomputed or sharded) run in tiles."""
+    tiles = Tiles(tokens, recomputation, precision)
+    experts = {model.get_submodule(name) for name in facts.experts}
+    found = len(experts)
+    for name in facts.blocks:
+        for module in feed_forwards(model.get_submodule(name), experts):
+            module.forward = partial(_forward, tiles, module, module.forward)
+            found += 1
+    agree = partial(most_of, mesh.group("ep"), mesh.device) if mesh.layout.ep > 1 else None
+    for module in experts:
+        set_tiles(module, Tiles(tokens, recomputation, precision, agree))
+    log.info("%d feed-forwards and layers of experts compute in tiles of %d tokens", found, tokens)
+    if not found:
+        raise UserError(
+            f"parallel.tile_tokens: {tokens}, but the blocks of {type(model).__name__} have no feed-forward that maps "
+            "each token by itself; leave it out"
+        )
+
+
+def feed_forwards(module: nn.Module, apart: Collection[nn.Module]) -> list[nn.Module]:
+    """The outermost modules inside of `module` that can be cut into tiles, without those `apart`."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if child in apart:
+            continue
+        matrices = [p for p in child.parameters() if p.ndim == 2]
+        widths = sorted({size for p in matrices for size in p.shape})
+        if len(matrices) > 1 and any(is_row_wise(child, width) for width in widths):
+            found.append(child)
+        else:
+            found += feed_forwards(child, apart)
+    return found
+
+
+def _forward(tiles: Tiles, module: nn.Module, whole: Any, hidden: torch.Tensor) -> torch.Tensor:
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if len(rows) <= tiles.tokens:
+        out: torch.Tensor = whole(hidden)
+        return out
+
+    def compute(piece: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = whole(piece) if hidden.ndim == 2 else whole(piece.unsqueeze(0)).squeeze(0)
+        return made
+
+    return tiles(module, compute, rows).view(hidden.shape)

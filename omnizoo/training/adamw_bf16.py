@@ -1,0 +1,97 @@
+"""AdamW whose two moments are bf16, rounded stochastically: 4 bytes of state per weight instead of 8.
+
+A moment moves by a small share of itself in a step, less than bf16 can tell: rounded to the nearest it would stand
+still. Rounded by chance it is right on average. The update itself is computed in at least fp32, from moments that are
+not rounded yet. Weights that are bf16 are rounded alike.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from omnizoo.ops.stochastic import round_to_bf16
+from omnizoo.parallel.shard import local_of, offsets_of
+
+PIECE = 2**24  # elements that are worked on at a time: what is in between takes several fp32 copies
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(torch.optim.Optimizer):
+    """Arguments as torch's. `names`: of parameters, which chance depends on, besides `seed` and the step."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        names: Mapping[torch.Tensor, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._names, self._seed = names or {}, seed
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        number = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                number += 1
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    for name in MOMENTS:
+                        state[name] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state["step"] += 1
+                self._update(p, group, state, self._names.get(p, str(number)))
+
+    def _update(self, p: torch.Tensor, group: Mapping[str, Any], state: Mapping[str, torch.Tensor], name: str) -> None:
+        assert p.grad is not None
+        tensors = [local_of(p), local_of(p.grad), *(local_of(state[moment]) for moment in MOMENTS)]
+        if not tensors[0].numel():
+            return
+        rows, columns = places(p)
+        step = int(state["step"])
+        keys = [self._key(name, step, what) for what in (*MOMENTS, "weight")]
+        matrices = [tensor.view(len(rows), len(columns)) for tensor in tensors]
+        height = max(1, PIECE // len(columns))
+        for begin in range(0, len(rows), height):
+            weight, grad, first, second = (matrix[begin : begin + height] for matrix in matrices)
+            at = rows[begin : begin + height], columns
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            beta1, beta2 = group["betas"]
+            m = first.to(wide).lerp_(grad.to(wide), 1 - beta1)
+            v = second.to(wide).mul_(beta2).addcmul_(grad.to(wide), grad.to(wide), value=1 - beta2)
+            first.copy_(round_to_bf16(m, *at, keys[0]))
+            second.copy_(round_to_bf16(v, *at, keys[1]))
+            moved = weight.to(wide) if weight.dtype != wide else weight
+            moved.mul_(1 - group["lr"] * group["weight_decay"])
+            root = v.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+            moved.addcdiv_(m, root, value=-group["lr"] / (1 - beta1**step))
+            if moved is not weight:
+                weight.copy_(round_to_bf16(moved, *at, keys[2]))
+
+    def _key(self, name: str, step: int, what: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{name}/{step}/{what}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big")
+
+
+def places(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where this rank's part is in the whole tensor, taken as a matrix of its last dim: rows and columns, int32."""
+    here, offsets = local_of(tensor), offsets_of(tensor)
+    device = here.device
+
+    def along(dim: int) -> torch.Tensor:
+        return torch.arange(offsets[dim], offsets[dim] + here.shape[dim], dtype=torch.int32, device=device)
+
+    if here.ndim == 0:
+        return torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    rows = torch.zeros(1, dtype=torch.int32, device=device)
+    for dim in range(here.ndim - 1):
+        rows = (rows[:, None] * tensor.shape[dim] + along(dim)).flatten()
+    return rows, along(here.ndim - 1)
