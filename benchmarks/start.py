@@ -1,6 +1,6 @@
 """How fast published weights are loaded, against plain reading of the same files; and where a start spends its time.
 
-    python benchmarks/start.py                  # 1.6 GB of random weights in a temporary folder
+    python benchmarks/start.py                  # 1.5 GB of random weights in a temporary folder
     python benchmarks/start.py --experts        # a mixture of experts
     python benchmarks/start.py --folder DIR     # weights of your own
 
