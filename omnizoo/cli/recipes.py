@@ -1,12 +1,16 @@
 """`omnizoo recipes`: the zoo as a table, every mark with the test behind it."""
 
+import logging
+
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
 
 
 def recipes() -> int:
+    transformers_logging.set_verbosity(logging.CRITICAL)  # its own default configs are not what is asked about
     table = Table(title="recipes", title_justify="left")
     for column in ("family", "models", "kind", "lines", *CAPABILITIES):
         table.add_column(column)
