@@ -13,8 +13,8 @@ SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
 
 def keep_freed_memory() -> bool:
     """Let this process keep what it frees. Every tensor of some MB would otherwise be new memory of the system, which
-    clears it page by page: a seventh of a step on a CPU (docs/LOG.md). Whether it could be told so: glibc can, and a user
-    who has set it up already knows better."""
+    clears it page by page: a seventh of a step on a CPU (docs/LOG.md). Returns whether it could be told so: glibc can,
+    and users who have set it up already know better."""
     if not sys.platform.startswith("linux") or any(name in os.environ for name in SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
