@@ -19,7 +19,7 @@ from PIL import Image
 
 from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
-from omnizoo.data import json_lines, render
+from omnizoo.data import chat_template, json_lines
 from omnizoo.data.chat_template import ChatTemplate
 from omnizoo.data.limits import OutOfTime, limits
 from omnizoo.data.render import Renderer
@@ -192,7 +192,7 @@ def test_the_pixels_decoded_for_a_clip_are_bounded(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -221,7 +221,7 @@ def test_what_templates_raise_is_about_their_row(tmp_path: Path) -> None:
 
 
 def test_a_template_may_write_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "MOST_TEXT", 1000)
+    monkeypatch.setattr(chat_template, "MOST_TEXT", 1000)
     with pytest.raises(BadRow, match="1,001 characters"):
         ChatTemplate("{{ 'a' * 1001 }}", None, {}).render(TURNS)
 
@@ -293,7 +293,7 @@ def test_an_alarm_of_somebody_else_is_still_set_after_the_limits() -> None:
 
 
 def test_memory_is_bounded_beside_threads_that_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "MOST_MEMORY", 1 << 26)
+    monkeypatch.setattr(chat_template, "MOST_MEMORY", 1 << 26)
     done = threading.Event()
     watcher = threading.Thread(target=done.wait, daemon=True)
     watcher.start()
