@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import read_steps, write_config
 from torch import nn
@@ -53,6 +53,7 @@ def by_hand(costs: list[Cost], blocks: list[int], budget: int) -> float | None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(kinds(), min_size=1, max_size=2), st.integers(1, 400))
+@example([(Cost((30, 26, 1), (0.0, 1.0, 8.0)), 3), (Cost((12, 9, 7), (0.0, 1.0, 2.0)), 3)], 107)
 def test_no_other_choice_within_the_budget_takes_less_time(found: list[tuple[Cost, int]], budget: int) -> None:
     costs, blocks = map(list, zip(*found, strict=True))
     expected = by_hand(costs, blocks, budget)

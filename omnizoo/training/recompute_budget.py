@@ -36,9 +36,12 @@ class Cost:
 
     def transient(self, counts: tuple[int, int, int]) -> int:
         """Bytes that come back while one block is computed again, and are not made up for by blocks of the kind that
-        are not recomputed: those run last, so they are done by then."""
-        back = [self.kept[0] - kept for kept, count in zip(self.kept, counts, strict=True) if count]
-        return max(0, max(back) - counts[0] * self.kept[0])
+        keep more: those run last, so they are done by then."""
+        most = done = 0
+        for kept, count in zip(self.kept, counts, strict=True):
+            if count:
+                most, done = max(most, self.kept[0] - kept - done), done + count * kept
+        return most
 
 
 @dataclass(frozen=True)
