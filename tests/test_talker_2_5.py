@@ -236,10 +236,10 @@ def own_sound(model: Any, codes: Any, speaker: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_tiny_talker_learns_four_answers_by_heart_and_says_them(tmp_path: Path) -> None:
+def test_a_tiny_talker_learns_eight_answers_by_heart_and_says_them(tmp_path: Path) -> None:
     dice = np.random.default_rng(0)
-    asked = ("one", "two", "three", "four")
-    answers = [(dice.integers(0, 64, dice.integers(3, 9)).tolist(), ("ada", "ben")[i % 2]) for i in range(4)]
+    asked = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+    answers = [(dice.integers(0, 64, dice.integers(3, 9)).tolist(), ("ada", "ben")[i % 2]) for i in range(8)]
     conversations = [
         {"messages": [{"role": "user", "content": f"Say {word}."}, say(f"{word}.", codes, speaker)]}
         for word, (codes, speaker) in zip(asked, answers, strict=True)

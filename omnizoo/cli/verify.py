@@ -93,12 +93,15 @@ def family_names(wanted: str) -> list[str]:
 
 
 def try_layouts(config: Config, family: str | None, trying: Trying, folder: Path, console: Console) -> list["Verdict"]:
+    from transformers.utils import logging as transformers_logging
+
     from omnizoo.training.probe import FAILURES
     from omnizoo.verification.compare import failed, verdict_of
     from omnizoo.verification.conditioning import decide
     from omnizoo.verification.prepare import prepare, with_family
     from omnizoo.verification.world import RankError
 
+    transformers_logging.set_verbosity_error()  # it would warn of ids that the shrunken vocabulary lacks
     if family is None:
         chosen = prepare(config, trying.world, trying.layouts, trying.precision, folder, trying.device)
     else:

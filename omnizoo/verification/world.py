@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from omnizoo.parallel.process import process_group
 
@@ -70,6 +71,7 @@ def _stack(folder: str, rank: int) -> Path:
 
 def _rank(rank: int, size: int, store: str, device: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()  # or every rank would warn of ids that a shrunken vocabulary lacks
     # Works while it waits inside a collective, where Python's own handlers would sleep.
     stack = _stack(os.path.dirname(store), rank).open("w")
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
