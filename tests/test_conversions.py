@@ -18,8 +18,9 @@ from transformers.core_model_loading import Chunk, Concatenate, Interleave, Spli
 from weights import load, whole
 
 from omnizoo.assembly.shrink import Shrinking, shrink_config
+from omnizoo.config.errors import UserError
 from omnizoo.models.hf_private import Loaded, load_files
-from omnizoo.parallel.process import Process
+from omnizoo.parallel.process import Process, process_group
 from omnizoo.recipes.base import EXPERTS
 
 # Families of the zoo that between them stack (experts), join along every dim that is split on some layout (gates and
@@ -105,6 +106,20 @@ def test_every_rank_has_its_part_of_what_one_process_converts(tmp_path: Path) ->
     save_file(as_others_publish(tiny_llama("cpu").state_dict()), tmp_path / "llama.safetensors")
     result = run_on_ranks(check_all, 4, str(tmp_path))
     assert result.code == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_an_expert_that_is_missing_or_of_another_shape_is_told_in_a_line(tmp_path: Path) -> None:
+    publish("kimi_linear", tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    others = {key: tensor for key, tensor in weights.items() if key != name}
+    for wrong in ({f"{name}s": weights[name]}, {name: weights[name][:1].clone()}):
+        save_file(others | wrong, file, {"format": "pt"})
+        with process_group() as process, pytest.raises(UserError) as told:
+            load(process, tmp_path / "model/run.yaml")
+        assert "model.layers.1.mlp.experts.gate_up_proj cannot be made of the weights in the files" in str(told.value)
+        assert "\n" not in str(told.value)
 
 
 def test_these_are_the_operations_that_transformers_has() -> None:

@@ -238,7 +238,9 @@ def test_pixels_are_those_that_transformers_own_processor_for_tensors_makes(fami
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
-def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_does_it(family: str) -> None:
+def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_does_it(
+    family: str, tmp_path: Path
+) -> None:
     from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
     from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
@@ -271,6 +273,9 @@ def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_d
         build(model, None, {})["video"].encoder.measure(clip(9, 40, 64))
     with pytest.raises(UserError, match=r"model.modalities.video.encoder.options: max_soft_tokens is 71; expected 70"):
         build(model, None, {"video": {"max_soft_tokens": 71}})
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": None, "fps": []}))
+    with pytest.raises(UserError, match=r"video_preprocessor_config.json: fps is \[\]; expected a number above 0"):
+        build(model, str(tmp_path), {})
 
 
 def test_a_canvas_of_squares_is_that_of_llama4s_own_rule() -> None:
@@ -501,9 +506,11 @@ def test_bad_input_is_told_in_a_line(tmp_path: Path) -> None:
         ("llama4", {"do_resize": False}, r"do_resize and do_rescale have to be true"),
         ("gemma4_unified", {"max_soft_tokens": 71}, r"max_soft_tokens is 71; expected 70, 140, 280"),
         ("kimi_k25", {"size": {"shortest_edge": 9}}, r"size has no max_height, which counts patches"),
+        ("gemma3", {"image_mean": "x"}, r"preprocessor_config.json: image_mean is 'x'; expected three numbers"),
+        ("minicpmv4_7", {"rescale_factor": "x"}, r"rescale_factor is 'x'; expected a number above 0"),
     ],
 )
-def test_settings_for_tensors_that_cannot_be_are_told_in_a_line(
+def test_settings_that_cannot_be_are_told_in_a_line(
     family: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))

@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,7 @@ class Loaded:
     missing: set[str]  # parameters and persistent buffers of the model that the files do not have
     unexpected: set[str]  # keys of the files that the model does not have
     mismatched: dict[str, str]  # by name: "shape in file, shape in model"
+    unconverted: dict[str, str] = field(default_factory=dict)  # what cannot be made of the files' weights, and why
 
 
 def conversion_mapping(model: nn.Module) -> list[Any]:
@@ -279,16 +280,20 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
         info.unexpected_keys |= other.unexpected_keys
         info.mismatched_keys |= other.mismatched_keys
         info.conversion_errors |= other.conversion_errors
-    if info.conversion_errors or info.error_msgs:
-        raise RuntimeError(f"weights could not be converted: {info.conversion_errors or info.error_msgs}")
+    if info.error_msgs:
+        raise RuntimeError(f"weights could not be converted: {info.error_msgs}")
+    # transformers gives a traceback, what was raised, and which step it was.
+    reasons = {name: (text.splitlines()[-2:] or [""])[0] for name, text in info.conversion_errors.items()}
     model._adjust_missing_and_unexpected_keys(info)
     tied = set(model.all_tied_weights_keys)
     # transformers compares shards; a user knows the whole shapes.
     shapes = {name: model.get_parameter_or_buffer(name).shape for name, _, _ in info.mismatched_keys}
+    published = {name: key for key, name in names_in_model(model, files, mapping).items()} if shapes else {}
     mismatched = {
-        name: f"{_shape_in(files, name)} in the files, {tuple(shape)} in the model" for name, shape in shapes.items()
+        name: f"{_shape_in(files, published.get(name, name))} in the files, {tuple(shape)} in the model"
+        for name, shape in shapes.items()
     }
-    return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched)
+    return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched, reasons)
 
 
 def _made_whole(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.vision_utils import get_vision_nearest_position_ids
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Inputs, Size
@@ -106,12 +107,15 @@ class SlicedTower(PatchTower):
         return sum(value.shape[:-3].numel() for value in inputs.values()) // (16 if self.twice else 4)
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """Sizes stay on the host, so that the tower waits for nothing when it asks for them."""
+        """Sizes stay on the host, where the tower asks for them; what it makes of them is made here and sent ahead."""
         crops = [crop for item in items for crop in (item["small"], *item["slices"])]
         sizes = torch.tensor([crop.shape[:2] for crop in crops], dtype=torch.int32)
         pixels = torch.cat([crop.flatten(0, 1) for crop in crops]).permute(1, 2, 0, 3).flatten(2)[None]
-        most = max(crop.shape[:2].numel() for crop in crops)
-        told = {"use_vit_merger": self.twice, "max_seqlen": most}
+        made = {"position_ids": get_vision_nearest_position_ids(sizes, self.tower.embeddings.num_patches_per_side)}
+        if self.twice:
+            made["window_index"], made["cu_window_seqlens"], _ = self.tower.vit_merger.get_window_index(sizes)
+        told: dict[str, Any] = {name: value.to(pixels.device, non_blocking=True) for name, value in made.items()}
+        told |= {"use_vit_merger": self.twice, "max_seqlen": max(crop.shape[:2].numel() for crop in crops)}
         hidden = self.tower(pixels, target_sizes=sizes, **told, return_dict=True).last_hidden_state
         merged: list[list[int]] = (sizes // 2 if self.twice else sizes).tolist()
         return torch.cat(self.projector(hidden, merged))
