@@ -58,9 +58,16 @@ def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -
     return (image - mean) / std
 
 
+# The same of clips, by what they are prepared with.
+CLIPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": ("Gemma4VideoProcessor", {"patch_size": 4, "pooling_kernel_size": 3}),
+    "gemma4_unified": ("Gemma4UnifiedVideoProcessor", {"patch_size": 4, "pooling_kernel_size": 3}),
+}
+
+
 @contextmanager
-def processor_class(family: str, name: str) -> Iterator[Any]:
-    """The class `name` of the family's own image processor, able to run inside of the block."""
+def processor_class(family: str, name: str, kind: str = "image") -> Iterator[Any]:
+    """The class `name` of the family's own image processor, or video processor, able to run inside of the block."""
     functional: Any = ModuleType("torchvision.transforms.v2.functional")
     functional.InterpolationMode, functional.resize = InterpolationMode, resize
     functional.pad, functional.normalize = pad, normalize
@@ -68,10 +75,12 @@ def processor_class(family: str, name: str) -> Iterator[Any]:
     v2: Any = ModuleType("torchvision.transforms.v2")
     v2.functional = functional
     packages = {f"torchvision{end}": ModuleType(f"torchvision{end}") for end in ("", ".transforms")}
-    path = f"transformers.models.{family}.image_processing_{family}"
+    path = f"transformers.models.{family}.{kind}_processing_{family}"
     with (
         patch.dict(sys.modules, packages | {v2.__name__: v2, functional.__name__: functional}),  # and forget `path`
         patch.object(backends, "tvF", functional, create=True),
+        patch("transformers.utils.is_torchvision_v2_available", lambda: True),
+        patch("transformers.utils.is_torchvision_available", lambda: True),
         patch.object(backends, "pil_torch_interpolation_mapping", FILTERS),
     ):
         yield getattr(import_module(path), name)
@@ -83,6 +92,18 @@ def published_tensors(family: str, pictures: Sequence[Media]) -> Any:
         own = kind(**PROCESSORS[family][1])
         values = [media.value for media in pictures]
         return own(images=values, return_tensors="pt", input_data_format="channels_last")
+
+
+def published_clips(family: str, frames: Sequence[Any]) -> Any:
+    """What the family's own video processor makes of frames `[frames, height, width, 3]` of clips that are chosen."""
+    name, sizes = CLIPS[family]
+    with processor_class(family, name, "video") as kind:
+        own = object.__new__(kind)  # its constructor wants torchvision itself
+        settings = {"resample": InterpolationMode.BICUBIC, "rescale_factor": 1 / 255, "max_soft_tokens": 70}
+        settings |= {key: getattr(kind, key) for key in ("do_resize", "do_rescale", "do_normalize")}
+        settings |= {key: tuple(getattr(kind, key)) for key in ("image_mean", "image_std")}
+        videos = [torch.as_tensor(each).permute(0, 3, 1, 2).contiguous() for each in frames]
+        return kind._preprocess(own, videos, return_tensors="pt", **settings | sizes)
 
 
 def published_canvases(

@@ -4,6 +4,7 @@ forward and processors. Here in one process; `omnizoo verify` takes it from ther
 import json
 from collections.abc import Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ import torch
 import yaml
 from PIL import Image
 from processes import train_on_ranks
-from published import DTYPE, gradients, loss_of, picture, sound
+from published import DTYPE, clip, gradients, loss_of, picture, sound
 from safetensors.torch import load_file
-from tensor_processors import published_canvases, published_tensors
+from tensor_processors import published_canvases, published_clips, published_tensors
 from transformers import AutoModelForMultimodalLM
 from vision import (
     FAMILIES,
@@ -25,6 +26,7 @@ from vision import (
     SINGLE,
     TENSORS,
     example,
+    forward_of,
     mix,
     ours,
     packed_inputs,
@@ -72,14 +74,14 @@ def test_a_pack_with_pictures_gives_the_losses_and_gradients_of_its_samples_one_
     reference = deepcopy(tiny_model(family, precision))
     contents = mix(family)
     if precision == "fp64" and family in SINGLE:
-        contents = contents[:-2]  # without sound
+        contents = [each for each in contents if not any(getattr(part, "modality", "") == "audio" for part in each)]
         single = torch.Tensor.float  # which its code asks for in the midst of it
         monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
     samples = [write(family, each) for each in contents]
     with exact(precision):
         expected = torch.zeros((), dtype=DTYPE[precision])
         for sample in samples:
-            out = reference(**reference_inputs(family, sample, DTYPE[precision]), use_cache=False)
+            out = forward_of(reference, reference_inputs(family, sample, DTYPE[precision]))
             expected = expected + loss_of(out.logits, sample.labels)
         logits = model(**packed_inputs(family, samples, model)).logits
         loss = loss_of(logits, torch.cat([sample.labels for sample in samples]))
@@ -191,6 +193,13 @@ def published_text(family: str, media: Any, encoder: Any) -> str:
         own = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2), image_token="<|media_pad|>")
         places = Kimi_K25Processor.replace_image_token(own, published_tensors(family, [media]), 0)
         return f"<|media_begin|>image<|media_content|>{places}<|media_end|>"
+    if family == "minicpmv4_7":
+        from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+
+        own = SimpleNamespace(image_start_token="<image>", image_end_token="</image>", image_token="<|image_pad|>")
+        own.slice_start_token, own.slice_end_token, own.slice_mode = "<slice>", "</slice>", True
+        out = encoder.processor(images=value, return_tensors="pt")
+        return MiniCPMV4_6Processor.replace_image_token(own, out, 0, image_token_divisor=16)
     # Mistral's processor cannot be imported without torchvision: rows end with a break, the last one with an end.
     height, width = encoder.processor(images=value, return_tensors="np")["image_sizes"][0]
     rows = ["[IMG]" * int(width // 16)] * int(height // 16)
@@ -226,6 +235,47 @@ def test_pixels_are_those_that_transformers_own_processor_for_tensors_makes(fami
         assert grids == expected["image_grid_thw"].tolist()
     pixels = torch.cat([item["pixels"] for item in prepared])
     torch.testing.assert_close(pixels, expected["pixel_values"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_does_it(
+    family: str, tmp_path: Path
+) -> None:
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+    from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+    build, model = recipe_of(family).modalities, tiny_model(family, "fp32")
+    for count, rate, frames, shape in ((3, 4.0, 9, (40, 64)), (7, 0.1, 7, (90, 30)), (None, 30.0, 61, (33, 33))):
+        options = {"num_frames": count} if count else {"fps": 2.0}
+        modality = build(model, None, {"video": options})["video"]
+        encoder: Any = modality.encoder
+        media = replace(clip(frames, *shape), options={"fps": rate})
+        metadata = VideoMetadata(total_num_frames=frames, fps=rate)
+        metadata.frames_indices = default_sample_indices_fn(metadata, count, None if count else 2.0)
+        expected = published_clips(family, [media.value[metadata.frames_indices]])
+        own = SimpleNamespace(boi_token="<|image>", video_token="<|video|>", eoi_token="<image|>")
+        size, inputs = encoder.measure(media), encoder.prepare(media)
+        written = "".join(run if isinstance(run, str) else modality.placeholder * run for run in size.layout)
+        told = {
+            "num_soft_tokens_per_video": expected["num_soft_tokens_per_video"].tolist(),
+            "video_metadata": [metadata],
+        }
+        assert written == Gemma4Processor.replace_video_token(own, told, 0)
+        is_place = (expected["video_position_ids"] >= 0).all(2)
+        assert torch.equal(inputs["positions"].flatten(0, 1), expected["video_position_ids"][is_place])
+        assert torch.equal(inputs["pixels"].flatten(0, 1), expected["pixel_values_videos"][is_place])
+        assert (
+            size.places
+            == encoder.places(inputs)
+            == sum(encoder.places(part) for _, part in encoder.parts(size, inputs))
+        )
+    with pytest.raises(BadMedia, match="it has 9 frames, fewer than num_frames 32"):
+        build(model, None, {})["video"].encoder.measure(clip(9, 40, 64))
+    with pytest.raises(UserError, match=r"model.modalities.video.encoder.options: max_soft_tokens is 71; expected 70"):
+        build(model, None, {"video": {"max_soft_tokens": 71}})
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": None, "fps": []}))
+    with pytest.raises(UserError, match=r"video_preprocessor_config.json: fps is \[\]; expected a number above 0"):
+        build(model, str(tmp_path), {})
 
 
 def test_a_canvas_of_squares_is_that_of_llama4s_own_rule() -> None:
@@ -279,6 +329,19 @@ def test_a_row_has_the_tokens_and_pixels_that_gemma3s_own_processor_makes_of_it(
         pixels = torch.cat([encoder.prepare(media)["pixels"] for media in pictures])
         torch.testing.assert_close(pixels, expected["pixel_values"], rtol=0, atol=0)
         assert len(pixels) == (4 if scans else 2)
+
+
+def test_pictures_of_a_conversation_are_counted_as_minicpms_processor_counts_them() -> None:
+    from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+
+    own = SimpleNamespace(image_id_start_token="<image_id>", image_id_end_token="</image_id>")
+    pictures = [picture(40, 60), picture(200, 90, 1)]
+    encoder: Any = read("minicpmv4_7")["image"].encoder
+    texts = [published_text("minicpmv4_7", media, encoder) for media in pictures]
+    first, second = MiniCPMV4_6Processor._prepend_local_ids(own, ["<|image_pad|><|image_pad|>"], texts, "<|image_pad|>")
+    written = tokenizer("minicpmv4_7").decode(write("minicpmv4_7", [pictures[0], " and ", pictures[1]]).ids)
+    assert f"{first} and {second}" in written
+    assert "<slice>" in second
 
 
 def test_white_space_around_a_picture_outlives_a_template_that_trims() -> None:
@@ -414,9 +477,9 @@ def test_a_gemma4_without_ears_reads_pictures_alone() -> None:
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(type(tiny_config("gemma4"))(**fields | {"audio_config": None}))
     media = media_model(model)
-    assert list(media.towers) == list(media.projectors) == ["image"]
-    assert list(media.modalities(Model(config={"model_type": "gemma4"}))) == ["image"]
-    with pytest.raises(UserError, match=r"model.modalities: .* has no 'audio', but image"):
+    assert list(media.towers) == list(media.projectors) == ["image", "video"]
+    assert list(media.modalities(Model(config={"model_type": "gemma4"}))) == ["image", "video"]
+    with pytest.raises(UserError, match=r"model.modalities: .* has no 'audio', but image, video"):
         media.modalities(Model(config={"model_type": "gemma4"}, modalities={"audio": {"encoder": {}}}))
 
 
@@ -443,9 +506,11 @@ def test_bad_input_is_told_in_a_line(tmp_path: Path) -> None:
         ("llama4", {"do_resize": False}, r"do_resize and do_rescale have to be true"),
         ("gemma4_unified", {"max_soft_tokens": 71}, r"max_soft_tokens is 71; expected 70, 140, 280"),
         ("kimi_k25", {"size": {"shortest_edge": 9}}, r"size has no max_height, which counts patches"),
+        ("gemma3", {"image_mean": "x"}, r"preprocessor_config.json: image_mean is 'x'; expected three numbers"),
+        ("minicpmv4_7", {"rescale_factor": "x"}, r"rescale_factor is 'x'; expected a number above 0"),
     ],
 )
-def test_settings_for_tensors_that_cannot_be_are_told_in_a_line(
+def test_settings_that_cannot_be_are_told_in_a_line(
     family: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))

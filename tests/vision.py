@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from published import picture, sound
-from tensor_processors import published_tensors
+from published import clip, picture, sound
+from tensor_processors import published_clips, published_tensors
 from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 from omnizoo.assembly.published import media_model
@@ -23,11 +23,12 @@ from omnizoo.modalities.base import Item, Modality, Port
 from omnizoo.models.experts import use_dispatched
 from omnizoo.models.hf_private import PACKED, language_model
 from omnizoo.models.media_batch import Delivered, Features, MediaBatch
+from omnizoo.models.stateful import bind_states
 from omnizoo.recipes.base import read_facts
 
 ROOT = Path(__file__).parent.parent
 # Everything is read from the family's example, which `omnizoo verify` is run on as well.
-FAMILIES = ("gemma3", "internvl", "mistral3", "gemma4", "llava", "llama4", "gemma4_unified", "kimi_k25")
+FAMILIES = ("gemma3", "internvl", "mistral3", "gemma4", "llava", "llama4", "gemma4_unified", "kimi_k25", "minicpmv4_7")
 TENSORS = ("llama4", "gemma4_unified", "kimi_k25")  # whose processors take tensors, and need torchvision
 SINGLE = ("gemma4",)  # whose code for sound cannot run in fp64
 
@@ -58,6 +59,8 @@ def shake(model: PreTrainedModel) -> None:
     """Far enough from zero that every path matters, and no softmax so steep that fp32 cannot follow."""
     for name, parameter in model.named_parameters():
         parameter.normal_(0, 0.06) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+        if name.endswith("A_log"):  # slow decay: of states that are gone at once, gradients are mostly rounding
+            parameter.sub_(3)
         if "q_norm" in name:
             parameter.mul_(0.25)
         if "embed_tokens" in name and model.config.model_type == "gemma4_unified":
@@ -72,6 +75,7 @@ def ours(family: str, precision: str) -> tuple[PreTrainedModel, dict[str, Modali
     """The model as `parallelize` leaves it on one rank, and its modalities on a copy without weights."""
     model = deepcopy(tiny_model(family, precision))
     language_model(model).set_attn_implementation(PACKED)
+    bind_states(language_model(model))
     if read_facts(model).experts:
         use_dispatched(language_model(model))
     media_model(model).attach(spec_of(family))
@@ -107,6 +111,11 @@ def mix(family: str) -> list[list[Any]]:
     ]
     if "audio" in read(family):
         samples += [["Listen: ", sound(0.71), " and ", sound(0.4, 1), picture(50, 50, 5)], [sound(0.93, 2), "So?"]]
+    if "video" in read(family):
+        samples += [
+            ["See ", clip(9, 40, 64), " and ", clip(3, 60, 30, 1), picture(40, 40, 6)],
+            [clip(4, 90, 50, 2), "?"],
+        ]
     return samples
 
 
@@ -135,6 +144,13 @@ def reference_inputs(
         inputs["token_type_ids"] = (ids == config.image_token_id).long()
     if family.startswith("gemma4"):
         return inputs | gemma4_inputs(ids, sample, config, dtype, modalities or read(family))
+    if family == "minicpmv4_7":
+        own: Any = (modalities or read(family))["image"].encoder
+        inputs["mm_token_type_ids"] = (ids == config.image_token_id).long()
+        if sample.items:
+            out = own.processor(images=[item.media.value for item in sample.items], return_tensors="pt")
+            inputs |= {"pixel_values": out["pixel_values"].to(dtype), "target_sizes": out["target_sizes"]}
+        return inputs
     prepared = [(modalities or read(family))["image"].encoder.prepare(item.media)["pixels"] for item in sample.items]
     if not prepared:
         return inputs
@@ -150,11 +166,32 @@ def reference_inputs(
     return inputs | {"pixel_values": torch.cat(prepared).to(dtype)}
 
 
+def forward_of(model: Any, inputs: Mapping[str, Any]) -> Any:
+    """The model's own forward. Gemma 4's (5.22.2) takes clips only when they are encoded already."""
+    inputs = dict(inputs)
+    if "pixel_values_videos" in inputs:
+        names = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+        core = model.model
+        outputs = {"video": core.get_video_features(**{name: inputs.pop(name) for name in names}, return_dict=True)}
+        if "pixel_values" in inputs:
+            told = [inputs.pop(name) for name in ("pixel_values", "image_position_ids")]
+            outputs["image"] = core.get_image_features(*told, return_dict=True)
+        inputs["mm_encoder_outputs"] = outputs
+    return model(**inputs, use_cache=False)
+
+
 def gemma4_inputs(
     ids: torch.Tensor, sample: Any, config: Any, dtype: torch.dtype, modalities: Mapping[str, Modality]
 ) -> dict[str, Any]:
     encoders: dict[str, Any] = {name: modality.encoder for name, modality in modalities.items()}
-    inputs = {"mm_token_type_ids": (ids == config.image_token_id) + 3 * (ids == config.audio_token_id)}
+    kinds = {1: config.image_token_id, 2: config.video_token_id, 3: config.audio_token_id}
+    inputs = {"mm_token_type_ids": sum(kind * (ids == token) for kind, token in kinds.items())}
+    if clips := [item.media for item in sample.items if item.port.modality == "video"]:
+        count = encoders["video"].num_frames
+        chosen = [media.value[np.arange(count) * len(media.value) // count] for media in clips]
+        out = published_clips(config.model_type, chosen)
+        inputs |= {"pixel_values_videos": out["pixel_values_videos"].to(dtype)}
+        inputs |= {name: out[name] for name in ("video_position_ids", "num_frames_per_video")}
     pictures = [item.media for item in sample.items if item.port.modality == "image"]
     if pictures and config.model_type in TENSORS:
         out = published_tensors(config.model_type, pictures)
@@ -195,10 +232,12 @@ def packed_inputs(family: str, samples: Sequence[Sample], model: PreTrainedModel
         dtype=model.dtype,
     )
     ids, bounds = np.concatenate([sample.ids for sample in samples]), torch.tensor(starts, dtype=torch.int32)
-    mutual = media_model(model).mutual
+    mutual, rule = media_model(model).mutual, media_model(model).positions
+    rows = [rule(sample.ids, sample.items) if rule else np.arange(len(sample.ids))[None] for sample in samples]
+    positions = torch.from_numpy(np.concatenate(rows, 1)).long()
     return {
         "input_ids": torch.from_numpy(ids).long()[None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "position_ids": positions[:, None] if rule else positions,
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": max(lengths),

@@ -24,6 +24,8 @@ SPECIAL += ["<|image>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audi
 SPECIAL += ["<image>"]  # 24: LLaVA
 # Came later: in a tokenizer of its own, others stay as they are.
 KIMI = [*SPECIAL[:3], "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"]  # 3
+MINICPM = [*SPECIAL[:3], "<image>", "</image>", "<slice>", "</slice>"]  # 3
+MINICPM += ["<image_id>", "</image_id>", "<|image_pad|>"]  # 7
 
 
 def main(folder: Path) -> None:
@@ -38,6 +40,7 @@ def main(folder: Path) -> None:
         texts += lines
     write_tokenizer(folder / "vision", texts, SPECIAL)
     write_tokenizer(folder / "vision_kimi", texts, KIMI)
+    write_tokenizer(folder / "vision_minicpm", texts, MINICPM)
 
 
 if __name__ == "__main__":

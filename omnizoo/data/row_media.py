@@ -194,7 +194,7 @@ class RowMedia:
         self.texts.append(modality.begin + inner + modality.end)
         written = self.texts[-1].strip()  # a chat template may trim contents: see `widen`
         number = sum(item.port.modality == name for item in self.items)
-        return modality.in_chat.format(item=written, number=number) if self.is_chat else written
+        return modality.in_chat.format(item=written, number=number, before=number - 1) if self.is_chat else written
 
     def widen(self, text: str, marks: Sequence[int] = ()) -> tuple[str, list[int]]:
         """What a template made of the contents, with the white space around items back in its place; and where places

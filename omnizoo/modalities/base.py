@@ -354,6 +354,7 @@ class Modality:
     placeholder: str
     end: str
     marks: tuple[str, ...] = ()
-    in_chat: str = "{item}"  # how the published template writes an item into a message; {number} counts from 1
+    # How the published template writes an item into a message; {number} counts from 1, {before} from 0.
+    in_chat: str = "{item}"
     follower: Follower | None = None
     last: str = ""  # what stands in an item's last place, if not the placeholder

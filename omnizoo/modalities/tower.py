@@ -109,3 +109,16 @@ def preprocessor_settings(folder: str | None, part: str) -> dict[str, Any]:
             if nested:
                 return nested
     return {}
+
+
+def check_settings(where: str, processor: Any) -> None:
+    """Refuse settings of a folder that its processor has taken, but cannot work with."""
+    for name in ("sampling_rate", "hop_length", "n_fft", "feature_size", "rescale_factor"):
+        value = getattr(processor, name, None)
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise UserError(f"{where}: {name} is {value!r}; expected a number above 0")
+    for name in ("image_mean", "image_std"):
+        value = getattr(processor, name, None)
+        numbers = list(value) if isinstance(value, list | tuple | str) else [value]
+        if value is not None and not (len(numbers) in (1, 3) and all(isinstance(n, int | float) for n in numbers)):
+            raise UserError(f"{where}: {name} is {value!r}; expected three numbers")

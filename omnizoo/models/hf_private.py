@@ -8,8 +8,8 @@ buffers that packing must not have.
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
     apply_converters,
+    convert_and_load_state_dict_in_model,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -46,7 +49,6 @@ PACKED = "packed"  # the name of our attention in transformers' interface
 # The same, for towers: they attend in one call by a name with "flash" in it, else once per item, whose lengths they
 # read from the device. Language models do not get it: some of them pad values for what they take for flash attention.
 PACKED_TOWER = "packed_flash"
-NEEDS_WHOLE = ("Chunk", "PermuteForRope")  # conversions of published weights that a part of the rows is not enough for
 
 
 @cache
@@ -63,6 +65,10 @@ def check_names() -> None:
             "_adjust_missing_and_unexpected_keys": (
                 PreTrainedModel._adjust_missing_and_unexpected_keys,
                 ("self", "loading_info"),
+            ),
+            "convert_and_load_state_dict_in_model": (
+                convert_and_load_state_dict_in_model,
+                ("model", "state_dict", "load_config"),
             ),
             "init_weights": (PreTrainedModel.init_weights, ("self",)),
             "initialize_weights": (PreTrainedModel.initialize_weights, ("self",)),
@@ -179,6 +185,7 @@ class Loaded:
     missing: set[str]  # parameters and persistent buffers of the model that the files do not have
     unexpected: set[str]  # keys of the files that the model does not have
     mismatched: dict[str, str]  # by name: "shape in file, shape in model"
+    unconverted: dict[str, str] = field(default_factory=dict)  # what cannot be made of the files' weights, and why
 
 
 def conversion_mapping(model: nn.Module) -> list[Any]:
@@ -242,47 +249,97 @@ def _keys(file: Path) -> list[str]:
 
 
 def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], device: torch.device) -> Loaded:
-    """Fill `model` (on meta, sharded or not) from safetensors; of a sharded parameter only this rank's part is read."""
+    """Fill `model` (on meta, sharded or not) from safetensors; of a sharded parameter only this rank's part is read,
+    unless it takes the whole to convert what is published: one such parameter at a time."""
     load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping, ignore_mismatched_sizes=True)
-    with _whole_where_needed(model, mapping):
-        info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
-    if info.conversion_errors or info.error_msgs:
-        raise RuntimeError(f"weights could not be converted: {info.conversion_errors or info.error_msgs}")
+    sharded = _made_whole(model, mapping)
+    names = names_in_model(model, files, mapping) if sharded else {}
+    together: dict[str, list[str]] = {}  # keys of the files, by the parameter that they are the first to become
+    for key, name in names.items():
+        if name in sharded:
+            together.setdefault(name, []).append(key)
+    apart = {key for keys in together.values() for key in keys}
+    with ExitStack() as opened:
+        tensors: dict[str, Any] = {}
+        for file in files:
+            pointer = opened.enter_context(safe_open(file, framework="pt"))
+            tensors |= {key: pointer.get_slice(key) for key in pointer.keys()}  # noqa: SIM118 - not a dict
+        infos = []
+        for keys in together.values():
+            own = {key: tensors[key] for key in keys}
+            infos.append(convert_and_load_state_dict_in_model(model, own, load_config)[0])
+            _shard_again(model, sharded)
+        rest = {key: tensor for key, tensor in tensors.items() if key not in apart}
+        infos.append(PreTrainedModel._load_pretrained_model(model, rest, None, load_config)[0])
+    _shard_again(model, sharded)
+    for name, before in sharded.items():  # not in the files, or of another shape there
+        _replace(model, name, before)
+    info = infos[-1]
+    for other in infos[:-1]:
+        info.missing_keys &= other.missing_keys
+        info.unexpected_keys |= other.unexpected_keys
+        info.mismatched_keys |= other.mismatched_keys
+        info.conversion_errors |= other.conversion_errors
+    if info.error_msgs:
+        raise RuntimeError(f"weights could not be converted: {info.error_msgs}")
+    # transformers gives a traceback, what was raised, and which step it was.
+    reasons = {name: (text.splitlines()[-2:] or [""])[0] for name, text in info.conversion_errors.items()}
     model._adjust_missing_and_unexpected_keys(info)
     tied = set(model.all_tied_weights_keys)
     # transformers compares shards; a user knows the whole shapes.
     shapes = {name: model.get_parameter_or_buffer(name).shape for name, _, _ in info.mismatched_keys}
+    published = {name: key for key, name in names_in_model(model, files, mapping).items()} if shapes else {}
     mismatched = {
-        name: f"{_shape_in(files, name)} in the files, {tuple(shape)} in the model" for name, shape in shapes.items()
+        name: f"{_shape_in(files, published.get(name, name))} in the files, {tuple(shape)} in the model"
+        for name, shape in shapes.items()
     }
-    return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched)
+    return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched, reasons)
 
 
-@contextmanager
-def _whole_where_needed(model: PreTrainedModel, mapping: list[Any]) -> Iterator[None]:
-    """Inside it, sharded parameters that published ones are cut up or put in another order for are loaded whole.
+def _made_whole(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
+    """Make sharded parameters whole (on meta) that published ones cannot be converted for in parts; what they were.
 
-    transformers (5.22.2) reads a rank's rows first and converts them then, which gives other rows without a word:
-    tests/test_vision.py loads such a family on two ranks.
+    transformers (5.22.2) reads a rank's part of what is published first and converts it then, which gives other rows
+    without a word where weights are cut up, joined along the dim that ranks share, or put in another order:
+    tests/test_conversions.py.
     """
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
-    cut = [each for each in converters if any(type(op).__name__ in NEEDS_WHOLE for op in each.operations)]
-    patterns = [re.compile(pattern) for each in cut for pattern in each.target_patterns]
+    patterns = [(re.compile(pattern), each) for each in converters for pattern in each.target_patterns]
     sharded: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements") and any(pattern.search(name) for pattern in patterns):
-            sharded[name] = parameter
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            _replace(model, name, nn.Parameter(whole, parameter.requires_grad))
-    yield
-    for name, before in sharded.items():
-        loaded = model.get_parameter(name)
-        if loaded.is_meta:  # it was not in the files
-            _replace(model, name, before)
+    for name, parameter in model.named_parameters() if patterns else ():
+        if hasattr(parameter, "placements"):
+            targeting = [each for pattern, each in patterns if pattern.search(name)]
+            if not all(_converts_in_parts(each, parameter) for each in targeting):
+                sharded[name] = parameter
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                _replace(model, name, nn.Parameter(whole, parameter.requires_grad))
+    return sharded
+
+
+def _converts_in_parts(converter: Any, parameter: Any) -> bool:
+    """True where converting a rank's part of published weights gives that rank's part of the parameter."""
+    axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    split = {placement.dim for placement, ranks in axes if ranks > 1 and hasattr(placement, "dim")}
+    if not split:
+        return True
+    if not parameter.to_local().numel():
+        return False  # transformers cannot stack no experts
+    for operation in converter.operations:
+        if isinstance(operation, MergeModulelist) and operation.dim == 0:
             continue
+        if isinstance(operation, Concatenate) and operation.dim not in split:
+            continue
+        return False
+    return True
+
+
+def _shard_again(model: PreTrainedModel, sharded: dict[str, Any]) -> None:
+    """Keep this rank's part of each of `sharded` that has been loaded whole, and take it out of them."""
+    for name in [name for name in sharded if not model.get_parameter(name).is_meta]:
+        loaded, before = model.get_parameter(name), sharded.pop(name)
         part = DtensorShardOperation(before).shard_tensor(loaded.data, device=loaded.device, dtype=loaded.dtype)
         assert part is not None, name
-        filled = nn.Parameter(_dtensor_from_local_like(part, before), before.requires_grad)
+        filled = nn.Parameter(_dtensor_from_local_like(part.clone(), before), before.requires_grad)
         filled._is_hf_initialized = True  # type: ignore[attr-defined]
         _replace(model, name, filled)
 
@@ -297,8 +354,12 @@ def names_in_model(model: PreTrainedModel, files: list[Path], mapping: list[Any]
     renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
     own, prefix = model.state_dict(), model.base_model_prefix
-    keys = [key for file in files for key in _keys(file)]
-    return {key: rename_source_key(key, renamings, converters, prefix, own)[0] for key in keys}
+    names = {}
+    for key in (key for file in files for key in _keys(file)):
+        names[key] = rename_source_key(key, renamings, converters, prefix, own)[0]
+        if names[key] not in own and key in own:  # files may have the model's own names already
+            names[key] = rename_source_key(key, [], [], prefix, own)[0]
+    return names
 
 
 def _shape_in(files: list[Path], name: str) -> str:

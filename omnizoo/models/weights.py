@@ -86,12 +86,16 @@ def load_weights(
     missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
     unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
     mismatched = sorted(f"{name}: {shapes}" for name, shapes in loaded.mismatched.items() if name not in grown)
+    unknown = f"; the files have what the model does not know: {_some(unexpected)}" if unexpected else ""
+    if loaded.unconverted:
+        name, reason = min(loaded.unconverted.items())
+        raise UserError(f"{key}: {path}: {name} cannot be made of the weights in the files: {reason}{unknown}")
     if mismatched:
         raise UserError(f"{key}: {path} does not fit its own config.json: {_some(mismatched)}")
     if missing:
         raise UserError(
             f"{key}: {path} lacks weights of the model: {_some(missing)}; "
-            "name them in model.allow_missing to have them initialised"
+            f"name them in model.allow_missing to have them initialised{unknown}"
         )
     if unexpected and not origin.key.startswith("model.modalities"):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Gemma 4 without towers: raw pixels and raw sound enter the language model, each place by itself.
+"""Gemma 4 without towers: raw pixels, of clips too, and raw sound enter the language model, each place by itself.
 
 Tokens of a picture see each other in all layers, over windows too: so does transformers' own forward (5.22.2), and it
 is the judge. In other sizes of Gemma 4 they do so in layers with a window only, within it (transformers issue 46711),
@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from omnizoo.ops.mutual import MutualTokens
 from omnizoo.recipes import gemma4
 from omnizoo.recipes.base import Recipe
+from omnizoo.recipes.gemma_clips import RawClips
 from omnizoo.recipes.gemma_towers import BEGIN, END, SOUND_BEGIN, SOUND_END, RawPatches, RawSound
 
 KINDS = {
     "image": (RawPatches, "<|image|>", (BEGIN, END)),
+    "video": (RawClips, "<|video|>", (BEGIN, END)),
     "audio": (RawSound, "<|audio|>", (SOUND_BEGIN, SOUND_END)),
 }
 
@@ -25,7 +27,7 @@ def mutual(model: PreTrainedModel) -> MutualTokens | None:
     config: Any = model.config
     if config.text_config.use_bidirectional_attention != "vision":
         return None
-    return MutualTokens((config.image_token_id, config.video_token_id), ("image",), over_windows=True)
+    return MutualTokens((config.image_token_id, config.video_token_id), ("image", "video"), over_windows=True)
 
 
 RECIPE = Recipe(
@@ -35,6 +37,6 @@ RECIPE = Recipe(
     modalities=partial(gemma4.modalities, KINDS),
     enter=gemma4.enter,
     mutual=mutual,
-    towers={"image": "model.embed_vision", "audio": "model.embed_audio"},
-    projectors={"image": ("model.embed_vision.multimodal_embedder",)},
+    towers={"image": "model.embed_vision", "video": "model.embed_vision", "audio": "model.embed_audio"},
+    projectors=dict.fromkeys(("image", "video"), ("model.embed_vision.multimodal_embedder",)),
 )

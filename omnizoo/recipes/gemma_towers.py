@@ -5,11 +5,10 @@ The tower's parts are called one by one: as a whole it takes pictures padded to 
 a mask that the host would have to wait for.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,37 +41,40 @@ from omnizoo.recipes.vision_towers import PatchTower, VisionTower, image_process
 BEGIN, END = "<|image>", "<image|>"
 SOUND_BEGIN, SOUND_END = "<|audio>", "<audio|>"
 RAW = {"max_soft_tokens": 280, "resample": BICUBIC, "do_normalize": False, "image_mean": [0.0], "image_std": [1.0]}
-RAW_PLACES = (70, 140, 280, 560, 1120)  # limits that it was trained with
+PLACES = (70, 140, 280, 560, 1120)  # limits that it was trained with
 
 
 class PoolTower(PatchTower):
     """Pictures of at most `max_soft_tokens` places; by default what the folder's preprocessor says."""
 
     item_options = PICTURE_OPTIONS
+    kind: ClassVar[str] = "image"
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
         super().__init__(model, "model.vision_tower", "model.embed_vision")
+        if max_soft_tokens is not None:
+            check_places(self.kind, max_soft_tokens)
         config: Any = model.config
-        self.patch: int = config.vision_config.patch_size
+        self.square: int = config.vision_config.patch_size  # pixels along the edge of a patch
         self.pooled: int = config.vision_config.pooling_kernel_size  # patches along the edge of a place's square
         self.processor = image_processor(
             *(Gemma4ImageProcessorPil, folder, {}),
-            patch_size=self.patch,
+            patch_size=self.square,
             pooling_kernel_size=self.pooled,
             max_soft_tokens=max_soft_tokens,
         )
+        self.most: int = self.processor.max_soft_tokens
 
-    def measure(self, media: Media) -> Size:
-        places = self.places_of(media, *picture_size(media))
+    def fitted(self, media: Media, height: int, width: int) -> tuple[int, int]:
+        return fitted(media, height, width, self.square, self.most, self.pooled)
+
+    def frame_size(self, height: int, width: int) -> Size:
+        """Of a picture that is fitted."""
+        places = height * width // (self.square * self.pooled) ** 2
         return self.size_of(places * self.pooled**2, places, (BEGIN, places, END))
 
-    def places_of(self, media: Media, height: int, width: int) -> int:
-        most = self.processor.max_soft_tokens * self.pooled**2
-        try:
-            rows, columns = get_aspect_ratio_preserving_size(height, width, self.patch, most, self.pooled)
-        except ValueError as error:
-            raise BadMedia(f"{media.name} is {width} x {height} pixels: {error}") from None
-        return rows * columns // (self.patch * self.pooled) ** 2
+    def measure(self, media: Media) -> Size:
+        return self.frame_size(*self.fitted(media, *picture_size(media)))
 
     def prepare(self, media: Media) -> Inputs:
         out = self.processor(images=read_picture(media), return_tensors="pt")
@@ -85,23 +87,28 @@ class PoolTower(PatchTower):
     def blank(self) -> Inputs:
         edge = torch.arange(self.pooled)
         return {
-            "pixels": torch.zeros(self.pooled**2, 3 * self.patch**2),
+            "pixels": torch.zeros(self.pooled**2, 3 * self.square**2),
             "positions": torch.cartesian_prod(edge, edge).flip(1),
         }
 
     def places(self, inputs: Inputs) -> int:
-        return len(inputs["pixels"]) // self.pooled**2
+        return inputs["pixels"].shape[:-1].numel() // self.pooled**2
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        tower, lengths = self.tower, [len(item["pixels"]) for item in items]
-        pixels, positions = (torch.cat([item[name] for item in items])[None] for name in ("pixels", "positions"))
+        """Pictures `[patches, pixels]`, and clips `[frames, patches, pixels]`, whose frames do not see each other."""
+        tower = self.tower
+        shapes = [(1, *item["pixels"].shape)[-3:-1] for item in items]
+        lengths = [patches for frames, patches in shapes for _ in range(frames)]
+        pixels, positions = (
+            torch.cat([item[name].flatten(0, -2) for item in items])[None] for name in ("pixels", "positions")
+        )
         nothing = torch.zeros(positions.shape[:2], dtype=torch.bool, device=pixels.device)  # is padding
         if self.is_packed:
             ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(pixels.device, non_blocking=True)
             told: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": max(lengths)}
             seen = None
         else:
-            told, numbers = {}, torch.arange(len(items)).repeat_interleave(torch.tensor(lengths)).to(pixels.device)
+            told, numbers = {}, torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(pixels.device)
             seen = (numbers[:, None] == numbers)[None, None]
         hidden = tower.encoder(tower.patch_embedder(pixels, positions, nothing), seen, positions, **told)
         states = hidden.last_hidden_state.split(lengths, 1)
@@ -117,17 +124,15 @@ class RawPatches(VisionTower):
     """Pictures of at most `max_soft_tokens` places, each a square of pixels; by default what the folder's preprocessor
     says. The published processor takes tensors."""
 
+    kind: ClassVar[str] = "image"
+
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
         super().__init__(model, "model.embed_vision", "model.embed_vision.multimodal_embedder")
         config: Any = model.config.vision_config
-        self.edge: int = config.model_patch_size
+        self.square: int = config.model_patch_size
         self.processor = TensorPictures(folder, RAW, max_soft_tokens=max_soft_tokens)
         self.most: int = self.processor.told["max_soft_tokens"]
-        if self.most not in RAW_PLACES or self.most > config.mm_posemb_size:
-            known = [str(places) for places in RAW_PLACES if places <= config.mm_posemb_size]
-            raise UserError(
-                f"model.modalities.image.encoder.options: max_soft_tokens is {self.most}; expected {', '.join(known)}"
-            )
+        check_places(self.kind, self.most, config.mm_posemb_size)
 
     @cached_property
     def per_place(self) -> float:
@@ -137,33 +142,37 @@ class RawPatches(VisionTower):
         return tally.flops
 
     def fitted(self, media: Media, height: int, width: int) -> tuple[int, int]:
-        try:
-            return get_aspect_ratio_preserving_size(height, width, self.edge, self.most, 1)
-        except ValueError as error:
-            raise BadMedia(f"{media.name} is {width} x {height} pixels: {error}") from None
+        return fitted(media, height, width, self.square, self.most, 1)
+
+    def frame_size(self, height: int, width: int) -> Size:
+        """Of a picture that is fitted."""
+        places = height * width // self.square**2
+        return Size(places, self.per_place * places, layout=(BEGIN, places, END))
 
     def measure(self, media: Media) -> Size:
-        places = math.prod(self.fitted(media, *picture_size(media))) // self.edge**2
-        return Size(places, self.per_place * places, layout=(BEGIN, places, END))
+        return self.frame_size(*self.fitted(media, *picture_size(media)))
 
     def prepare(self, media: Media) -> Inputs:
         pixels = self.processor.read(media)
         height, width = self.fitted(media, *pixels.shape[1:])
         values = self.processor.values(self.processor.resize(pixels, height, width))
-        rows, columns = torch.arange(height // self.edge), torch.arange(width // self.edge)
+        rows, columns = torch.arange(height // self.square), torch.arange(width // self.square)
         return {
-            "pixels": to_patches(values.permute(1, 2, 0), self.edge),
+            "pixels": to_patches(values.permute(1, 2, 0), self.square),
             "positions": torch.cartesian_prod(rows, columns).flip(1),  # along the row, then which row
         }
 
     def blank(self) -> Inputs:
-        return {"pixels": torch.zeros(1, 3 * self.edge**2), "positions": torch.zeros(1, 2, dtype=torch.int64)}
+        return {"pixels": torch.zeros(1, 3 * self.square**2), "positions": torch.zeros(1, 2, dtype=torch.int64)}
 
     def places(self, inputs: Inputs) -> int:
-        return len(inputs["pixels"])
+        return inputs["pixels"].shape[:-1].numel()
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        pixels, positions = (torch.cat([item[name] for item in items]) for name in ("pixels", "positions"))
+        """Pictures `[places, pixels]`, and clips `[frames, places, pixels]`."""
+        pixels, positions = (
+            torch.cat([item[name].flatten(0, -2) for item in items]) for name in ("pixels", "positions")
+        )
         features: torch.Tensor = self.tower(pixels, positions, return_dict=True).pooler_output
         return features
 
@@ -273,6 +282,23 @@ class MelTower(VisionTower):
 
     def preview(self, media: Media) -> str:
         return media.name
+
+
+def check_places(kind: str, most: int, known: int = PLACES[-1]) -> None:
+    allowed = [str(places) for places in PLACES if places <= known]
+    if str(most) not in allowed:
+        raise UserError(
+            f"model.modalities.{kind}.encoder.options: max_soft_tokens is {most}; expected {', '.join(allowed)}"
+        )
+
+
+def fitted(media: Media, height: int, width: int, square: int, places: int, pooled: int) -> tuple[int, int]:
+    """The height and width that a picture is resized to, for at most so many places of `pooled` x `pooled` squares."""
+    try:
+        size: tuple[int, int] = get_aspect_ratio_preserving_size(height, width, square, places * pooled**2, pooled)
+    except ValueError as error:
+        raise BadMedia(f"{media.name} is {width} x {height} pixels: {error}") from None
+    return size
 
 
 def count_places(frames: int) -> int:

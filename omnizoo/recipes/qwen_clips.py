@@ -210,5 +210,9 @@ def video_settings(folder: str | None) -> dict[str, Any]:
         said = read_json(file)
         found = said.get("video_processor") if name == FILES[0] else said
         if isinstance(found, dict):
+            for key in ("fps", "num_frames", "min_frames", "max_frames"):
+                value = found.get(key)
+                if value is not None and not (isinstance(value, int | float) and value > 0):
+                    raise UserError(f"{file}: {key} is {value!r}; expected a number above 0")
             return found
     return {}

@@ -25,12 +25,12 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Inputs, Item, Modality, Size
 from omnizoo.modalities.files import PICTURE_OPTIONS, picture_size, read_picture
 from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.item import BadMedia, Media
-from omnizoo.modalities.tower import Work
+from omnizoo.modalities.tower import Work, check_settings
 from omnizoo.models.artefact import read_json
 from omnizoo.models.hf_private import PACKED, attend_packed, attention_name, language_model
 from omnizoo.models.media_batch import Features
@@ -328,7 +328,12 @@ def preprocessor(kind: Any, folder: str | None, published: Mapping[str, Any], **
             read_json(file)  # which says in a line what is wrong with it
         # `from_pretrained(folder, **own)` leaves out what of `own` the file does not have
         read = getattr(kind, "get_feature_extractor_dict", None) or kind.get_image_processor_dict
-        return kind.from_dict(read(folder)[0] | own)
+        try:
+            made = kind.from_dict(read(folder)[0] | own)
+        except (ValueError, TypeError, KeyError, ArithmeticError, AttributeError) as error:
+            raise UserError(f"{found[0]} does not describe a {kind.__name__}: {first_line(error)}") from error
+        check_settings(str(found[0]), made)
+        return made
     if folder is not None and any(Path(folder).glob("*.safetensors")):  # published weights, or an export
         log.warning("%s has no preprocessor_config.json: its media are prepared as its family is published", folder)
     return kind(**published, **own)

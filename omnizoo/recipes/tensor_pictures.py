@@ -17,16 +17,22 @@ BILINEAR, BICUBIC = 2, 3
 
 
 class TensorPictures:
-    """Settings as the folder has them, else as `published`; `own` is what the model itself, or an option, decides."""
+    """Settings as the folder has them, else as `published`; `own` is what the model itself, or an option, decides.
+    `clips`: what the folder says of clips, where it is their frames that are prepared."""
 
-    def __init__(self, folder: str | None, published: Mapping[str, Any], **own: Any) -> None:
+    def __init__(
+        self, folder: str | None, published: Mapping[str, Any], clips: Mapping[str, Any] | None = None, **own: Any
+    ) -> None:
         known = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, **published}
-        told = preprocessor_settings(folder, "image_processor")
+        kind, file = (
+            ("image", "preprocessor_config.json") if clips is None else ("video", "video_preprocessor_config.json")
+        )
+        told = preprocessor_settings(folder, "image_processor") if clips is None else clips
         own = {key: value for key, value in own.items() if value is not None}
         self.told = known | {key: value for key, value in told.items() if key in known} | own
-        where = "preprocessor_config.json" if folder is None else f"{folder}: preprocessor_config.json"
+        where = file if folder is None else f"{folder}: {file}"
         for key, value in self.told.items():
-            like = "model.modalities.image.encoder.options" if key in own else where
+            like = f"model.modalities.{kind}.encoder.options" if key in own else where
             if not isinstance(value, type(known[key])) or (key.startswith("max_") and value < 1):
                 raise UserError(f"{like}: {key} is {value!r}; expected something like {known[key]!r}")
         if not (self.told["do_resize"] and self.told["do_rescale"]):

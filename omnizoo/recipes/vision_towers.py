@@ -22,7 +22,7 @@ from omnizoo.modalities.files import PICTURE_OPTIONS, picture_size, read_picture
 from omnizoo.modalities.image import thumbnail
 from omnizoo.modalities.item import Media
 from omnizoo.modalities.tally import Tally
-from omnizoo.modalities.tower import Work
+from omnizoo.modalities.tower import Work, check_settings
 from omnizoo.models.hf_private import PACKED, attend_packed, attention_name
 from omnizoo.models.media_batch import Features
 from omnizoo.recipes.qwen_towers import put
@@ -178,7 +178,9 @@ def image_processor(kind: Any, folder: str | None, published: Mapping[str, Any],
             log.info("%s has no %s: pictures are prepared as published", folder, PROCESSOR_FILES[0])
         return kind(**dict(published) | own)
     try:
-        return kind.from_pretrained(folder, **own)
+        made = kind.from_pretrained(folder, **own)
     except (OSError, ValueError, TypeError, KeyError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{folder}: {PROCESSOR_FILES[0]} does not describe a {kind.__name__}: {line}") from error
+    check_settings(f"{folder}: {PROCESSOR_FILES[0]}", made)
+    return made

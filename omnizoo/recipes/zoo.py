@@ -41,7 +41,6 @@ REFUSED: dict[str, str] = {
 }
 # Families whose media nothing feeds: `model.text_only: true` trains those that write text on text alone.
 NO_MEDIA: dict[str, str] = {
-    "minicpmv4_7": "its pictures stand on a canvas of positions of their own, slices included; not written yet",
     "phi4_multimodal": "its audio tower draws from numpy's global random numbers in training",
     "higgs_audio_v2": "it writes no text, only codes of speech of a codec that is not in its folder; not supported yet",
 }
