@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -65,6 +66,12 @@ SCHEMAS = {
 def without_function_modes() -> AbstractContextManager[None]:
     """Inside it, torch's functions do what they say, whatever `TorchFunctionMode` is on."""
     return torch._C.DisableTorchFunction()
+
+
+def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As `module.to` does for all tensors alike: parameters, gradients and buffers become what `change` makes of them,
+    and modules with a way of their own to be moved are told."""
+    module._apply(change)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
