@@ -53,7 +53,9 @@ def measure(config: Config, process: Any) -> dict[str, Any]:
         with ledger.muted():  # CPUs receive gradients before they add them up; NCCL does not
             return scatter(*args, **kwargs)
 
-    with ledger.watching(), replaced((DirectReduceScatter, "__call__", without_copy)):
+    # Nor are they freed before FSDP2 frees them.
+    as_others = ((DirectReduceScatter, "__call__", without_copy), (DirectReduceScatter, "free", lambda *_: None))
+    with ledger.watching(), replaced(*as_others):
         parallelize(model, mesh, config)
         optimizer = build_optimizer(model, config)
         model.train()

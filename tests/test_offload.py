@@ -119,7 +119,7 @@ def test_state_is_freed_while_it_is_away_and_comes_back_to_the_bit(monkeypatch: 
 
 def test_a_run_with_all_of_it_on_the_host_has_the_same_numbers_over_a_restart(tmp_path: Path) -> None:
     path = write_config(tmp_path, train={"global_batch": 2, "schedule": "constant"}, checkpoint={"every": 2})
-    away = ["--parallel.offload", "[activations, optimizer]"]
+    away = ["--parallel.offload", "[activations, optimizer, parameters]"]
     for name, ends, settings in (("plain", [4], []), ("away", [2, 4], away)):
         for end in ends:
             words = ["--log.dir", str(tmp_path / name), "--train.steps", str(end), *settings]
@@ -155,3 +155,11 @@ def test_a_plan_counts_what_is_on_the_host() -> None:
     state = found[0]["memory"]["optimizer"]
     assert found[2]["host_memory_gb"] == pytest.approx(state, rel=0.1)  # but for what is small
     assert found[0]["peak_memory_gb"] - found[2]["peak_memory_gb"] > 0.5 * state
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_on_the_host_have_the_same_losses_and_gradients_to_the_bit(folder: Path, name: str) -> None:
+    moved, plain = trial(folder, name, offload=["parameters"], recompute="full")
+    assert moved.losses == plain.losses
+    for key, gradient in plain.gradients.items():
+        assert torch.equal(moved.gradients[key], gradient), key

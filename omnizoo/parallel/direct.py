@@ -43,8 +43,15 @@ class DirectAllGather:
 
 
 class DirectReduceScatter:
+    def __init__(self) -> None:
+        self._given: torch.Tensor | None = None
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """FSDP2 asks for what goes in first, then for what comes out."""
+        made = torch.empty(*size, dtype=dtype, device=device)
+        if self._given is None:
+            self._given = made
+        return made
 
     def __call__(
         self,
@@ -62,7 +69,14 @@ class DirectReduceScatter:
         torch.add(arrived[0], arrived[1], out=output_tensor)  # in the order of ranks
         for part in arrived[2:]:
             output_tensor.add_(part)
+        if self._given is input_tensor:
+            self.free(input_tensor)
+        self._given = None
         return None
+
+    def free(self, given: torch.Tensor) -> None:
+        """All of it has been sent and added up; FSDP2 would keep it until the next unit has its gradients."""
+        given.untyped_storage().resize_(0)
 
 
 def _exchange(

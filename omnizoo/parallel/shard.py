@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import zeros as sharded_zeros
 
 from omnizoo.ops.device import is_host
-from omnizoo.ops.torch_private import change_tensors
+from omnizoo.ops.torch_private import change_tensors, use_in_place
 from omnizoo.parallel.direct import set_collectives
 from omnizoo.parallel.mesh import Mesh
 
@@ -122,7 +122,9 @@ def set_communication(unit: FSDPModule, mesh: DeviceMesh) -> None:
     """How one unit talks to other ranks: gradients are summed over its mesh, and CPUs send directly. No setter reaches
     the units inside of it."""
     set_collectives(unit, mesh.get_group(mesh.ndim - 1))
-    if mesh.size() > 1:  # one rank has nothing to sum, and torch 2.13 would copy every gradient to divide it by one
+    if mesh.size() == 1:
+        use_in_place(unit)
+    else:  # one rank has nothing to sum, and torch 2.13 would copy every gradient to divide it by one
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and a plain one is meant
 
