@@ -53,7 +53,7 @@ class Parallel(Section):
         max_length=8,
         description="what is kept in the memory of the host instead of the device's: `activations` come back one block "
         "ahead in backward, the state of the `optimizer` is away but for the update, `parameters` come when they are "
-        "gathered, and the host updates them: their gradients and the optimizer's state are there, too (docs/memory.md)",
+        "gathered, and the host updates them: gradients and the optimizer's state are there, too (docs/memory.md)",
     )
     tile_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
         None,

@@ -22,7 +22,6 @@ from omnizoo.ops.torch_private import change_tensors, use_in_place
 from omnizoo.parallel.direct import set_collectives
 from omnizoo.parallel.mesh import Mesh
 
-
 RESIDENT = OffloadPolicy()  # shards are on the device
 
 
@@ -37,7 +36,7 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 def offload_policy(device: torch.device, on_host: bool) -> OffloadPolicy:
-    """`on_host`: shards are in memory of the host, come to `device` to be gathered, and their gradients go back there."""
+    """`on_host`: shards are in the host's memory, come to `device` to be gathered, and their gradients go there."""
     return CPUOffloadPolicy(pin_memory=not is_host(device)) if on_host else OffloadPolicy()
 
 
