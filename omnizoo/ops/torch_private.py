@@ -74,6 +74,12 @@ def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Ten
     module._apply(change)
 
 
+def free_gathered_buffer(unit: Any) -> None:
+    """Let a unit of FSDP2 free what it has received as soon as its weights are in place. It would keep that until the
+    next unit has received its own, for streams that work at the same time, which a CPU does not have."""
+    unit._set_unshard_async_op(True)
+
+
 def use_in_place(unit: Any) -> None:
     """Let a unit of FSDP2 that one rank has for itself compute with its shards, which are the whole weights, and take
     gradients as they are: torch 2.13 copies all of both. What has to be cast, or brought to the device, is as ever."""

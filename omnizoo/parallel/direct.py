@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from omnizoo.ops.torch_private import free_gathered_buffer
+
 # Tags of messages, apart from those of everybody else in the same group.
 GATHERING, SCATTERING = 7001, 7002
 
@@ -119,4 +121,5 @@ def set_collectives(unit: FSDPModule, group: dist.ProcessGroup) -> None:
         unit.set_custom_reduce_scatter(OneRank())  # type: ignore[arg-type]
     elif dist.get_backend(group) == "gloo":
         unit.set_custom_all_gather(DirectAllGather())  # type: ignore[arg-type]
+        free_gathered_buffer(unit)
         unit.set_custom_reduce_scatter(DirectReduceScatter())  # type: ignore[arg-type]

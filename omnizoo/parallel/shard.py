@@ -270,7 +270,10 @@ def move(model: nn.Module, device: torch.device, of_shards: torch.device | None 
     them whenever a module is moved, and pins those that are on the host."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(of_shards if of_shards is not None and is_sharded(tensor) else device)
+        there = tensor.to(of_shards if of_shards is not None and is_sharded(tensor) else device)
+        # Shards that were read from files on the host are views of the whole tensor there.
+        is_view = local_of(there).untyped_storage().nbytes() > local_of(there).nbytes
+        return there.clone() if is_view and is_sharded(there) else there
 
     change_tensors(model, moved)
 
