@@ -17,6 +17,7 @@ from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.models.build import build_model
 from omnizoo.ops import attention_blocks
+from omnizoo.parallel import direct
 from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.direct import DirectReduceScatter
 from omnizoo.parallel.mesh import build_mesh
@@ -53,7 +54,13 @@ def measure(config: Config, process: Any) -> dict[str, Any]:
         with ledger.muted():  # CPUs receive gradients before they add them up; NCCL does not
             return scatter(*args, **kwargs)
 
-    with ledger.watching(), replaced((DirectReduceScatter, "__call__", without_copy)):
+    # Nor is anything freed before FSDP2 frees it.
+    as_others = (
+        (DirectReduceScatter, "__call__", without_copy),
+        (DirectReduceScatter, "free", lambda *_: None),
+        (direct, "free_gathered_buffer", lambda _: None),
+    )
+    with ledger.watching(), replaced(*as_others):
         parallelize(model, mesh, config)
         optimizer = build_optimizer(model, config)
         model.train()

@@ -1,4 +1,4 @@
-"""Activations on the host: the same bits, back one block ahead, and refused where the host has no room."""
+"""What is on the host: the same bits, activations back one block ahead, and refused where the host has no room."""
 
 import json
 from contextlib import chdir
@@ -12,10 +12,13 @@ from test_tiles import MODELS, trial
 from tiny import read_steps, write_config
 from torch import nn
 
+from omnizoo.assembly import parallelize
 from omnizoo.cli.main import main
 from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
 from omnizoo.ops import offload
 from omnizoo.ops.offload import Offload, StateAway
+from omnizoo.training.optimizer import check_optimizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,7 +122,7 @@ def test_state_is_freed_while_it_is_away_and_comes_back_to_the_bit(monkeypatch: 
 
 def test_a_run_with_all_of_it_on_the_host_has_the_same_numbers_over_a_restart(tmp_path: Path) -> None:
     path = write_config(tmp_path, train={"global_batch": 2, "schedule": "constant"}, checkpoint={"every": 2})
-    away = ["--parallel.offload", "[activations, optimizer]"]
+    away = ["--parallel.offload", "[activations, optimizer, parameters]"]
     for name, ends, settings in (("plain", [4], []), ("away", [2, 4], away)):
         for end in ends:
             words = ["--log.dir", str(tmp_path / name), "--train.steps", str(end), *settings]
@@ -144,7 +147,8 @@ def test_a_plan_counts_what_is_on_the_host() -> None:
         "fp32",
     ]
     found = []
-    for extra in ([], ["--parallel.offload", "[activations]"], ["--parallel.offload", "[optimizer]"]):
+    for what in ("", "activations", "optimizer", "parameters"):
+        extra = ["--parallel.offload", f"[{what}]"]
         with chdir(ROOT):
             result = run_omnizoo(["plan", config, *settings, *extra])
         assert result.code == 0, result.stderr
@@ -155,3 +159,31 @@ def test_a_plan_counts_what_is_on_the_host() -> None:
     state = found[0]["memory"]["optimizer"]
     assert found[2]["host_memory_gb"] == pytest.approx(state, rel=0.1)  # but for what is small
     assert found[0]["peak_memory_gb"] - found[2]["peak_memory_gb"] > 0.5 * state
+    weights = found[0]["memory"]["weights"]
+    assert found[3]["memory"]["weights"] < 0.1 * weights  # buffers
+    assert found[3]["memory"]["optimizer"] < 0.01 * state
+    assert found[3]["host_memory_gb"] == pytest.approx(weights + weights + state, rel=0.1)  # and gradients
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_on_the_host_have_the_same_losses_and_gradients_to_the_bit(folder: Path, name: str) -> None:
+    moved, plain = trial(folder, name, offload=["parameters"], recompute="full")
+    assert moved.losses == plain.losses
+    for key, gradient in plain.gradients.items():
+        assert torch.equal(moved.gradients[key], gradient), key
+
+
+def test_weights_that_the_host_has_no_room_for_are_refused_with_figures(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallelize, "available_memory", lambda: 1000)
+    with pytest.raises(
+        UserError, match=r"parallel\.offload: weights, gradients and the optimizer's state of 1 rank\(s\)"
+    ):
+        trial(folder, "dense", offload=["parameters"])
+
+
+def test_an_update_that_has_ranks_talk_is_refused_for_weights_on_the_host(tmp_path: Path) -> None:
+    path = write_config(tmp_path, parallel={"offload": ["parameters"]}, optimizer={"kind": "muon"})
+    with pytest.raises(UserError, match=r"parallel\.offload: `parameters` are updated on the host, and muon"):
+        check_optimizer(load_config(path, []))

@@ -145,6 +145,7 @@ def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:
         "set_requires_all_reduce": "requires_all_reduce",
         "set_requires_gradient_sync": "requires_gradient_sync",
         "set_reshard_after_backward": "reshard_after_backward",
+        "_set_unshard_async_op": "async_op",
     }.items():
         assert parameters(getattr(FSDPModule, name))[:2] == ["self", argument]
 

@@ -1,10 +1,10 @@
 """No framework: a bare loop with FSDP2, the same Hugging Face model, the same documents in packs.
 
-    [torchrun] plain.py ASSETS dense|moe [--tuned] [--steps 20]
+    [torchrun] plain.py ASSETS dense|moe [--tuned [--reshard]] [--steps 20]
 
 As most people would write it: a block mask over the pack, all logits at once, weights resharded after each block.
 `--tuned` is what an expert would make of it: one attention call per document, the head and its loss in chunks, weights
-kept gathered.
+kept gathered; with `--reshard` they are not.
 """
 
 import argparse
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("assets", type=Path)
     parser.add_argument("model")
     parser.add_argument("--tuned", action="store_true")
+    parser.add_argument("--reshard", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=1024)
     args = parser.parse_args()
@@ -123,9 +124,10 @@ def main() -> None:
     root = WithLoss(model, args.tuned)
     if world > 1:
         mesh = init_device_mesh("cpu", (world,))
+        reshard = args.reshard or not args.tuned
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=not args.tuned)
-        fully_shard(root, mesh=mesh, reshard_after_forward=not args.tuned)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(root, mesh=mesh, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(root.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for step, (ids, positions) in zip(range(args.steps), packs(args.assets, tokenizer, args.tokens), strict=False):

@@ -35,13 +35,23 @@ from omnizoo.models.initial import initial_weights
 from omnizoo.models.quantised_layers import quantise_base
 from omnizoo.models.vocabulary import with_published_rows
 from omnizoo.models.weights import grown_rows, weight_origins
-from omnizoo.ops.device import is_host, total_memory
+from omnizoo.ops.device import available_memory, is_host, total_memory
 from omnizoo.ops.offload import Offload
 from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.experts import Dispatch, check_experts, shard_experts
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallel.shard import Units, allocate, fill, precision_policy, prefetch, sent_by_first, shard
+from omnizoo.parallel.shard import (
+    Units,
+    allocate,
+    fill,
+    move,
+    offload_policy,
+    precision_policy,
+    prefetch,
+    sent_by_first,
+    shard,
+)
 from omnizoo.parallel.ulysses import check_heads
 from omnizoo.recipes.base import Facts, read_facts
 
@@ -86,14 +96,16 @@ def parallelize(
     if "activations" in parallel.offload:
         offload = Offload(mesh.device, len(blocks), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if parallel.offload and is_host(mesh.device):
-        log.warning("parallel.offload: the device is the host itself: copies are made there, which saves nothing")
+        log.warning("parallel.offload: the device is the host itself, so that nothing is saved by it")
     for name, block in zip(facts.blocks, blocks, strict=True):
         by_run = parallel.recompute if isinstance(parallel.recompute, str) else None
         recompute(block, treatments.of(name).recompute or by_run, parallel.precision, recomputation, offload)
-    policy = precision_policy(parallel.precision)
+    policy, on_host = precision_policy(parallel.precision), "parameters" in parallel.offload
+    away = offload_policy(mesh.device, on_host)
+    home = torch.device("cpu") if on_host else mesh.device  # of shards
     reshard = reshards(model, config, total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1))
     quantise_base(model, facts.experts)
-    inside = shard_experts(experts, mesh, reshard, policy)
+    inside = shard_experts(experts, mesh, reshard, policy, away)
     for unit in inside:
         gather_aside(unit, recomputation)
     # Frozen tokenisers compute codes, which must not depend on the run's precision; they are small, too.
@@ -102,7 +114,7 @@ def parallelize(
     if parallel.precision == "bf16":
         whole += kept_in_fp32(model).values()
     idle = [model.get_submodule(name) for name in media.idle]
-    shard(model, Units(blocks, embedding, head, whole, idle), mesh, reshard, policy)
+    shard(model, Units(blocks, embedding, head, whole, idle), mesh, reshard, policy, away)
     if mesh.layout.ep > 1:
         for chain in chains(facts.blocks):
             units = [[block, *(m for m in block.modules() if m in inside)] for block in map(model.get_submodule, chain)]
@@ -119,8 +131,8 @@ def parallelize(
         log.info("%s has %d rows: %d published ones, and new ones for tokens without one", name, rows, known.rows)
     if load:
         wanted = buffers | plain_names(model)
-        wanted = load_held(model, partial(load_published, model, origins, config.model, mesh.device, wanted))
-    allocate(model, mesh.device)
+        wanted = load_held(model, partial(load_published, model, origins, config.model, home, wanted))
+    allocate(model, mesh.device, of_shards=home)
     # Drawn in fp32 whatever the precision of the run: fp64 widens the same numbers, not others. Buffers are
     # computed, mostly, and so have all the digits of the run's precision.
     computed = wanted & buffers if parallel.precision == "fp64" else set()
@@ -136,7 +148,7 @@ def parallelize(
         begin_adapter(model, adapter)
     media.attach(config.model)
     keep_logits(model)
-    nn.Module.to(model, mesh.device)  # FSDP re-reads parameters that were replaced whenever a module is moved
+    move(model, mesh.device, of_shards=home)
     done("weights")
 
 
@@ -195,7 +207,15 @@ def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
     """Refuse a model whose weights alone, with gradients and the optimizer's state, are more than the machine has: it
     would be killed somewhere in the middle of being allocated."""
     each, there = held_bytes(model, config) // mesh.layout.fsdp, total_memory(mesh.device)
-    if each > there:
+    if "parameters" in config.parallel.offload:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if each * ranks > (left := available_memory()):
+            raise UserError(
+                f"parallel.offload: weights, gradients and the optimizer's state of {ranks} rank(s) take "
+                f"{each * ranks / 2**30:,.3g} GiB on the host, which has {left / 2**30:,.3g} GiB left: leave "
+                "`parameters` out, or share the model among more nodes (parallel.dp_shard)"
+            )
+    elif each > there:
         count = sum(parameter.numel() for parameter in model.parameters())
         raise UserError(
             f"model: {count:,} parameters with gradients and the optimizer's state take {each / 2**30:,.0f} GiB on "

@@ -48,11 +48,12 @@ class Parallel(Section):
         description="recompute activations in backward: whole blocks, or all but attention, matmuls and all-to-alls; "
         "or `{budget: 40}`: as few blocks as it allows, by costs that are measured at the start (docs/memory.md)",
     )
-    offload: list[Literal["activations", "optimizer"]] = Field(
+    offload: list[Literal["activations", "optimizer", "parameters"]] = Field(
         [],
         max_length=8,
         description="what is kept in the memory of the host instead of the device's: `activations` come back one block "
-        "ahead in backward, the state of the `optimizer` is away but for the update (docs/memory.md)",
+        "ahead in backward, the state of the `optimizer` is away but for the update, `parameters` come when they are "
+        "gathered, and the host updates them: gradients and the optimizer's state are there, too (docs/memory.md)",
     )
     tile_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
         None,

@@ -93,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     to_weight.addmm_(grad.t(), some)
                 else:
                     to_weight += grad.t() @ some
-            del logits, grad  # before there are new ones
+            del logits, grad, given  # before there are new ones
         ctx.gradients = (to_hidden, to_weight, to_bias)
         return total
 

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -65,6 +66,67 @@ SCHEMAS = {
 def without_function_modes() -> AbstractContextManager[None]:
     """Inside it, torch's functions do what they say, whatever `TorchFunctionMode` is on."""
     return torch._C.DisableTorchFunction()
+
+
+def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As `module.to` does for all tensors alike: parameters, gradients and buffers become what `change` makes of them,
+    and modules with a way of their own to be moved are told."""
+    module._apply(change)
+
+
+def free_gathered_buffer(unit: Any) -> None:
+    """Let a unit of FSDP2 free what it has received as soon as its weights are in place. It would keep that until the
+    next unit has received its own, for streams that work at the same time, which a CPU does not have."""
+    unit._set_unshard_async_op(True)
+
+
+def use_in_place(unit: Any) -> None:
+    """Let a unit of FSDP2 that one rank has for itself compute with its shards, which are the whole weights, and take
+    gradients as they are: torch 2.13 copies all of both. What has to be cast, or brought to the device, is as ever."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.init_all_gather_outputs = partial(_take_shard, parameter, parameter.init_all_gather_outputs)
+            parameter.free_unsharded_param = partial(_free_copy, parameter, parameter.free_unsharded_param)
+        group.post_backward = partial(_take_gradients, group, group.post_backward)
+
+
+def _take_shard(
+    parameter: Any, own: Callable[..., None], sizes: list[int], dtypes: list[torch.dtype], ranks: int, device: Any
+) -> None:
+    data = parameter._sharded_param_data
+    is_whole = data.untyped_storage().nbytes() == data.nbytes and list(sizes) == [data.numel()]
+    if not is_whole or dtypes != [data.dtype] or data.device != device or hasattr(data, "fsdp_pre_all_gather"):
+        own(sizes, dtypes, ranks, device)
+    elif not _is_shard(parameter):
+        parameter.all_gather_outputs = [data]
+        vars(parameter).pop("_unsharded_param", None)  # of a copy, or of what the weights were before they were moved
+
+
+def _is_shard(parameter: Any) -> bool:
+    outputs = parameter.all_gather_outputs
+    return len(outputs) == 1 and outputs[0] is parameter._sharded_param_data
+
+
+def _free_copy(parameter: Any, own: Callable[[], None]) -> None:
+    if not _is_shard(parameter):
+        own()
+
+
+def _take_gradients(group: Any, own: Callable[..., None], *unused: Any) -> None:
+    for parameter in group.fsdp_params if group.reduce_grads else ():
+        whole, shard = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
+        is_plain = parameter.unsharded_accumulated_grad is None and not shard._post_accumulate_grad_hooks
+        if whole is None or whole.grad is None or whole.grad.dtype != shard.dtype or not is_plain:
+            continue
+        if parameter.offload_to_cpu and whole.grad.device.type != "cpu":
+            continue
+        grad = parameter.unsharded_grad_data.contiguous()
+        whole.grad = None
+        if shard.grad is None:
+            shard.grad = parameter.to_sharded_dtensor(grad)
+        else:
+            shard.grad._local_tensor += grad
+    own(*unused)  # finds none, and frees what was gathered
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from omnizoo.ops.torch_private import free_gathered_buffer
+
 # Tags of messages, apart from those of everybody else in the same group.
 GATHERING, SCATTERING = 7001, 7002
 
@@ -43,8 +45,15 @@ class DirectAllGather:
 
 
 class DirectReduceScatter:
+    def __init__(self) -> None:
+        self._given: torch.Tensor | None = None
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """FSDP2 asks for what goes in first, then for what comes out."""
+        made = torch.empty(*size, dtype=dtype, device=device)
+        if self._given is None:
+            self._given = made
+        return made
 
     def __call__(
         self,
@@ -62,7 +71,14 @@ class DirectReduceScatter:
         torch.add(arrived[0], arrived[1], out=output_tensor)  # in the order of ranks
         for part in arrived[2:]:
             output_tensor.add_(part)
+        if self._given is input_tensor:
+            self.free(input_tensor)
+        self._given = None
         return None
+
+    def free(self, given: torch.Tensor) -> None:
+        """All of it has been sent and added up; FSDP2 would keep it until the next unit has its gradients."""
+        given.untyped_storage().resize_(0)
 
 
 def _exchange(
@@ -105,4 +121,5 @@ def set_collectives(unit: FSDPModule, group: dist.ProcessGroup) -> None:
         unit.set_custom_reduce_scatter(OneRank())  # type: ignore[arg-type]
     elif dist.get_backend(group) == "gloo":
         unit.set_custom_all_gather(DirectAllGather())  # type: ignore[arg-type]
+        free_gathered_buffer(unit)
         unit.set_custom_reduce_scatter(DirectReduceScatter())  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnizoo.config.errors import UserError
@@ -28,7 +28,7 @@ from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.exchange import exchange_rows
 from omnizoo.parallel.layout import Layout, divisors
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallel.shard import set_communication
+from omnizoo.parallel.shard import RESIDENT, set_communication
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,11 @@ def check_experts(layout: Layout, experts: int) -> None:
 
 
 def shard_experts(
-    modules: Iterable[nn.Module], mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy
+    modules: Iterable[nn.Module],
+    mesh: Mesh,
+    reshard: bool,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy = RESIDENT,
 ) -> list[nn.Module]:
     """Spread the experts of each module over `ep`, and make it a unit of FSDP2 over `ep_shard`, in place; the units.
 
@@ -141,10 +145,11 @@ def shard_experts(
     the experts' weights.
     """
     units: list[nn.Module] = []
+    how: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
     for module in modules:
         for child in module.children():
             if any(True for _ in child.parameters()):  # shared by all experts, so sharded like dense weights
-                unit = fully_shard(child, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+                unit = fully_shard(child, mesh=mesh.fsdp, **how)
                 set_communication(unit, mesh.fsdp)
                 units.append(child)
         own = dict(module.named_parameters(recurse=False))
@@ -153,13 +158,7 @@ def shard_experts(
             for name, p in own.items():
                 part = distribute_tensor(p.detach(), mesh.experts["ep"], [Shard(0)], src_data_rank=None)
                 setattr(module, name, nn.Parameter(part, p.requires_grad))
-        unit = fully_shard(
-            module,
-            mesh=mesh.expert_fsdp,
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            shard_placement_fn=partial(_placement, split),
-        )
+        unit = fully_shard(module, mesh=mesh.expert_fsdp, shard_placement_fn=partial(_placement, split), **how)
         set_communication(unit, mesh.expert_fsdp)
         units.append(module)
     return units

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from omnizoo.ops.device import has_float64
+from omnizoo.ops.device import has_float64, to_device
 from omnizoo.parallel.shard import local_of
 
 ROW = 1024
@@ -34,8 +34,9 @@ def sum_of_whole(parameters: Iterable[nn.Parameter]) -> None:
         grad.copy_(total.view_as(grad))
 
 
-def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """This rank's part of the squared L2 norm of all gradients: over all ranks, parts add up to that of one process.
+def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """This rank's part of the squared L2 norm of all gradients, on `device`, wherever they are: over all ranks, parts
+    add up to that of one process.
 
     Ranks that hold the same shard hold the same gradient (HSDP reduces it in backward), so each counts its share of it.
     """
@@ -44,7 +45,7 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         mesh, placements = placed or (None, ())
         shards = math.prod(mesh.size(i) for i, split in enumerate(placements) if mesh and isinstance(split, Shard))
         square = sum_of_squares([local_of(p.grad) for p in group if p.grad is not None])
-        parts.append(square * (shards / dist.get_world_size()))
+        parts.append(to_device(square * (shards / dist.get_world_size()), device))
     assert parts, "no gradients"
     return torch.stack(parts).sum()
 

@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import zeros as sharded_zeros
 
+from omnizoo.ops.device import is_host
+from omnizoo.ops.torch_private import change_tensors, use_in_place
 from omnizoo.parallel.direct import set_collectives
 from omnizoo.parallel.mesh import Mesh
+
+RESIDENT = OffloadPolicy()  # shards are on the device
 
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:
@@ -29,6 +33,11 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
     if precision == "bf16":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     return MixedPrecisionPolicy()
+
+
+def offload_policy(device: torch.device, on_host: bool) -> OffloadPolicy:
+    """`on_host`: shards are in the host's memory, come to `device` to be gathered, and their gradients go there."""
+    return CPUOffloadPolicy(pin_memory=not is_host(device)) if on_host else OffloadPolicy()
 
 
 @dataclass(frozen=True)
@@ -42,28 +51,36 @@ class Units:
     idle: Sequence[nn.Module] = ()  # modules that training never runs: units of their own, which nobody gathers
 
 
-def shard(model: nn.Module, units: Units, mesh: Mesh, reshard: bool, policy: MixedPrecisionPolicy) -> None:
+def shard(
+    model: nn.Module,
+    units: Units,
+    mesh: Mesh,
+    reshard: bool,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy = RESIDENT,
+) -> None:
     """Make each of `units`, and what is left at the root, a unit of FSDP2 over `mesh`, in place."""
     kept = set(units.whole)
+    how: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy, "offload_policy": offload}
     for block in units.blocks:
         if policy.param_dtype is not None:
             cast_activations(block, policy.param_dtype)
         own = kept.intersection(block.parameters())
-        unit = fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, ignored_params=own)
+        unit = fully_shard(block, reshard_after_forward=reshard, ignored_params=own, **how)
         set_communication(unit, mesh.fsdp)
     for module in units.idle:
-        set_communication(fully_shard(module, mesh=mesh.fsdp, mp_policy=policy), mesh.fsdp)
+        set_communication(fully_shard(module, **how), mesh.fsdp)
     if units.embedding is not None:
-        unit = fully_shard(units.embedding, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+        unit = fully_shard(units.embedding, reshard_after_forward=reshard, **how)
         set_communication(unit, mesh.fsdp)
         unit.set_unshard_in_backward(False)  # its gradient is made of ids and of what comes back, without the weights
     # Head and root are needed again at once when backward starts: resharding them would only add all-gathers.
     if units.head is not None:
         if policy.param_dtype is not None:
             cast_activations(units.head, policy.param_dtype)  # some models cast to what its weights are before gathered
-        unit = fully_shard(units.head, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+        unit = fully_shard(units.head, reshard_after_forward=False, **how)
         set_communication(unit, mesh.fsdp)
-    root = fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=kept)
+    root = fully_shard(model, reshard_after_forward=False, ignored_params=kept, **how)
     set_communication(root, mesh.fsdp)
 
 
@@ -104,7 +121,9 @@ def set_communication(unit: FSDPModule, mesh: DeviceMesh) -> None:
     """How one unit talks to other ranks: gradients are summed over its mesh, and CPUs send directly. No setter reaches
     the units inside of it."""
     set_collectives(unit, mesh.get_group(mesh.ndim - 1))
-    if mesh.size() > 1:  # one rank has nothing to sum, and torch 2.13 would copy every gradient to divide it by one
+    if mesh.size() == 1:
+        use_in_place(unit)
+    else:  # one rank has nothing to sum, and torch 2.13 would copy every gradient to divide it by one
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and a plain one is meant
 
@@ -140,7 +159,10 @@ def offsets_of(tensor: torch.Tensor) -> list[int]:
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of `tensor`, on every rank: all of them must call."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    if isinstance(tensor, DTensor):
+        # Its ranks talk by way of their devices, where it may not be.
+        tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.detach()
 
 
 def release(model: nn.Module) -> None:
@@ -227,18 +249,33 @@ def set_gradient_sync(model: nn.Module, last: bool, reduce_each: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter and buffer that is still on meta real (uninitialised) memory; tied weights stay tied."""
+def allocate(model: nn.Module, device: torch.device, of_shards: torch.device | None = None) -> None:
+    """Give every parameter and buffer that is still on meta real (uninitialised) memory; tied weights stay tied.
+    `of_shards`: where those that are sharded are, if elsewhere."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if not tensor.is_meta:
                 continue
             if id(tensor) not in made:
-                empty = torch.empty_like(tensor, device=device)
+                own = of_shards if of_shards is not None and is_sharded(tensor) else device
+                empty = torch.empty_like(tensor, device=own)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             setattr(module, name, made[id(tensor)])
+
+
+def move(model: nn.Module, device: torch.device, of_shards: torch.device | None = None) -> None:
+    """Bring all tensors of `model` there, and let FSDP see what they have become since they were sharded: it re-reads
+    them whenever a module is moved, and pins those that are on the host."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        there = tensor.to(of_shards if of_shards is not None and is_sharded(tensor) else device)
+        # Shards that were read from files on the host are views of the whole tensor there.
+        is_view = local_of(there).untyped_storage().nbytes() > local_of(there).nbytes
+        return there.clone() if is_view and is_sharded(there) else there
+
+    change_tensors(model, moved)
 
 
 def sent_by_first(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:

@@ -168,6 +168,7 @@ class PretendedDevice(FakeTensorMode):
         self._known = WeakTensorKeyDictionary()  # fake tensor -> its values on the host
         self._spoiled: dict[int, torch.Tensor] = {}  # values overwritten by unknown ones, by storage; kept, or another
         # storage would have its address
+        self._has_weights_on_host = False
         self._depth = 0  # of operators inside of operators
 
     @contextmanager
@@ -216,10 +217,14 @@ class PretendedDevice(FakeTensorMode):
         if not self._depth:
             self.operator = str(func)
         target = kwargs.get("device")
+        name = func._schema.name.removeprefix("aten::")
+        if name == "empty_like" and args[0].device.type == "meta" and target is not None and target.type == "cpu":
+            # Weights that are to be on the host get memory there: nothing of it is real either.
+            self._has_weights_on_host = True
+            return FakeTensor(self, func(args[0], **{**kwargs, "device": args[0].device}), target)
         is_real = not any(isinstance(x, FakeTensor) for x in tensors)
         if is_real and (target is None or torch.device(target).type != PLANNED):
             return func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
         if name in ("_to_copy", "copy_", "to"):
             source, to = args[name == "copy_"], torch.device(target or args[0].device)
             if source.device.type == PLANNED and to.type == "cpu":
@@ -283,6 +288,13 @@ class PretendedDevice(FakeTensorMode):
         return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)  # no memory, whatever its size
 
     def _to_host(self, name: str, source: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        is_known = not source.is_floating_point() or self.values_of(source) is not None
+        if self._has_weights_on_host and name != "copy_" and not is_known:
+            # Their gradients go there, too.
+            if not _is_asynchronous(name, args, kwargs):
+                self.wait("to_host", name)
+            shape = torch.empty_like(source, device="meta", dtype=kwargs.get("dtype") or source.dtype)
+            return FakeTensor(self, shape, torch.device("cpu"))
         self.wait("to_host", name)
         values = self._on_host(source)
         if name == "copy_":

@@ -26,6 +26,7 @@ from omnizoo.ops import offload, state_kernels
 from omnizoo.ops.chunked_rules import CHUNK
 from omnizoo.ops.device import PLANNED
 from omnizoo.ops.experts import Pairs
+from omnizoo.ops.torch_private import FakeTensor
 from omnizoo.parallel.experts import Dispatch
 from omnizoo.planning.backend import replaced
 
@@ -73,6 +74,8 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         (parallelize, "total_memory", lambda device: UNLIMITED),  # what does not fit is to be reported, not refused
         (offload, "Host", memory.host),
         (offload, "available_memory", lambda: UNLIMITED),
+        (parallelize, "available_memory", lambda: UNLIMITED),
+        (FakeTensor, "is_pinned", lambda tensor, *_: True),  # those of the host, where weights may be
     ):
         yield memory
 
@@ -82,9 +85,23 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.bytes = self.peak = 0
+        self._seen: set[int] = set()  # storages
 
     def host(self, device: torch.device) -> "PlannedHost":
         return PlannedHost(self, device)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Of a tensor of the host that is not real: weights that are there, and what is made of them."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._seen:
+            self._seen.add(key)
+            self.change(storage.nbytes())
+            weakref.finalize(storage, self._end, key, storage.nbytes())
+
+    def _end(self, key: int, size: int) -> None:
+        self._seen.remove(key)
+        self.change(-size)
 
     def change(self, size: int) -> None:
         self.bytes += size

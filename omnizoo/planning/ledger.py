@@ -7,7 +7,7 @@ for. Workspaces inside kernels and what an allocator loses between blocks are no
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from omnizoo.ops.torch_private import DEVICE_OF, TorchDispatchMode, quiet_shard_propagation, tree_leaves
+from omnizoo.ops.torch_private import DEVICE_OF, TorchDispatchMode, is_fake, quiet_shard_propagation, tree_leaves
 from omnizoo.parallel.collectives import CollectiveCounter
 from omnizoo.parallel.shard import local_of
 from omnizoo.planning.work import Work
@@ -77,6 +77,7 @@ class Ledger(TorchDispatchMode):
         self._marks: list[tuple[int, str]] = []
         self._base: list[tuple[Block, int]] = []  # alive when the step began
         self._muted = False
+        self.see_on_host: Callable[[torch.Tensor], None] = lambda _: None  # tensors of a host that is not real
         self.work = Work()
         self.traffic: CollectiveCounter | None = None
 
@@ -98,9 +99,11 @@ class Ledger(TorchDispatchMode):
         return result
 
     def see(self, tensor: torch.Tensor, part: str | None = None) -> Block | None:
-        if tensor.device != self.device:
-            return None
         local = local_of(tensor)
+        if tensor.device != self.device:
+            if is_fake(local) and tensor.device.type == "cpu":
+                self.see_on_host(local)
+            return None
         storage = local.untyped_storage()
         key = storage._cdata
         block = self._blocks.get(key)

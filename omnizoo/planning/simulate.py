@@ -106,6 +106,7 @@ def simulate(config: Config, place: Place) -> Result:
     with ExitStack() as stack:
         process = stack.enter_context(pretended_group(place.rank, place.world, pretended.device))
         host = stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
+        ledger.see_on_host = host.see
         config = on_device(config, pretended.device)
         mesh = build_mesh(config, process)
         model = build_model(config.model, config.parallel.precision)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from omnizoo.ops.device import is_host
 from omnizoo.ops.stochastic import round_to_bf16
 from omnizoo.parallel.shard import local_of, offsets_of
 
-PIECE = 2**24  # elements that are worked on at a time: what is in between takes several fp32 copies
+PIECE = 2**22  # elements that are worked on at a time: what is in between takes several fp32 copies
+PIECE_ON_HOST = 2**15  # which its cache holds
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -59,7 +61,7 @@ class AdamW(torch.optim.Optimizer):
         step = int(state["step"])
         keys = [self._key(name, step, what) for what in (*MOMENTS, "weight")]
         matrices = [tensor.view(len(rows), len(columns)) for tensor in tensors]
-        height = max(1, PIECE // len(columns))
+        height = max(1, (PIECE_ON_HOST if is_host(tensors[0].device) else PIECE) // len(columns))
         for begin in range(0, len(rows), height):
             weight, grad, first, second = (matrix[begin : begin + height] for matrix in matrices)
             at = rows[begin : begin + height], columns

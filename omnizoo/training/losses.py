@@ -93,7 +93,9 @@ class Objective:
         self.statistics = RouterStatistics()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # While the terms are computed, the optimizer's state may be on the host.
-        self.state_away = StateAway(mesh.device, ranks) if "optimizer" in config.parallel.offload else None
+        moved = config.parallel.offload
+        is_away = "optimizer" in moved and "parameters" not in moved  # with these it is there all the time
+        self.state_away = StateAway(mesh.device, ranks) if is_away else None
         some = dict.fromkeys((TEXT, *self.produced), 1)
         # A count that cannot be known fails now rather than in the first step.
         self.counts(Totals(tokens=2, packs=1, targets=some, weight=1, flops=0.0))

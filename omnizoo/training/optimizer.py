@@ -26,6 +26,7 @@ from omnizoo.parallel.shard import is_sharded, local_of
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 BF16 = "adamw_bf16"  # what `adamw` is with `optimizer.moments: bf16`
+TALKING = ("muon", "adafactor")  # need more than a rank's own shard
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
 
 
@@ -94,6 +95,12 @@ def check_optimizer(config: Config) -> None:
     """Refuse kinds and options that cannot be, before anything is loaded."""
     for choice in _choices(config):
         _class_of(choice)
+        if "parameters" in config.parallel.offload and choice.kind in TALKING:
+            raise UserError(
+                f"parallel.offload: `parameters` are updated on the host, and {choice.kind} ({choice.key}.kind) has "
+                "ranks talk to each other in an update, which takes their devices; offload `optimizer` instead, or "
+                "use adamw or adamw_8bit"
+            )
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -158,6 +165,9 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor, excess: to
     parts = optimizer.parts if isinstance(optimizer, Combined) else [optimizer]
     if not all(type(part) is torch.optim.AdamW and part.defaults["fused"] for part in parts):
         return False
+    if any(p.device != skip.device for part in parts for group in part.param_groups for p in group["params"]):
+        # Weights that are on the host. torch would not wait for what it brings there.
+        skip, excess = skip.cpu(), None if excess is None else excess.cpu()
     for part in parts:
         # Where torch's fused kernels look, though no class says so.
         vars(part).update(found_inf=skip.float(), grad_scale=None if excess is None else excess.float())

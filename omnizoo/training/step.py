@@ -132,7 +132,7 @@ def train_step(
     with objective.mark("optimizer"):
         sum_of_whole(model.parameters())
         # Of all ranks at once, and on the device: squared norm, sums of losses, whether to stop, what routers chose.
-        square, routed = squared_norm(model.parameters()), objective.take_statistics()
+        square, routed = squared_norm(model.parameters(), mesh.device), objective.take_statistics()
         numbers = torch.stack([square, *(value.to(square.dtype) for value in sums.values())])
         flag = torch.full((1,), float(stop), dtype=square.dtype, device=square.device)
         total = mesh.total(torch.cat([numbers, flag, *(part.to(square.dtype) for part in routed.sums())]))
