@@ -258,7 +258,13 @@ def test_a_base_that_was_drawn_is_drawn_again_to_be_merged(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["rep2.dp2", "uly2.ring2", "dp2.uly2.ep4"])
+@pytest.mark.parametrize(
+    "layout",
+    [  # tests/test_preferences.py has the same config on the others
+        "dp2.uly2.ep4",
+        *(pytest.param(layout, marks=pytest.mark.long) for layout in ("rep2.dp2", "uly2.ring2")),
+    ],
+)
 def test_layouts_agree_with_one_process(layout: str, prepared: Path) -> None:
     verdict = verdict_of(prepared, parse(layout, 4))
     assert verdict.passed, verdict.reason
