@@ -419,7 +419,7 @@ def test_a_composed_model_with_factors_in_all_its_parts_agrees_with_one_process(
     monkeypatch.setenv("PYTHONPATH", str(SENSOR), prepend=":")
     targets = ["all-linear", *EXPERTS, "encoders.image.*.self_attn.q_proj", "decoders.series.*"]
     adapter = {"rank": 2, "targets": targets, "modules_to_save": ["image.projector", "audio.projector"]}
-    config = write_omni_config(tmp_path, model={"adapter": adapter})
+    config = write_omni_config(tmp_path, model={"adapter": adapter}, train={"global_batch": 4})
     folder = tmp_path / "verify"
     for layout in prepare(load_config(config, []), 2, "uly2.ep2", "fp64", folder):
         verdict = verdict_of(folder, layout)

@@ -32,7 +32,7 @@ COVERING = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3
 
 # What is gathered and what is reduced follows from a family's blocks, and `uly2.ring2` shards them over all ranks, too;
 # copies of shards are the same for all of them, and so `make test` has copies of these only.
-COPIED = ("gemma3_text", "deepseek_v3", "qwen3_omni_moe_thinker")
+COPIED = ("deepseek_v3", "qwen3_omni_moe_thinker")
 
 
 def marks_of(names: Iterable[str], covering: Sequence[str]) -> list[Any]:
