@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install test test-fast lint format demo demo-lora verify-all bench docs clean
+.PHONY: install test test-fast tests lint style types format demo demo-lora verify-all bench docs clean
 
 install: $(INSTALLED)
 
@@ -12,17 +12,24 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,media]'
 	touch $@
 
-test: lint
+test: style
+	$(MAKE) --jobs 2 types tests
+
+tests: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal -m 'not long'
 
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -x -q -n 2 --dist worksteal -m 'not slow and not long'
 
-lint: install
+lint: style types
+
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: install
+	$(BIN)/mypy
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import forked
 import psutil
 
 TESTS = Path(__file__).parent
@@ -38,23 +39,27 @@ class Running:
     """A started command and all processes below it. Output is collected by threads, so that no pipe ever fills."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
-        clean = {key: value for key, value in os.environ.items() if key not in WORLD}
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        self.process = psutil.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "200"} | env,
-        )
         self.command = " ".join(command)
-        self._text: dict[str, list[str]] = {"stdout": [], "stderr": []}
-        self._readers = [threading.Thread(target=self._read, args=(name,)) for name in self._text]
+        self.process, streams = self._start(command, environment(env))
+        self._text: dict[str, list[str]] = {name: [] for name in STREAMS}
+        self._readers = [
+            threading.Thread(target=self._text[name].extend, args=(stream,))
+            for name, stream in zip(STREAMS, streams, strict=True)
+        ]
         for reader in self._readers:
             reader.start()
 
-    def _read(self, name: str) -> None:
-        self._text[name].extend(getattr(self.process, name))
+    def _start(self, command: Sequence[str], env: dict[str, str]) -> tuple[psutil.Process, Iterable[Iterable[str]]]:
+        pipe = subprocess.PIPE
+        self._popen = psutil.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+        return self._popen, (self._popen.stdout, self._popen.stderr)
+
+    def code(self, timeout: float = 0) -> int | None:
+        """How the command has ended; None as long as it has not."""
+        try:
+            return self._popen.wait(timeout)
+        except psutil.TimeoutExpired:
+            return None
 
     def tree(self) -> list[psutil.Process]:
         """The command's process and everything it has started, loader workers included."""
@@ -67,15 +72,13 @@ class Running:
         return list(self.process.children())
 
     def wait(self, timeout: float) -> Result:
-        try:
-            code = self.process.wait(timeout)
-            for reader in self._readers:
-                reader.join(timeout)  # ends when no process holds the pipe any more
-            assert not any(reader.is_alive() for reader in self._readers), f"{self.command} left processes behind"
-        except psutil.TimeoutExpired:
+        if (code := self.code(timeout)) is None:
             stacks = self.stacks()
             self.kill()
-            raise AssertionError(f"{self.command} took more than {timeout} s\n{stacks}\n{self.output()}") from None
+            raise AssertionError(f"{self.command} took more than {timeout} s\n{stacks}\n{self.output()}")
+        for reader in self._readers:
+            reader.join(timeout)  # ends when no process holds the pipe any more
+        assert not any(reader.is_alive() for reader in self._readers), f"{self.command} left processes behind"
         return Result(code, "".join(self._text["stdout"]), "".join(self._text["stderr"]))
 
     def wait_until(self, reached: Callable[[], bool], timeout: float) -> bool:
@@ -85,7 +88,7 @@ class Running:
         for _ in range(looks):
             if reached():
                 return True
-            if self.process.poll() is not None:
+            if self.code() is not None:
                 return reached()
             ended.wait(pause)
         stacks = self.stacks()
@@ -118,13 +121,41 @@ def stacks_of(pids: Iterable[int | None]) -> str:
     return "\n".join(dumps)
 
 
-def start_omnizoo(args: Sequence[object], **env: str) -> Running:
-    return Running([sys.executable, "-m", "omnizoo", *map(str, args)], env)
+def environment(env: dict[str, str]) -> dict[str, str]:
+    """Of a command: as here, but outside of any world."""
+    clean = {key: value for key, value in os.environ.items() if key not in WORLD}
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "200"} | env
 
 
-def run_omnizoo(args: Sequence[object], timeout: float = 240, **env: str) -> Result:
+class Forked(Running):
+    """`python ...` that starts in a blink, ranks included: forked from the server of this test session, which has
+    imported what takes seconds. Loader workers come from a server of their rank, as ever."""
+
+    def _start(self, command: Sequence[str], env: dict[str, str]) -> tuple[psutil.Process, Iterable[Iterable[str]]]:
+        start_server()
+        context = multiprocessing.get_context("forkserver")
+        pipes = [context.Pipe(duplex=False) for _ in STREAMS]
+        self._forked = context.Process(target=forked.begin, args=(command[1:], env, [end for _, end in pipes]))
+        self._forked.start()
+        multiprocessing.process._children.discard(self._forked)  # of a test that fails, it is not waited for at the end
+        for _, end in pipes:
+            end.close()
+        return psutil.Process(self._forked.pid), [os.fdopen(os.dup(end.fileno())) for end, _ in pipes]
+
+    def code(self, timeout: float = 0) -> int | None:
+        self._forked.join(timeout)
+        return self._forked.exitcode
+
+
+def start_omnizoo(args: Sequence[object], cold: bool = False, **env: str) -> Running:
+    """`omnizoo args`. Cold: by the command line, which takes seconds of imports in each process."""
+    return (Running if cold else Forked)([sys.executable, "-m", "omnizoo", *map(str, args)], env)
+
+
+def run_omnizoo(args: Sequence[object], timeout: float = 240, cold: bool = False, **env: str) -> Result:
     """`omnizoo args`, to its end."""
-    return start_omnizoo(args, **env).wait(timeout)
+    return start_omnizoo(args, cold, **env).wait(timeout)
 
 
 def run_on_ranks(function: Callable[..., None], nproc: int, *args: object, timeout: float = 300) -> Result:

@@ -258,7 +258,13 @@ def test_a_base_that_was_drawn_is_drawn_again_to_be_merged(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["rep2.dp2", "uly2.ring2", "dp2.uly2.ep4"])
+@pytest.mark.parametrize(
+    "layout",
+    [  # tests/test_preferences.py has the same config on the others
+        "dp2.uly2.ep4",
+        *(pytest.param(layout, marks=pytest.mark.long) for layout in ("rep2.dp2", "uly2.ring2")),
+    ],
+)
 def test_layouts_agree_with_one_process(layout: str, prepared: Path) -> None:
     verdict = verdict_of(prepared, parse(layout, 4))
     assert verdict.passed, verdict.reason
@@ -413,7 +419,7 @@ def test_a_composed_model_with_factors_in_all_its_parts_agrees_with_one_process(
     monkeypatch.setenv("PYTHONPATH", str(SENSOR), prepend=":")
     targets = ["all-linear", *EXPERTS, "encoders.image.*.self_attn.q_proj", "decoders.series.*"]
     adapter = {"rank": 2, "targets": targets, "modules_to_save": ["image.projector", "audio.projector"]}
-    config = write_omni_config(tmp_path, model={"adapter": adapter})
+    config = write_omni_config(tmp_path, model={"adapter": adapter}, train={"global_batch": 4})
     folder = tmp_path / "verify"
     for layout in prepare(load_config(config, []), 2, "uly2.ep2", "fp64", folder):
         verdict = verdict_of(folder, layout)

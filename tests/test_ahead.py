@@ -100,7 +100,7 @@ def leave_while_the_thread_waits(path: Path) -> None:
         with Ahead(loader, objective, STEPS) as ahead:
             ahead.next()
             if process.rank == 1:
-                time.sleep(100)  # until it is killed
+                time.sleep(500)  # until it is killed
             ahead.next()
             time.sleep(0.5)
             sys.exit(2)
@@ -114,7 +114,7 @@ def test_a_rank_can_end_while_its_thread_waits_for_another(tmp_path: Path) -> No
     code = f"import test_ahead, pathlib; test_ahead.leave_while_the_thread_waits(pathlib.Path({str(path)!r}))"
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     first, second = (Running([sys.executable, "-c", code], world | {"RANK": rank}) for rank in ("0", "1"))
-    result = first.wait(200)
+    result = first.wait(400)
     assert second.process.is_running()  # asleep: it was not what ended the first one
     second.kill()
     second.wait(30)

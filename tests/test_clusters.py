@@ -74,7 +74,7 @@ def test_two_processes_that_know_nothing_but_slurms_variables_train_together(tmp
     # A job number from the process id: tests that run side by side get ports of their own.
     shared = STEP | {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_JOB_ID": str(os.getpid())}
     ranks = [Running(command, shared | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(2)]
-    results = [rank.wait(120) for rank in ranks]
+    results = [rank.wait(400) for rank in ranks]
     assert [result.code for result in results] == [0, 0], "".join(result.stderr for result in results)
     assert "2/2" in results[0].stdout
 

@@ -31,7 +31,7 @@ def test_a_rank_that_fails_is_named_in_the_last_line_with_the_cause(
     failure: str, expected: tuple[str, ...], has_traceback: bool, tmp_path: Path
 ) -> None:
     path = write_config(tmp_path, model=OWN, train={"steps": 3, "global_batch": 2})
-    result = run_omnizoo(["train", path, "--nproc", 2], FAILS_WITH=failure)
+    result = run_omnizoo(["train", path, "--nproc", 2], cold=True, FAILS_WITH=failure)
     last = result.stderr.splitlines()[-1]
     assert result.code == 1
     assert last.startswith("error: ")
@@ -65,7 +65,7 @@ def test_one_process_out_of_memory_is_one_line_without_a_traceback(
 
 def worker_of(run: Running, rank: int) -> psutil.Process:
     """A loader worker of that rank: a child of the server that the rank has started."""
-    process = next(process for process in run.ranks() if process.environ()["RANK"] == str(rank))
+    process = sorted(run.ranks(), key=psutil.Process.create_time)[rank]
     return next(child for child in process.children(recursive=True) if child.ppid() != process.pid)
 
 
@@ -73,9 +73,9 @@ def worker_of(run: Running, rank: int) -> psutil.Process:
 def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path: Path) -> None:
     path = write_config(tmp_path, train={"steps": 100_000, "global_batch": 2}, data={"workers": 1})
     run = start_omnizoo(["train", path, "--nproc", 2])
-    assert run.wait_until(lambda: len(read_steps(tmp_path / "run")) > 2, 120)
+    assert run.wait_until(lambda: len(read_steps(tmp_path / "run")) > 2, 240)
     worker_of(run, 1).send_signal(signal.SIGKILL)
-    result = run.wait(60)
+    result = run.wait(240)
     last = result.stderr.splitlines()[-1]
     assert result.code == 1
     assert last.startswith("error: rank 1: a loader worker was killed (SIGKILL), as the kernel does when memory runs")

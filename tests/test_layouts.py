@@ -37,7 +37,8 @@ EACH = ["--parallel.reduce_each_micro_batch", "true"]
 DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
 
 # What each world runs, by name. Packs per forward pass of a rank: 1, unless the name says otherwise.
-SAVING = ["--checkpoint.every", "10", "--checkpoint.keep", "9"]
+STEPS, SAVED = 12, 6
+SAVING = ["--checkpoint.every", str(SAVED), "--checkpoint.keep", "9"]
 SHORT = ["--train.steps", "5"]
 FOUR = {
     "hsdp": [*HSDP, *SAVING],
@@ -47,7 +48,7 @@ FOUR = {
 TWO = {
     "fsdp": [],
     "fsdp fp64": FP64,
-    "fsdp, 4 packs at once": ["--train.micro_batch", "4"],
+    "fsdp, 4 packs at once": ["--train.micro_batch", "4", *SHORT],
     "fsdp, reduced each micro-batch": [*EACH, *SHORT],
     "fsdp, weights kept after forward": ["--parallel.reshard_after_forward", "false", *SHORT],
     "fsdp, full recompute": ["--parallel.recompute", "full", *SHORT],
@@ -56,7 +57,7 @@ TWO = {
 ONE = {
     "one": [],
     "one fp64": FP64,
-    "one, 8 packs at once": ["--train.micro_batch", "8"],
+    "one, 8 packs at once": ["--train.micro_batch", "8", *SHORT],
     "one, selective recompute": ["--parallel.recompute", "selective", *SHORT],
     "one fp64, full recompute": ["--parallel.recompute", "full", *FP64, *SHORT],
 }
@@ -81,7 +82,7 @@ def train(folder: Path, name: str, args: list[str]) -> None:
 
 
 def resumed(folder: Path, name: str) -> list[str]:
-    return ["--checkpoint.resume", str(folder / name / "checkpoints" / "step_00000010")]
+    return ["--checkpoint.resume", str(folder / name / "checkpoints" / f"step_{SAVED:08d}")]
 
 
 def first_gradients(process: Process, args: list[str], out: Path) -> None:
@@ -134,7 +135,8 @@ def one_process(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs, and the first gradients of sharded layouts."""
     folder = tmp_path_factory.mktemp("layouts")
-    write_config(folder, train={"schedule": "constant"})  # so that a shorter run is the beginning of a longer one
+    # A constant rate: so that a shorter run is the beginning of a longer one.
+    write_config(folder, train={"steps": STEPS, "schedule": "constant"})
     published = published_config(folder / "published", "qwen3")
     for ranks, nproc in ((four_ranks, 4), (two_ranks, 2)):
         result = run_on_ranks(ranks, nproc, str(folder), str(published))
@@ -201,7 +203,7 @@ def assert_gradients_equal(out: Path, published: Path, precision: str) -> None:
 
 def assert_same(folder: Path, reference: str, names: list[str], first: float, every: float, start: int = 0) -> None:
     for name in names:
-        steps, last = read_steps(folder / name), 5 if SHORT[0] in ALL.get(name, []) else 20
+        steps, last = read_steps(folder / name), 5 if SHORT[0] in ALL.get(name, []) else STEPS
         expected = read_steps(folder / reference)[start:last]
         assert [row["step"] for row in steps] == [row["step"] for row in expected] == list(range(start + 1, last + 1))
         assert [row["tokens"] for row in steps] == [row["tokens"] for row in expected]
@@ -242,9 +244,9 @@ def test_the_model_learns(folder: Path) -> None:
 @pytest.mark.slow
 def test_every_layout_trains_on_the_same_samples_at_the_same_step_each_once(folder: Path) -> None:
     expected = samples_of(folder, "one")
-    assert sorted(expected) == list(range(1, 21))
+    assert sorted(expected) == list(range(1, STEPS + 1))
     seen = [sample for step in expected.values() for sample in step]
-    assert len(seen) == len(set(seen)) > 20 * 8
+    assert len(seen) == len(set(seen)) > STEPS * 8
     for name in ALL:
         samples = samples_of(folder, name)
         assert samples == {step: expected[step] for step in samples}
@@ -253,10 +255,10 @@ def test_every_layout_trains_on_the_same_samples_at_the_same_step_each_once(fold
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["fsdp", "one"])
 def test_a_checkpoint_of_hsdp_goes_on_under_another_layout_as_if_nothing_had_happened(folder: Path, other: str) -> None:
-    assert_same(folder, "hsdp", [f"hsdp, then {other}"], first=1e-6, every=1e-5, start=10)
-    assert_same(folder, "hsdp fp64", [f"hsdp fp64, then {other}"], first=1e-9, every=1e-9, start=10)
+    assert_same(folder, "hsdp", [f"hsdp, then {other}"], first=1e-6, every=1e-5, start=SAVED)
+    assert_same(folder, "hsdp fp64", [f"hsdp fp64, then {other}"], first=1e-9, every=1e-9, start=SAVED)
     uninterrupted, after = samples_of(folder, "hsdp"), samples_of(folder, f"hsdp, then {other}")
-    assert after == {step: samples for step, samples in uninterrupted.items() if step > 10}
+    assert after == {step: samples for step, samples in uninterrupted.items() if step > SAVED}
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_the_script_has_the_losses_of_the_command(
         stdout = capsys.readouterr().out
     else:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-        linear = Running([sys.executable, *torchrun, str(SCRIPT), *args], {}).wait(120)
+        linear = Running([sys.executable, *torchrun, str(SCRIPT), *args], {}).wait(400)
         assert linear.code == 0, linear.stdout + linear.stderr
         stdout = linear.stdout
     printed = re.findall(r"^step (\d+)/3  loss (\S+)  grad norm (\S+)$", stdout, re.M)

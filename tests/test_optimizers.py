@@ -161,32 +161,32 @@ def test_steps_are_those_of_the_formulas_on_whole_tensors(kind: str, precision: 
         assert_same_walk(kind, *walk(config, process), precision)
 
 
-def walk_all(process: Process, folder: Path) -> None:
+def walk_all(process: Process, folder: Path, precision: str) -> None:
     for kind in KINDS:
         for layout, axes in LAYOUTS[process.world_size].items():
-            for precision in WITHIN:
-                overrides = [f"--parallel.{axis}={size}" for axis, size in axes.items()]
-                config = load_config(folder / kind / "tiny.yaml", [*overrides, f"--parallel.precision={precision}"])
-                walked = walk(config, process)
-                if process.rank == 0:
-                    for when, tensors in zip(("before", "after"), walked, strict=True):
-                        save_file(tensors, folder / kind / f"{layout} {precision} {when}.safetensors")
+            overrides = [f"--parallel.{axis}={size}" for axis, size in axes.items()]
+            config = load_config(folder / kind / "tiny.yaml", [*overrides, f"--parallel.precision={precision}"])
+            walked = walk(config, process)
+            if process.rank == 0:
+                for when, tensors in zip(("before", "after"), walked, strict=True):
+                    save_file(tensors, folder / kind / f"{layout} {when}.safetensors")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", LAYOUTS)
-def test_steps_on_every_layout_are_those_of_the_formulas_on_whole_tensors(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.long)])  # fp32: above, and below
+@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.long)])  # the larger one has all axes
+def test_steps_on_every_layout_are_those_of_the_formulas_on_whole_tensors(
+    world: int, precision: str, tmp_path: Path
+) -> None:
     for kind in KINDS:
         (tmp_path / kind).mkdir()
         config_of(tmp_path / kind, kind)
-    result = run_on_ranks(walk_all, world, tmp_path)
+    result = run_on_ranks(walk_all, world, tmp_path, precision)
     assert result.code == 0, result.stdout + result.stderr
     for kind in KINDS:
         for layout in LAYOUTS[world]:
-            for precision in WITHIN:
-                name = f"{layout} {precision}"
-                walked = (load_file(tmp_path / kind / f"{name} {when}.safetensors") for when in ("before", "after"))
-                assert_same_walk(kind, *walked, precision)
+            walked = (load_file(tmp_path / kind / f"{layout} {when}.safetensors") for when in ("before", "after"))
+            assert_same_walk(kind, *walked, precision)
 
 
 # Whole runs: saved, resumed, resharded.
@@ -268,13 +268,15 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two(runs: Path, kind: str) -> Non
 
 
 @pytest.mark.slow
-def test_verify_passes_with_muon(capfd: pytest.CaptureFixture[str]) -> None:
-    layouts = "dp4,uly2.ring2,dp2.uly2.ep2,dp4.ep4"
+@pytest.mark.parametrize(
+    "layouts", ["uly2.ring2,dp2.uly2.ep2", pytest.param("dp4,dp4.ep4", marks=pytest.mark.long)]
+)  # what it computes on each axis is compared with formulas above
+def test_verify_passes_with_muon(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
     groups = "[{match: 'model.layers.3.*', lr: 1e-5}, {match: '*embed*', freeze: true}]"
     args = ["--optimizer.kind", "muon", "--optimizer.groups", groups]
     example = str(ROOT / "examples/qwen3_moe_tiny.yaml")
     assert main(["verify", example, "--world", "4", "--layouts", layouts, *args]) == 0
-    assert "4 of 4 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+    assert "2 of 2 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 
 # Groups.

@@ -180,6 +180,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"num_hidden_layers": 4},
     "mamba2": {},
 }
+# Of the layers that the tiny configs above or other families here have, too.
+PLAIN = ("llama", "qwen3_moe", "qwen3_vl_30b_a3b")
 HYBRIDS = ("qwen3_5_moe_text", "kimi_linear", "bamba", "granitemoehybrid", "falcon_h1", "olmo_hybrid", "mamba2")
 WITHOUT_EXPERTS = ("llama", "gemma3_text", "bamba", "falcon_h1", "olmo_hybrid", "mamba2")
 WITHOUT_FUSED_ATTENTION = ("mamba2", "kimi_linear")  # none at all; keys wider than values, which no kernel takes
@@ -216,12 +218,13 @@ def published(folder: Path, world: int) -> dict[str, Case]:
 
 @pytest.fixture(
     scope="module",
-    params=["8", pytest.param("8, hybrids", marks=pytest.mark.long), pytest.param("128", marks=pytest.mark.long)],
+    params=["8", *(pytest.param(name, marks=pytest.mark.long) for name in ("8, plain", "8, hybrids", "128"))],
 )
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     world, folder = int(request.param.partition(",")[0]), tmp_path_factory.mktemp("published")
     cases = published(folder, world)
-    names = FEW if world == 128 else HYBRIDS if "hybrids" in request.param else [c for c in cases if c not in HYBRIDS]
+    others = [name for name in cases if name not in (*PLAIN, *HYBRIDS)]
+    names = {"8": others, "8, plain": PLAIN, "8, hybrids": HYBRIDS, "128": FEW}[request.param]
     # DTensor remembers groups by the shape of their mesh: copies of a model after copies of another one find none.
     together = [names] if world == 8 else [[name] for name in names]
     found: Traced = {}

@@ -358,23 +358,39 @@ def verify(config: str, losses: list[dict[str, Any]], layouts: str) -> int:
     return main(["verify", path, "--world", "4", "--layouts", layouts, "--train.losses", json.dumps(losses), *PAIRS])
 
 
-@pytest.mark.slow
-def test_verify_passes_with_pairs_and_the_base_of_an_adapter(capfd: pytest.CaptureFixture[str]) -> None:
-    assert verify("lora_tiny.yaml", KINDS_AT_ONCE, "rep2.dp2,uly2.ring2,dp2.uly2.ep4") == 0
-    assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+def on_layouts(*first: str) -> pytest.MarkDecorator:
+    """On these: all kinds of layouts, for the tests below together. In `make verify-all` on the others, too."""
+    others = [layout for layout in ("rep2.dp2", "uly2.ring2", "dp2.uly2.ep4") if layout not in first]
+    return pytest.mark.parametrize("layouts", [",".join(first), pytest.param(",".join(others), marks=pytest.mark.long)])
+
+
+def all_agree(layouts: str, capfd: pytest.CaptureFixture[str]) -> bool:
+    count = len(layouts.split(","))
+    return f"{count} of {count} layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 
 @pytest.mark.slow
-def test_verify_passes_with_pairs_and_a_frozen_copy(capfd: pytest.CaptureFixture[str]) -> None:
-    assert verify("qwen3_moe_tiny.yaml", [{"kind": "dpo"}], "uly2.ring2,dp2.uly2.ep4") == 0
-    assert "2 of 2 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+@on_layouts("rep2.dp2", "uly2.ring2")
+def test_verify_passes_with_pairs_and_the_base_of_an_adapter(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify("lora_tiny.yaml", KINDS_AT_ONCE, layouts) == 0
+    assert all_agree(layouts, capfd)
 
 
 @pytest.mark.slow
-def test_verify_passes_with_single_answers_and_a_baseline_of_the_whole_step(capfd: pytest.CaptureFixture[str]) -> None:
+@on_layouts("dp2.uly2.ep4")
+def test_verify_passes_with_pairs_and_a_frozen_copy(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify("qwen3_moe_tiny.yaml", [{"kind": "dpo"}], layouts) == 0
+    assert all_agree(layouts, capfd)
+
+
+@pytest.mark.slow
+@on_layouts("rep2.dp2", "dp2.uly2.ep4")
+def test_verify_passes_with_single_answers_and_a_baseline_of_the_whole_step(
+    layouts: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     losses = [{"kind": "kto", "options": {"beta": 0.5}}, {"kind": "cross_entropy", "weight": 0.1}]
-    assert verify("lora_tiny.yaml", losses, "rep2.dp2,uly2.ring2,dp2.uly2.ep4") == 0
-    assert "3 of 3 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
+    assert verify("lora_tiny.yaml", losses, layouts) == 0
+    assert all_agree(layouts, capfd)
 
 
 # Media in the prompt.

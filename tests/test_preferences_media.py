@@ -215,10 +215,11 @@ def test_answers_with_media_are_those_of_plain_torch_one_at_a_time(tmp_path: Pat
 @pytest.mark.parametrize(
     ("losses", "asked"),
     [
-        (KINDS_AT_ONCE, "uly2.ring2,dp2.uly2.ep4"),
+        (KINDS_AT_ONCE, "dp2.uly2.ep4"),
+        pytest.param(KINDS_AT_ONCE, "uly2.ring2", marks=pytest.mark.long),  # as tests/test_preferences.py without media
         pytest.param([{"kind": "kto"}], "uly2.ring2,dp2.uly2.ep4", marks=pytest.mark.long),
     ],
-    ids=["pairs", "kto"],
+    ids=["pairs", "pairs in a ring", "kto"],
 )
 def test_answers_with_media_agree_with_one_process(losses: list[dict[str, Any]], asked: str, tmp_path: Path) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path), losses)

@@ -233,12 +233,13 @@ def test_an_unknown_family_is_refused_with_the_nearest(capsys: pytest.CaptureFix
 def test_verify_lists_what_is_refused_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "families.md"
     names = "bert,nemotron,mamba"
-    assert main(["verify", TEXT, "--families", names, "--layouts", "uly2.ring2", "--markdown", str(page)]) == 0
+    layouts = ["--world", "2", "--layouts", "uly2"]
+    assert main(["verify", TEXT, "--families", names, *layouts, "--markdown", str(page)]) == 0
     said = capfd.readouterr().out
-    assert "1 of 1 layouts of 4 ranks agree" in said
+    assert "1 of 1 layouts of 2 ranks agree" in said
     assert "refused, each with its reason above: bert, mamba" in said
     rows = page.read_text().splitlines()
-    assert any(row.startswith("| `nemotron` | uly2.ring2 |") and row.endswith("| agrees |") for row in rows)
+    assert any(row.startswith("| `nemotron` | uly2 |") and row.endswith("| agrees |") for row in rows)
     assert any(row.startswith("| `bert` | model.config: BertLMHeadModel sees later tokens") for row in rows)
 
 
@@ -247,8 +248,8 @@ def test_verify_lists_what_is_refused_and_goes_on(tmp_path: Path, capfd: pytest.
 def test_models_with_dropout_and_jitter_agree_on_layouts(family: str, tmp_path: Path) -> None:
     from omnizoo.verification.compare import verdict_of
 
-    prepare(with_family(load_config(TEXT, []), family), 4, "uly2.ring2", "fp32", tmp_path)
-    verdict = verdict_of(tmp_path, parse("uly2.ring2", 4))
+    prepare(with_family(load_config(TEXT, []), family), 2, "uly2", "fp32", tmp_path)
+    verdict = verdict_of(tmp_path, parse("uly2", 2))
     assert verdict.passed, verdict.reason
 
 

@@ -302,5 +302,5 @@ def test_rows_and_payloads_of_a_world_of_one_come_back() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_and_payloads_between_real_ranks_are_those_of_one_process(world: int) -> None:
-    result = run_on_ranks(on_ranks, world, timeout=120)
+    result = run_on_ranks(on_ranks, world)
     assert result.code == 0, result.stderr

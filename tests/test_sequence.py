@@ -563,7 +563,7 @@ def results() -> tuple[dict[str, Any], dict[str, list[Any]]]:
             process.start()
         try:
             for process in ranks:
-                process.join(240)
+                process.join(500)
             assert [process.exitcode for process in ranks] == [0] * WORLD
         finally:
             for process in ranks:

@@ -65,9 +65,13 @@ def wait_for_nobody(process: Process) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_wait_for_each_other_say_where() -> None:
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 did not come to an end within 12 s") as caught:
-        in_world(2, wait_for_nobody, timeout=12)
-    _, first, second = re.split(r"rank \d waits here:", str(caught.value))
+    for seconds in (3, 20, 120):  # a busy machine needs more to bring them to where they wait
+        said = rf"ranks \[0, 1\] of 2 did not come to an end within {seconds} s"
+        with pytest.raises(RankError, match=said) as caught:
+            in_world(2, wait_for_nobody, timeout=seconds)
+        _, first, second = re.split(r"rank \d waits here:", str(caught.value))
+        if "in forward" in first and "in forward" in second:
+            break
     assert re.search(r"in barrier(.|\n)*in forward", first)
     assert re.search(r"in wait(.|\n)*in forward", second)
 
@@ -84,9 +88,9 @@ def test_a_users_own_module_is_verified_by_import_path(
         "--model.config",
         "{vocab_size: 512, width: 32, heads: 4, layers: 2}",
     ]
-    layouts = ["--world", "4", "--layouts", "uly2.ring2,rep2.dp2", "--precision", "fp64"]
+    layouts = ["--world", "4", "--layouts", "rep2.dp2", "--precision", "fp64"]  # another one: tests/test_extending.py
     assert main(["verify", str(ROOT / "examples/text_tiny.yaml"), *layouts, *arguments]) == 0
-    assert "2 of 2 layouts of 4 ranks agree with one process (fp64)" in capfd.readouterr().out
+    assert "1 of 1 layouts of 4 ranks agree with one process (fp64)" in capfd.readouterr().out
 
 
 def test_layouts_are_parsed_and_wrong_ones_refused() -> None:
