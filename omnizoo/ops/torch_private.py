@@ -13,6 +13,10 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -337,10 +341,57 @@ def named_range(name: str) -> AbstractContextManager[Any]:
     return made
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` runs as a graph that torch.compile has made of it."""
+def runs_as_graph(module: torch.nn.Module) -> bool:
+    """Whether its user has had `module` compiled by torch.compile."""
     return (
         "_orig_mod" in module._modules  # what `torch.compile(module)` returns
         or module._compiled_call_impl is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
     )
+
+
+class Compilations:
+    """Around calls of compiled code, one at a time: what hindered the compilations that a call made."""
+
+    def __init__(self) -> None:
+        # What cannot be compiled runs as it is, and floats (epsilons, scales) are numbers in a graph.
+        self._settings = torch._dynamo.config.patch(suppress_errors=True, specialize_float=True)
+        self._frames, self._breaks = 0, dict[str, int]()
+
+    def __enter__(self) -> None:
+        self._frames, self._breaks = counters["frames"]["total"], dict(counters["graph_break"])
+        self._settings.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._settings.__exit__(None, None, None)
+
+    def trouble(self) -> list[str]:
+        """Why graphs of the last call had to end, or could not be made."""
+        if counters["frames"]["total"] == self._frames:
+            return []
+        breaks = counters["graph_break"]
+        return [
+            *(reason for reason, count in breaks.items() if count > self._breaks.get(reason, 0)),
+            *(f"{each.fail_type}: {each.fail_reason}" for each in get_compilation_metrics()[-1:] if each.fail_type),
+        ]
+
+
+def build_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
+    """Code for a graph that torch.compile has found. Random numbers are those that it would draw without."""
+    if backend == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, config_patches={"fallback_random": True})
+    return lookup_backend(backend)(graph, inputs)
+
+
+def missing_compiler() -> str | None:
+    """Why graphs cannot be compiled for a CPU here; None if they can."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error).splitlines()[0]
+    return None
