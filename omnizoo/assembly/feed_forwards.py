@@ -34,8 +34,8 @@ def compute_in_tiles(
     recomputation: Recomputation,
     kinds: Kinds | None,
 ) -> None:
-    """Let feed-forwards and experts of `model` (on meta, before blocks are recomputed or sharded) run in tiles, which are
-    compiled if there are `kinds`."""
+    """Let feed-forwards and experts of `model` (on meta, before blocks are recomputed or sharded) run in tiles. What is
+    in a tile is compiled if there are `kinds`."""
     tiles = Tiles(tokens, recomputation, precision)
     experts = {model.get_submodule(name) for name in facts.experts}
     found = len(experts)

@@ -1,7 +1,7 @@
 """`parallelize`: recipe + mesh + model on meta -> a sharded model with its weights, ready to train.
 
-The order is fixed: experts, tiles, compile, recompute, shard, then memory and weights. Nothing of the model's own code is
-changed.
+The order is fixed: experts, tiles, compile, recompute, shard, then memory and weights. Nothing of the model's own code
+is changed.
 """
 
 import logging

@@ -36,13 +36,13 @@ class Switch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.measured is not None and not self.measured:
-            with torch.compiler.set_stance("force_eager"):  # graphs keep no more, and cannot be looked into
+            with torch.compiler.set_stance("force_eager"):  # a graph keeps no more, and shows nothing
                 self._measure(self.measured, args, kwargs)
         forward = self._forward.chosen() if isinstance(self._forward, Compiled) else self._forward
-        # The compiler of a graph keeps matmuls and computes the rest again by itself. It could not do it otherwise:
-        # torch has no selective recomputation around a graph, and none inside of one that ends at edges.
-        is_graph = self._forward is not forward and forward is not self._eager
-        return self._run("none" if is_graph and self.mode == "selective" else self.mode, forward, args, kwargs)
+        # The compiler of a graph keeps matmuls, and computes what lies between them again by itself: torch has no
+        # selective recomputation around a graph, and none inside of one that ends at edges.
+        by_compiler = forward is not self._eager and self.mode == "selective"
+        return self._run("none" if by_compiler else self.mode, forward, args, kwargs)
 
     def _run(self, mode: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if mode == "none":
@@ -66,6 +66,9 @@ class Switch:
         with torch.no_grad():
             self._eager(*args, **kwargs)  # weights inside are gathered, and kernels are ready
         for mode in MODES:
+            if mode == "selective" and self._forward is not self._eager:
+                found[mode] = found["none"]
+                continue
             meter = Meter(device, is_expensive, lambda: self._recomputation.is_aside)
             with torch.enable_grad(), meter:
                 out = self._run(mode, self._eager, args, kwargs)

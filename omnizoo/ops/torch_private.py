@@ -5,7 +5,7 @@ collectives that send nothing.
 Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
+from torch._C._profiler import _RecordFunctionFast
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.utils import counters, get_compilation_metrics
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
-from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -356,10 +356,11 @@ class Compilations:
     def __init__(self) -> None:
         # What cannot be compiled runs as it is, and floats (epsilons, scales) are numbers in a graph.
         self._settings = torch._dynamo.config.patch(suppress_errors=True, specialize_float=True)
-        self._frames, self._breaks = 0, dict[str, int]()
+        self._frames = self._failed = 0
+        self._reasons: Counter[str] = Counter()
 
     def __enter__(self) -> None:
-        self._frames, self._breaks = counters["frames"]["total"], dict(counters["graph_break"])
+        self._frames, self._failed, self._reasons = *_frames(), _reasons()
         self._settings.__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -367,13 +368,24 @@ class Compilations:
 
     def trouble(self) -> list[str]:
         """Why graphs of the last call had to end, or could not be made."""
-        if counters["frames"]["total"] == self._frames:
+        frames, failed = _frames()
+        if frames == self._frames:
             return []
-        breaks = counters["graph_break"]
-        return [
-            *(reason for reason, count in breaks.items() if count > self._breaks.get(reason, 0)),
-            *(f"{each.fail_type}: {each.fail_reason}" for each in get_compilation_metrics()[-1:] if each.fail_type),
-        ]
+        reasons = list(_reasons() - self._reasons)
+        if failed > self._failed and not reasons:
+            metrics = [each for each in get_compilation_metrics() if each.fail_type]
+            reasons += [f"{each.fail_type}: {each.fail_reason}" for each in metrics[-1:]] or ["torch does not say why"]
+        return reasons
+
+
+def _frames() -> tuple[int, int]:
+    """Functions that torch.compile has tried to compile, and those of them that it could not."""
+    frames = counters["frames"]
+    return frames["total"], frames["total"] - frames["ok"]
+
+
+def _reasons() -> Counter[str]:
+    return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 
 def build_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
