@@ -106,7 +106,8 @@ def test_what_the_compiler_makes_agrees(tmp_path: Path) -> None:
 
 def try_layouts(process: Process, folder: Path, cases: list[tuple[str, str, str]]) -> None:
     for model, recompute, name in cases:
-        trial, kinds = compiled(config_of(folder / model, model, recompute=recompute), process, parse(name, 4))
+        config = load_config(folder / model / "tiny.yaml", ["--parallel.recompute", recompute])
+        trial, kinds = compiled(config, process, parse(name, 4))
         if process.rank == 0:
             verdict = compare(trial, load_trial(folder / model), name, TOLERANCE["fp32"])
             found = asdict(verdict) | {"failures": [kind.failure for kind in kinds if kind.failure]}

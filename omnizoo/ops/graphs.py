@@ -36,7 +36,7 @@ def edge(function: F) -> F:
 def make_edge(module: nn.Module) -> None:
     """Let graphs end at calls of `module`, with all its hooks: those of FSDP cannot be in a graph. torch looks for
     `__call__` in the class, so it gets one of its own, as FSDP gives it one."""
-    module.__class__ = _ending_graphs(type(module))
+    module.__class__ = _ending_graphs(type(module))  # type: ignore[arg-type]  # classes can be keys
 
 
 @cache
@@ -58,9 +58,8 @@ class Kind:
         self.graphs = 0  # so far
         self.failure: str | None = None  # why it is not compiled
         self._compilations = Compilations()
-        self._run = torch.compile(
-            forward, backend=self._build, dynamic=True, isolate_recompiles=True, recompile_limit=MOST_GRAPHS
-        )
+        options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": MOST_GRAPHS}  # not in torch's stubs
+        self._run = torch.compile(forward, backend=self._build, dynamic=True, **options)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with self._compilations:

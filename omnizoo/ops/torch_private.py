@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._C._profiler import _RecordFunctionFast
 from torch._dynamo.backends.registry import lookup_backend
@@ -389,12 +390,17 @@ def _reasons() -> Counter[str]:
 
 
 def build_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
-    """Code for a graph that torch.compile has found. Random numbers are those that it would draw without."""
-    if backend == "inductor":
-        from torch._inductor.compile_fx import compile_fx
+    """Code for a graph that torch.compile has found, and for its backward pass: an error there comes now, and not when
+    it is too late. Random numbers are those that would be drawn without compilation."""
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        if backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, inputs, config_patches={"fallback_random": True})
-    return lookup_backend(backend)(graph, inputs)
+            made: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
+        else:
+            made = lookup_backend(backend)(graph, list(inputs))
+    run: Callable[..., Any] = made
+    return run
 
 
 def missing_compiler() -> str | None:
