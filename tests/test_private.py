@@ -14,6 +14,7 @@ import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
 from tiny import model_config
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -171,3 +172,15 @@ def test_layers_with_a_state_call_their_rules_by_the_names_that_ours_take() -> N
     assert parameters(rule)[:5] == ["query", "key", "value", "g", "beta"]
     assert parameters(mamba2.mamba2_chunk_scan)[:6] == ["hidden_states", "dt", "A", "B", "C", "chunk_size"]
     assert {"D", "dt_bias", "dt_softplus", "dt_limit"} <= set(parameters(mamba2.mamba2_chunk_scan))
+
+
+def test_torchs_compiler_is_called_and_counts_as_we_read_it() -> None:
+    from torch._dynamo.utils import CompilationMetrics
+    from torch._inductor.compile_fx import compile_fx
+
+    assert {"model_", "example_inputs_", "config_patches"} <= {*parameters(compile_fx)}
+    assert {"fail_type", "fail_reason"} <= {*CompilationMetrics.__dataclass_fields__}
+    assert not torch._dynamo.config.nested_graph_breaks  # the numbers of graphs in docs/speed.md
+    counters["frames"].clear()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert counters["frames"] == {"total": 1, "ok": 1}

@@ -7,6 +7,7 @@ dense feed-forward, a shared expert), and the experts of mixtures. Routers see a
 import logging
 from collections.abc import Collection
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.models.experts import set_tiles
+from omnizoo.ops.graphs import Kinds, edge
 from omnizoo.ops.tiles import Tiles, is_row_wise
 from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.experts import most_of
@@ -24,15 +26,25 @@ log = logging.getLogger(__name__)
 
 
 def compute_in_tiles(
-    model: nn.Module, facts: Facts, mesh: Mesh, tokens: int, precision: str, recomputation: Recomputation
+    model: nn.Module,
+    facts: Facts,
+    mesh: Mesh,
+    tokens: int,
+    precision: str,
+    recomputation: Recomputation,
+    kinds: Kinds | None,
 ) -> None:
-    """Let feed-forwards and experts of `model` (on meta, before blocks are recomputed or sharded) run in tiles."""
+    """Let feed-forwards and experts of `model` (on meta, before blocks are recomputed or sharded) run in tiles. What is
+    in a tile is compiled if there are `kinds`."""
     tiles = Tiles(tokens, recomputation, precision)
     experts = {model.get_submodule(name) for name in facts.experts}
     found = len(experts)
     for name in facts.blocks:
         for module in feed_forwards(model.get_submodule(name), experts):
-            module.forward = partial(_forward, tiles, module, module.forward)
+            own = module.forward
+            if kinds is not None and isinstance(own, MethodType):
+                own = partial(kinds.of(module, own.__func__), module)
+            module.forward = partial(_forward, tiles, module, own)
             found += 1
     agree = partial(most_of, mesh.group("ep"), mesh.device) if mesh.layout.ep > 1 else None
     for module in experts:
@@ -60,6 +72,7 @@ def feed_forwards(module: nn.Module, apart: Collection[nn.Module]) -> list[nn.Mo
     return found
 
 
+@edge
 def _forward(tiles: Tiles, module: nn.Module, whole: Any, hidden: torch.Tensor) -> torch.Tensor:
     rows = hidden.reshape(-1, hidden.shape[-1])
     if len(rows) <= tiles.tokens:

@@ -1,7 +1,7 @@
 """`parallelize`: recipe + mesh + model on meta -> a sharded model with its weights, ready to train.
 
-The order is fixed: experts, tiles, recompute, shard, then memory and weights. Nothing of the model's own code is
-changed.
+The order is fixed: experts, tiles, compile, recompute, shard, then memory and weights. Nothing of the model's own code
+is changed.
 """
 
 import logging
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.assembly.adapters import begin_adapter, load_published
+from omnizoo.assembly.compile import compile_blocks, kinds_for
 from omnizoo.assembly.drawing import build_drawn
 from omnizoo.assembly.entrance import keep_logits
 from omnizoo.assembly.feed_forwards import compute_in_tiles
@@ -90,8 +91,12 @@ def parallelize(
     recomputation = Recomputation()
     for module in experts if mesh.layout.ep > 1 else ():
         set_dispatch(module, Dispatch(mesh.group("ep"), count_of(module), recomputation))
+    kinds = kinds_for(mesh.device) if config.train.compile else None
     if parallel.tile_tokens is not None:
-        compute_in_tiles(model, facts, mesh, parallel.tile_tokens, parallel.precision, recomputation)
+        compute_in_tiles(model, facts, mesh, parallel.tile_tokens, parallel.precision, recomputation, kinds)
+    # Inside of recomputation, which a graph with edges cannot contain, and of FSDP2, which gathers weights around it.
+    if kinds is not None:
+        compile_blocks(model, facts, kinds)
     offload = None
     if "activations" in parallel.offload:
         offload = Offload(mesh.device, len(blocks), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,7 +1,7 @@
 """Which blocks compute their activations again in backward, instead of keeping them; it can be changed block by block
 while a model trains, and what each way costs can be measured."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from omnizoo.ops.block_costs import Meter
+from omnizoo.ops.graphs import Compiled
 from omnizoo.ops.offload import Offload
 from omnizoo.ops.precision import exact
 from omnizoo.ops.torch_private import Recomputation, both, tree_leaves, tree_map_only
@@ -30,17 +31,23 @@ class Switch:
         self.kind = (type(block).__name__, tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
         self.measured: dict[str, Meter] | None = None  # while costs are measured: by mode
         self._forward, self._precision, self._recomputation = block.forward, precision, recomputation
+        self._eager = self._forward.eager if isinstance(self._forward, Compiled) else self._forward
         self._moving = nullcontext if offload is None else partial(offload.moving, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.measured is not None and not self.measured:
-            self._measure(self.measured, args, kwargs)
-        return self._run(self.mode, args, kwargs)
+            with torch.compiler.set_stance("force_eager"):  # a graph keeps no more, and shows nothing
+                self._measure(self.measured, args, kwargs)
+        forward = self._forward.chosen() if isinstance(self._forward, Compiled) else self._forward
+        # The compiler of a graph keeps matmuls, and computes what lies between them again by itself: torch has no
+        # selective recomputation around a graph, and none inside of one that ends at edges.
+        by_compiler = forward is not self._eager and self.mode == "selective"
+        return self._run("none" if by_compiler else self.mode, forward, args, kwargs)
 
-    def _run(self, mode: str, args: Any, kwargs: Any) -> Any:
+    def _run(self, mode: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if mode == "none":
             with self._moving():
-                return self._forward(*args, **kwargs)
+                return forward(*args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._recomputation.contexts(_keep_expensive if mode == "selective" else None)
@@ -48,7 +55,7 @@ class Switch:
             return first, both(again, exact(self._precision))
 
         with self._moving():
-            return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _measure(self, found: dict[str, Meter], args: Any, kwargs: Any) -> None:
         def entering(x: torch.Tensor) -> torch.Tensor:  # as what comes from the block before does
@@ -57,11 +64,14 @@ class Switch:
         args, kwargs = tree_map_only(torch.Tensor, entering, (args, kwargs))
         device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         with torch.no_grad():
-            self._forward(*args, **kwargs)  # weights inside are gathered, and kernels are ready
+            self._eager(*args, **kwargs)  # weights inside are gathered, and kernels are ready
         for mode in MODES:
+            if mode == "selective" and self._forward is not self._eager:
+                found[mode] = found["none"]
+                continue
             meter = Meter(device, is_expensive, lambda: self._recomputation.is_aside)
             with torch.enable_grad(), meter:
-                out = self._run(mode, args, kwargs)
+                out = self._run(mode, self._eager, args, kwargs)
             meter.settle()
             found[mode] = meter
             del out

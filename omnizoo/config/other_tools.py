@@ -150,7 +150,7 @@ HERE: dict[str, str] = {
     "ddp_timeout": f"{NO_KEY}: ranks that are gone are noticed",
     "use_liger_kernel": f"{NO_KEY}: kernels are chosen for the device (`omnizoo doctor` shows them)",
     "enable_liger_kernel": f"{NO_KEY}: kernels are chosen for the device (`omnizoo doctor` shows them)",
-    "torch_compile": NOT_YET,
+    "torch_compile": "train.compile",
     # what is written
     "output_dir": "log.dir",
     "run_name": "log.dir",

@@ -98,6 +98,10 @@ class Train(Section):
         description="what is minimised, besides the loss of each decoder: the sum of these, each by its weight "
         "(docs/losses.md)",
     )
+    compile: bool = Field(
+        False,
+        description="compile the blocks of the model by torch.compile, one kind of block at a time (docs/speed.md)",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="initial weights, data order and dropout")
     max_bad_steps: Annotated[int, Field(ge=1, le=10**12)] = Field(
         3, description="stop after this many skipped (non-finite) steps in a row"

@@ -16,11 +16,13 @@ from transformers import AttentionInterface
 from omnizoo.config.errors import UserError
 from omnizoo.models.hf_private import PACKED, PACKED_TOWER
 from omnizoo.ops.attention import Boundaries, Pattern, packed_attention
+from omnizoo.ops.graphs import edge
 from omnizoo.ops.mutual import Mutual
 
 CARRIED = ("attend", "states", "cu_seq_lens_q", "max_length_q", "mutual")
 
 
+@edge
 def packed(
     module: nn.Module,
     query: torch.Tensor,

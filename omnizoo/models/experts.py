@@ -25,6 +25,7 @@ from omnizoo.ops.experts import (
     sort_by_expert,
     weigh_in_backward,
 )
+from omnizoo.ops.graphs import edge
 from omnizoo.ops.quantised import Packed
 from omnizoo.ops.tiles import Tiles
 
@@ -48,11 +49,17 @@ def set_dispatch(module: nn.Module, exchange: Callable[..., torch.Tensor]) -> No
     module.dispatch = exchange  # type: ignore[assignment]
 
 
+def set_activation(module: nn.Module, activate: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    """Let the experts of `module` compute `activate(module, rows)` between their two matmuls: the same, compiled."""
+    module.compiled_activation = partial(activate, module)  # type: ignore[assignment]
+
+
 def set_tiles(module: nn.Module, tiles: Tiles) -> None:
     """Let the experts of `module` compute one tile of tokens after the other."""
     module.tiles = tiles  # type: ignore[assignment]
 
 
+@edge
 def dispatched(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -95,7 +102,8 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
         return Factors(local_part(first).transpose(1, 2), local_part(second), module.lora_scaling)
 
     matrices = weights(up), weights("down_proj"), bias(up), bias("down_proj")
-    experts = Experts(*matrices, expert_activation(module), factors(up), factors("down_proj"))
+    activate = getattr(module, "compiled_activation", None) or expert_activation(module)
+    experts = Experts(*matrices, activate, factors(up), factors("down_proj"))
     assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
     out = run_experts(rows, counts, experts)
     return module.post_expert_norm(out) if module.has_post_expert_norm else out

@@ -11,6 +11,7 @@ from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.models.hf_private import routers
+from omnizoo.ops.graphs import edge
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class RouterRecorder:
         finally:
             self._records = None
 
+    @edge
     def _record(self, name: str, logits_at: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._records is None:
             return

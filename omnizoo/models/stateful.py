@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 
 from omnizoo.config.errors import UserError
 from omnizoo.ops import recurrence, short_convolution
+from omnizoo.ops.graphs import edge
 from omnizoo.ops.recurrence import Steps
 
 Door = Callable[..., Any]
@@ -192,7 +193,7 @@ def bind_states(model: nn.Module) -> int:
             code, {**forward.__globals__, **ours}, code.co_name, forward.__defaults__, forward.__closure__
         )
         own.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = MethodType(own, module)  # of this instance alone
+        module.forward = edge(MethodType(own, module))  # of this instance alone
         vars(module)[BOUND] = tuple(names)
         bound += 1
     return bound

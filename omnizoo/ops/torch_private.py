@@ -5,7 +5,7 @@ collectives that send nothing.
 Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,9 +13,14 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._C._profiler import _RecordFunctionFast
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -399,10 +404,74 @@ def named_range(name: str) -> AbstractContextManager[Any]:
     return made
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` runs as a graph that torch.compile has made of it."""
+def runs_as_graph(module: torch.nn.Module) -> bool:
+    """Whether its user has had `module` compiled by torch.compile."""
     return (
         "_orig_mod" in module._modules  # what `torch.compile(module)` returns
         or module._compiled_call_impl is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
     )
+
+
+class Compilations:
+    """Around calls of compiled code, one at a time: what hindered the compilations that a call made."""
+
+    def __init__(self) -> None:
+        # What cannot be compiled runs as it is, and floats (epsilons, scales) are numbers in a graph.
+        self._settings = torch._dynamo.config.patch(suppress_errors=True, specialize_float=True)
+        self._frames = self._failed = 0
+        self._reasons: Counter[str] = Counter()
+
+    def __enter__(self) -> None:
+        self._frames, self._failed, self._reasons = *_frames(), _reasons()
+        self._settings.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._settings.__exit__(None, None, None)
+
+    def trouble(self) -> list[str]:
+        """Why graphs of the last call had to end, or could not be made."""
+        frames, failed = _frames()
+        if frames == self._frames:
+            return []
+        reasons = list(_reasons() - self._reasons)
+        if failed > self._failed and not reasons:
+            metrics = [each for each in get_compilation_metrics() if each.fail_type]
+            reasons += [f"{each.fail_type}: {each.fail_reason}" for each in metrics[-1:]] or ["torch does not say why"]
+        return reasons
+
+
+def _frames() -> tuple[int, int]:
+    """Functions that torch.compile has tried to compile, and those of them that it could not."""
+    frames = counters["frames"]
+    return frames["total"], frames["total"] - frames["ok"]
+
+
+def _reasons() -> Counter[str]:
+    return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
+
+
+def build_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
+    """Code for a graph that torch.compile has found, and for its backward pass: an error there comes now, and not when
+    it is too late. Random numbers are those that would be drawn without compilation."""
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        if backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            made: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
+        else:
+            made = lookup_backend(backend)(graph, list(inputs))
+    run: Callable[..., Any] = made
+    return run
+
+
+def missing_compiler() -> str | None:
+    """Why graphs cannot be compiled for a CPU here; None if they can."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error).splitlines()[0]
+    return None

@@ -99,7 +99,9 @@ class Drawn:
 def simulate(config: Config, place: Place) -> Result:
     """Two steps of `config`, of which the second is reported: the first has no state of the optimizer yet."""
     started = time.perf_counter()
-    config = config.without_cache().model_copy(update={"model": without_weights(config.model)})
+    # Graphs cannot be made of what is not there: blocks run without, and keep no less than graphs would.
+    train = config.train.model_copy(update={"compile": False})
+    config = config.without_cache().model_copy(update={"model": without_weights(config.model), "train": train})
     learning_rate(config.train, 1)
     pretended = PretendedDevice()
     ledger = Ledger(pretended.device, place.rounded)

@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from omnizoo.config.errors import named_line
 from omnizoo.config.schema import Config
 from omnizoo.ops.device import is_host
-from omnizoo.ops.torch_private import is_compiled, named_range
+from omnizoo.ops.graphs import is_compiled
+from omnizoo.ops.torch_private import named_range, runs_as_graph
 from omnizoo.parallel.waits import named_waits
 from omnizoo.training.ahead import Ahead
 from omnizoo.training.losses import Objective
@@ -241,7 +242,7 @@ def named_modules(model: nn.Module) -> Iterator[None]:
             # Around all other hooks: FSDP gathers in them.
             hooks.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
             hooks.callback(module.register_forward_hook(end, always_call=True).remove)
-            if not is_compiled(module):
+            if not is_compiled(module) and not runs_as_graph(module):
                 for child, below in module.named_children():
                     watch(below, f"{name}.{child}" if name else child)
 

@@ -47,9 +47,10 @@ def prepare(config: Config, world: int, wanted: str, precision: str, folder: Pat
 
 
 def plain(config: Config, **changes: Any) -> Config:
-    """`config` without what saves memory: layouts have it, what they are compared with does not."""
+    """`config` without what saves memory or time: layouts have it, what they are compared with does not."""
     changes |= {"recompute": "none", "tile_tokens": None, "offload": []}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+    train = config.train.model_copy(update={"compile": False})
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes), "train": train})
 
 
 def _with_groups(small: Config, config: Config) -> Config:

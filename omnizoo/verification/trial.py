@@ -94,7 +94,12 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
     number = int(max(range(len(held)), key=mesh.sum([float(here) for here in held]).__getitem__))
     batch = batches[number]
     own: dict[str, torch.Tensor] = {}
-    with _recording(objective.model, own), exact(objective.config.parallel.precision):
+    # Hooks would be compiled into the graphs: what blocks compute is looked at without them.
+    with (
+        torch.compiler.set_stance("force_eager"),
+        _recording(objective.model, own),
+        exact(objective.config.parallel.precision),
+    ):
         objective.terms(batch)
     objective.take_statistics()
     layout = mesh.layout

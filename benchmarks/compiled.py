@@ -1,0 +1,100 @@
+"""Steps with compiled blocks (`train.compile`) and without, on the models of the standing benchmark.
+
+    python benchmarks/compiled.py                                    # dense and MoE, one process
+    torchrun --standalone --nproc-per-node 2 benchmarks/compiled.py --models dense
+
+Both models of a pair start from the same weights and train on the same packs, one step each in turn, so that noise of
+the machine hits both alike. Figures: real tokens per CPU second (all ranks) in steps after the first two, and CPU and
+wall seconds of the first step, compilers included. Start it twice for the figure with a warm cache; with
+`TORCHINDUCTOR_CACHE_DIR` on a new folder the first start is cold.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+from peers.assets import make_assets
+
+from omnizoo.assembly.assemble import assemble
+from omnizoo.assembly.parallelize import parallelize
+from omnizoo.config.load import load_config
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import process_group
+from omnizoo.training.losses import Objective
+from omnizoo.training.optimizer import build_optimizer
+from omnizoo.training.step import StepData, next_step, train_step
+
+WARMUP = 2
+
+
+class Contestant:
+    def __init__(self, assets: Path, name: str, compile_blocks: bool, recompute: str) -> None:
+        config = load_config(
+            {
+                "model": {"path": str(assets / name)},
+                "data": {"sources": [{"path": str(assets / "text.jsonl")}], "pack_tokens": 1024},
+                "train": {"global_batch": world, "lr": 1e-4, "schedule": "constant", "compile": compile_blocks},
+                "parallel": {"recompute": recompute},
+            },
+            [],
+        )
+        mesh = build_mesh(config, process)
+        assembled = assemble(config)
+        self.loader = assembled.loader(mesh)
+        parallelize(assembled.model, mesh, config)
+        self.optimizer = build_optimizer(assembled.model, config)
+        self.objective = Objective(assembled.model, mesh, config)
+        assembled.model.train()
+        self.steps: list[tuple[float, float, int, float]] = []  # CPU seconds, seconds, tokens, loss
+
+    def step(self, data: StepData) -> None:
+        torch.distributed.barrier()
+        cpu, wall = cpu_seconds(), time.perf_counter()
+        result = train_step(self.objective, self.optimizer, data, len(self.steps) + 1)
+        used = torch.tensor(cpu_seconds() - cpu)
+        torch.distributed.all_reduce(used)
+        self.steps.append((float(used), time.perf_counter() - wall, data.tokens, result.loss))
+
+    def speed(self) -> float:
+        counted = self.steps[WARMUP:]
+        return sum(tokens for _, _, tokens, _ in counted) / sum(cpu for cpu, _, _, _ in counted)
+
+
+def cpu_seconds() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+def run(assets: Path, name: str, steps: int, recompute: str) -> None:
+    plain, compiled = (Contestant(assets, name, on, recompute) for on in (False, True))
+    for number in range(steps):
+        data = next_step(plain.loader, plain.objective)
+        for each in (plain, compiled) if number % 2 else (compiled, plain):
+            each.step(data)
+    if process.rank:
+        return
+    apart = max(abs(a[3] - b[3]) / abs(a[3]) for a, b in zip(plain.steps, compiled.steps, strict=True))
+    first = [each.steps[0] for each in (plain, compiled)]
+    print(
+        f"{name}, {world} process(es), recompute {recompute}, {steps - WARMUP} steps: {plain.speed():.0f} real tokens "
+        f"per CPU second without, {compiled.speed():.0f} with ({compiled.speed() / plain.speed():.2f}x); first step "
+        f"{first[0][0]:.0f} and {first[1][0]:.0f} CPU s, {first[0][1]:.0f} and {first[1][1]:.0f} s; losses differ by "
+        f"at most {apart:.0e}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="dense,moe")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--assets", type=Path, default=Path(__file__).resolve().parent.parent / "runs" / "bench_assets")
+    args = parser.parse_args()
+    make_assets(args.assets)
+    with process_group() as process:
+        world = process.world_size
+        for model in args.models.split(","):
+            run(args.assets, model, args.steps, args.recompute)
