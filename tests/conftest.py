@@ -10,9 +10,9 @@ from processes import WORLD, start_server
 logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which buries what a failing test says
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("slow"):
-        start_server()  # before anybody else starts one that has imported less
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.get_closest_marker("slow") for item in session.items):
+        start_server()  # before anybody else starts one that has imported less, or blocks signals
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ signals, pipes and exit codes are those of processes that start cold.
 import atexit
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -21,6 +22,7 @@ def begin(args: Sequence[str], env: Mapping[str, str], outputs: Sequence[Connect
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), number)
         output.close()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a server that loader workers came from first blocks SIGTERM
     # Whoever starts loader workers here starts the server for them, too, as in a new process.
     forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc]
     resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
