@@ -4,6 +4,7 @@
     python benchmarks/standing.py --all                  # or `make bench-peers`: every case and contestant, hours
     python benchmarks/standing.py --models vlm --processes 1 --rounds 1 --only omnizoo,trl
     python benchmarks/standing.py --memory               # bytes of tensors at once, vocabularies of 32k and 152k
+    python benchmarks/standing.py --profile --models moe # where the time of a step goes
     python benchmarks/standing.py --from runs/bench/*.jsonl --write     # RESULTS.md of runs made in pieces
 
 Every contestant runs unchanged under `peers/probe.py`, which counts real tokens, CPU seconds and memory. Rounds are
@@ -30,12 +31,13 @@ from peers import results
 from peers.assets import PAD, VOCABULARY, make_assets
 from peers.contestants import CONTESTANTS, OURS, Contestant, config_of
 from peers.limit import flops_per_token, matmul_rate
-from peers.results import MEMORY, SPEED, Record
+from peers.results import MEMORY, PROFILE, SPEED, Record
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "runs"
 QUICK = (OURS, "tuned", "transformers, packed")
 WARMUP = 2  # steps
+PROFILED = 4  # the step that peers/probe.py profiles
 LONGEST = 3600  # seconds of a run
 
 
@@ -62,6 +64,7 @@ def run(contestant: Contestant, model: str, processes: int, args: argparse.Names
             "PROBE_VOCABULARY": str(VOCABULARY[model]),
             "PROBE_PAD": str(PAD),
             "PROBE_MEMORY": str(int(mode == MEMORY)),
+            "PROBE_PROFILE": str(int(mode == PROFILE)),
             **dict(contestant.env),
         }
         start = [str(contestant.python)]
@@ -110,6 +113,9 @@ def figures(folder: Path, mode: str) -> Record:
     }
     if mode == MEMORY:
         found["peak_tensors_mb"] = max(step["peak_tensors_mb"] for rank in ranks for step in rank[1:])
+    if mode == PROFILE:
+        step = ranks[0][last]
+        found |= {"operators": step["operators"], "profiled": step["profiled"]}
     return found
 
 
@@ -148,6 +154,8 @@ def measure(args: argparse.Namespace, mode: str, said: str) -> list[Record]:
                 told = f"{model}, {processes} process(es), round {turn}: {contestant.name}"
                 if "failed" in record:
                     print(f"{told} failed:\n{record['failed']}", file=sys.stderr, flush=True)
+                elif mode == PROFILE:
+                    print(f"{told}: a step of {record['profiled']:.1f} s", flush=True)
                 elif mode == MEMORY:
                     print(f"{told} {record['peak_tensors_mb']:.0f} MB of tensors", flush=True)
                 else:
@@ -168,8 +176,9 @@ def main() -> int:
     add("--off", action="store_true", help="also OmniZoo with each of its optimisations turned off")
     add("--all", action="store_true", help="every model, 1, 2 and 4 processes, every contestant, and memory")
     add("--memory", action="store_true", help="count bytes of tensors, in place of speed")
-    add("--rounds", type=int, help="default: 2; 3 with --all; 1 with --memory")
-    add("--steps", type=int, help=f"of a run, of which the first {WARMUP} warm up; default: 8; 3 with --memory")
+    add("--profile", action="store_true", help="where the time of a step goes, in place of speed")
+    add("--rounds", type=int, help="default: 2; 3 with --all; 1 with --memory and --profile")
+    add("--steps", type=int, help=f"of a run, of which the first {WARMUP} warm up; default: 6; 8 with --all")
     add("--threads", type=int, default=1, help="of each process; default: 1")
     add("--assets", type=Path, default=RUNS / "bench_assets")
     add("--keep", type=Path, default=RUNS / "bench", help="folder for a file of every run's figures")
@@ -180,20 +189,27 @@ def main() -> int:
     if args.only and (unknown := set(args.only) - known):
         parser.error(f"--only: {', '.join(sorted(unknown))}; there are {'; '.join(sorted(known))}")
     args.assets, args.off = args.assets.resolve(), args.off or args.all
-    if not args.only and not args.all and not args.memory and not args.models:
+    if not (args.only or args.all or args.memory or args.models):
         args.only = list(QUICK)
     said = shlex.join(["python", "benchmarks/standing.py", *(arg for arg in sys.argv[1:] if arg != "--write")])
     if args.stored:
         records = results.read(args.stored)
     else:
         records = []
-        for mode in [SPEED, MEMORY] if args.all else [MEMORY if args.memory else SPEED]:
+        asked = MEMORY if args.memory else PROFILE if args.profile else SPEED
+        for mode in [SPEED, MEMORY] if args.all else [asked]:
             own = argparse.Namespace(**vars(args))
             everything = [name for name in VOCABULARY if name != "dense_152k"] if args.all else ["dense", "moe"]
             own.models = args.models or (["dense", "dense_152k"] if mode == MEMORY else everything)
-            own.processes = args.processes or ([1] if mode == MEMORY else [1, 2, 4] if args.all else [1, 2])
-            own.rounds = args.rounds or (1 if mode == MEMORY else 3 if args.all else 2)
-            own.steps = args.steps or (3 if mode == MEMORY else 8)
+            own.processes = args.processes or (
+                [1, 2, 4] if args.all and mode == SPEED else [1, 2] if mode == SPEED else [1]
+            )
+            own.rounds = args.rounds or (1 if mode != SPEED else 3 if args.all else 2)
+            own.steps = args.steps or 6
+            if mode != SPEED:
+                own.steps = PROFILED if mode == PROFILE else WARMUP + 1
+            elif args.all and not args.steps:
+                own.steps = 8
             own.off = args.off and mode == SPEED
             records += measure(own, mode, said)
     results.show(records)

@@ -5,7 +5,8 @@
 Tokens are counted where the token embedding is looked up: all of them, and those that are not padding. A step ends when
 an optimizer's `step` returns. CPU seconds are those of the process and of all that it has started. One JSON object a
 step goes to `PROBE_OUT/rank<N>.jsonl`; `PROBE_VOCABULARY` and `PROBE_PAD` tell which embedding and which id is meant.
-With `PROBE_MEMORY=1` the bytes of all live tensors are counted, too, which takes time.
+With `PROBE_MEMORY=1` the bytes of all live tensors are counted, too, which takes time; with `PROBE_PROFILE=1` the last
+step says which operators took how much of it.
 """
 
 import importlib.util
@@ -28,12 +29,20 @@ BEGAN = float(os.environ.get("PROBE_BEGAN", time.time()))
 OUT = Path(os.environ["PROBE_OUT"]) / f"rank{os.environ.get('RANK', '0')}.jsonl"
 VOCABULARY, PAD = int(os.environ["PROBE_VOCABULARY"]), int(os.environ["PROBE_PAD"])
 
+PROFILED = 4  # which step
+
 
 class Probe:
     def __init__(self) -> None:
         self.tokens = self.all_tokens = self.lookups = self.lookups_at_last_step = 0
         self.first_forward: float | None = None
         self.live = Live() if os.environ.get("PROBE_MEMORY") == "1" else None
+        self.profile = (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            if os.environ.get("PROBE_PROFILE") == "1"
+            else None
+        )
+        self.steps, self.profiled_from = 0, 0.0
         self.process = psutil.Process()
         self.file = OUT.open("a", buffering=1)
 
@@ -62,7 +71,15 @@ class Probe:
         if self.live is not None:
             record["peak_tensors_mb"] = self.live.peak / 2**20
             self.live.begin()
+        self.steps += 1
+        if self.profile is not None and self.steps == PROFILED:
+            self.profile.stop()
+            each = {event.key: event.self_cpu_time_total / 1e6 for event in self.profile.key_averages()}
+            record["operators"], record["profiled"] = each, time.time() - self.profiled_from
         self.file.write(json.dumps(record) + "\n")
+        if self.profile is not None and self.steps == PROFILED - 1:
+            self.profiled_from = time.time()
+            self.profile.start()
 
     def cpu_seconds(self) -> float:
         total = 0.0

@@ -15,11 +15,22 @@ from rich.table import Table
 
 Record = dict[str, Any]  # of one run, as `standing.py` writes it
 Case = tuple[str, int, int]  # model, processes, threads of each
-SPEED, MEMORY = "speed", "memory"
+SPEED, MEMORY, PROFILE = "speed", "memory", "profile"
 PEERS = ("transformers, padded", "transformers, packed", "trl", "llama-factory")
 TURNED_OFF = {contestant.name: contestant.without for contestant in CONTESTANTS if contestant.without}
 
 
+# What an operator of a profile is counted as: the first whose words are in its name.
+KINDS = {
+    "matrix products": ("addmm", "::mm", "bmm", "grouped_mm", "::linear"),
+    "attention": ("attention", "flash"),
+    "update": ("adam", "foreach_norm", "clip"),
+    "messages": ("c10d", "gloo", "all_gather", "reduce_scatter", "isend", "irecv", "send", "recv"),
+    "copies": ("copy", "::cat", "clone", "contiguous", "split_with_sizes", "index", "gather", "scatter", "embedding"),
+    "new memory": ("::empty", "::zeros", "zero_", "fill_", "resize"),
+    "softmax, loss": ("softmax", "nll", "logsumexp", "cross_entropy", "exp"),
+}
+REST, OUTSIDE = "other operators", "outside operators"
 ABOUT = """\
 The same small models with random weights, the same rows and the same optimizer for all. *Real tokens* are those that
 are not padding; CPU seconds are user and system time of all ranks and their workers, and change little with what else
@@ -98,6 +109,25 @@ def memory_rows(each: dict[str, list[Record]]) -> list[list[str]]:
     return rows
 
 
+def profile_rows(each: dict[str, list[Record]]) -> tuple[list[str], list[list[str]]]:
+    """Milliseconds of CPU time for 1,000 real tokens. A profile has wall times: their shares are taken, of the CPU
+    seconds that the run had for each token."""
+    spent: dict[str, dict[str, float]] = {}
+    for name, runs in each.items():
+        run = runs[-1]
+        parts = dict.fromkeys([*KINDS, REST], 0.0)
+        for operator, seconds in run["operators"].items():
+            kind = next((kind for kind, words in KINDS.items() if any(w in operator.lower() for w in words)), REST)
+            parts[kind] += seconds
+        parts[OUTSIDE] = max(0.0, run["profiled"] - sum(parts.values()))
+        whole = sum(parts.values())
+        spent[name] = {kind: 1e6 * part / whole / run["per_cpu_second"] for kind, part in parts.items()}
+    names = sorted(spent, key=lambda name: sum(spent[name].values()))
+    rows = [[kind, *(f"{spent[name][kind]:.0f}" for name in names)] for kind in [*KINDS, REST, OUTSIDE]]
+    rows.append(["all", *(f"{sum(spent[name].values()):.0f}" for name in names)])
+    return ["CPU ms for 1,000 real tokens", *names], rows
+
+
 def off_rows(speeds: dict[Case, dict[str, list[Record]]]) -> list[list[str]]:
     rows = []
     for case, each in speeds.items():
@@ -155,6 +185,8 @@ def tables(records: list[Record]) -> list[tuple[str, list[str], list[list[str]]]
     made = [(title_of(case), SPEED_HEADINGS, speed_rows(each)) for case, each in speeds.items()]
     for case, each in by_case(records, MEMORY).items():
         made.append((f"Memory: {title_of(case)}", MEMORY_HEADINGS, memory_rows(each)))
+    for case, each in by_case(records, PROFILE).items():
+        made.append((f"Where the time goes: {title_of(case)}", *profile_rows(each)))
     made.append(("Each of our own, on and off", OFF_HEADINGS, off_rows(speeds)))
     made.append(("Goals", GOAL_HEADINGS, goal_rows(records)))
     return [table for table in made if table[2]]
