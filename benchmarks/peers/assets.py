@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -47,7 +48,7 @@ SHAPE = {
     "bos_token_id": None,
 }
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "norm_topk_prob": True}
-PATCH, MERGED, PIXELS = 14, 2, (56 * 56, 336 * 336)
+PATCH, MERGED, PIXELS = 14, 2, {"min_pixels": 56 * 56, "max_pixels": 336 * 336}
 SIDES = [112, 168, 224, 336]
 TOWER = {
     "depth": 4,
@@ -104,6 +105,9 @@ def make_assets(folder: Path, models: list[str], seed: int = 0) -> None:
             Qwen3Config(vocab_size=VOCABULARY[name], **SHAPE).save_pretrained(made)
         else:
             build(name, words).save_pretrained(made)
+        if name == "vlm":
+            processor = Qwen2VLImageProcessor(**PIXELS, patch_size=PATCH, merge_size=MERGED)
+            processor.save_pretrained(made)
         (made / "stats.json").write_text(json.dumps(stats))
         (made / "complete").touch()
 

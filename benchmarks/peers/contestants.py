@@ -54,11 +54,7 @@ def config_of(model: str, folder: Path) -> str:
         built = {"tokenizer": str(folder), "foundation": foundation, "modalities": modalities}
         return json.dumps({"model": built, "data": {"sources": [{"path": str(folder / "chat.jsonl")}]}})
     rows = folder / ("chat.jsonl" if model == "vlm" else "text.jsonl")
-    built = {"path": str(folder)}
-    if model == "vlm":
-        options = {"min_pixels": 56 * 56, "max_pixels": 336 * 336}
-        built["modalities"] = {"image": {"encoder": {"options": options}}}
-    return json.dumps({"model": built, "data": {"sources": [{"path": str(rows)}]}})
+    return json.dumps({"model": {"path": str(folder)}, "data": {"sources": [{"path": str(rows)}]}})
 
 
 def peer(file: str, *more: str) -> tuple[str, ...]:

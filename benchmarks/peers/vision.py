@@ -14,28 +14,12 @@ from PIL import Image
 from trainers import IGNORE, allow_fsdp_on_cpus, arguments
 from transformers import (
     AutoModelForImageTextToText,
-    AutoTokenizer,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
+    AutoProcessor,
     Trainer,
     TrainingArguments,
 )
 
 ROWS = 4  # of a step: about as many tokens as a pack has
-PIXELS = {"min_pixels": 56 * 56, "max_pixels": 336 * 336}
-
-
-def processor_of(folder: Path) -> Qwen2_5_VLProcessor:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.image_token, tokenizer.video_token = "<|image_pad|>", "<|video_pad|>"
-    pictures = Qwen2VLImageProcessor(patch_size=14, merge_size=2, **PIXELS)
-    return Qwen2_5_VLProcessor(
-        image_processor=pictures,
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(),
-        chat_template=tokenizer.chat_template,
-    )
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -49,7 +33,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def collator(processor: Qwen2_5_VLProcessor, hidden: list[int]) -> Any:
+def collator(processor: Any, hidden: list[int]) -> Any:
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         chats = []
         for row in rows:
@@ -75,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     folder = args.assets / args.model
-    processor = processor_of(folder)
+    processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         allow_fsdp_on_cpus()
