@@ -185,6 +185,7 @@ def main() -> int:
     add("--from", dest="stored", type=Path, nargs="+", default=[], help="runs that were kept; none is made")
     add("--write", action="store_true", help="benchmarks/RESULTS.md and its drawing")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run under way ends, too
     known = {contestant.name for contestant in CONTESTANTS}
     if args.only and (unknown := set(args.only) - known):
         parser.error(f"--only: {', '.join(sorted(unknown))}; there are {'; '.join(sorted(known))}")
