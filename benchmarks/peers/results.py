@@ -170,9 +170,12 @@ def goal_rows(records: list[Record]) -> list[list[str]]:
 
 
 def failures(records: list[Record]) -> list[str]:
+    """Of those that never ran in a case."""
+    keys = ("mode", "contestant", "model", "processes", "threads")
+    ran = {tuple(record[key] for key in keys) for record in records if "failed" not in record}
     lines: dict[str, None] = {}
     for record in records:
-        if "failed" in record:
+        if "failed" in record and tuple(record[key] for key in keys) not in ran:
             case = title_of((record["model"], record["processes"], record["threads"]))
             last = [line for line in record["failed"].splitlines() if line.strip()][-1:]
             lines[f"- {record['contestant']}, {case}: `{''.join(last)[:300]}`"] = None
