@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -106,6 +105,8 @@ def make_assets(folder: Path, models: list[str], seed: int = 0) -> None:
         else:
             build(name, words).save_pretrained(made)
         if name == "vlm":
+            from transformers import Qwen2VLImageProcessor  # here: it warns where torchvision is missing
+
             processor = Qwen2VLImageProcessor(**PIXELS, patch_size=PATCH, merge_size=MERGED)
             processor.save_pretrained(made)
         (made / "stats.json").write_text(json.dumps(stats))
