@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install test test-fast tests lint style types format demo demo-lora verify-all bench docs clean
+.PHONY: install test test-fast tests lint style types format demo demo-lora verify-all bench bench-peers docs clean
 
 install: $(INSTALLED)
 
@@ -69,6 +69,10 @@ verify-all: install
 
 bench: install
 	$(BIN)/python benchmarks/standing.py
+
+bench-peers: install
+	$(BIN)/python benchmarks/peers/venvs.py
+	$(BIN)/python benchmarks/standing.py --all --write
 
 docs: install
 	$(BIN)/python -m omnizoo.config.reference > docs/configuration.md

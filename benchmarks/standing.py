@@ -1,214 +1,224 @@
-"""The standing benchmark: OmniZoo against what its users would use instead, on the same model, documents and optimizer.
+"""The standing benchmark: OmniZoo against what its users would use instead, on the same model, rows and optimizer.
 
-    python benchmarks/standing.py                        # or `make bench`: dense and MoE, 1 and 2 processes
-    python benchmarks/standing.py --models dense --processes 1 --rounds 1 --only omnizoo,tuned
-    python benchmarks/standing.py --write                # and benchmarks/RESULTS.md, with its plot
+    python benchmarks/standing.py                        # or `make bench`: dense and MoE, some minutes
+    python benchmarks/standing.py --all                  # or `make bench-peers`: every case and contestant, hours
+    python benchmarks/standing.py --models vlm --processes 1 --rounds 1 --only omnizoo,trl
+    python benchmarks/standing.py --memory               # bytes of tensors at once, vocabularies of 32k and 152k
+    python benchmarks/standing.py --profile --models moe # where the time of a step goes
+    python benchmarks/standing.py --from runs/bench/*.jsonl --write     # RESULTS.md of runs made in pieces
 
 Every contestant runs unchanged under `peers/probe.py`, which counts real tokens, CPU seconds and memory. Rounds are
 interleaved, so that noise of the machine hits all alike. The figure to look at is real tokens per CPU second (user and
-system, all ranks and workers); it hardly changes with what else the machine does.
+system, all ranks and workers); it hardly changes with what else the machine does. Each process has one thread: where
+cores are shared, threads of one process wait for each other, and what they burn meanwhile counts.
 """
 
 import argparse
 import json
 import os
-import statistics
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from peers.assets import PAD, make_assets
-from rich.console import Console
-from rich.table import Table
+from peers import results
+from peers.assets import PAD, VOCABULARY, make_assets
+from peers.contestants import CONTESTANTS, OURS, Contestant, config_of
+from peers.limit import flops_per_token, matmul_rate
+from peers.results import MEMORY, PROFILE, SPEED, Record
 
 HERE = Path(__file__).resolve().parent
-VOCABULARY, TOKENS, WARMUP = 32_000, 1024, 3
-OURS = "omnizoo"
+RUNS = HERE.parent / "runs"
+QUICK = (OURS, "tuned", "transformers, packed")
+WARMUP = 2  # steps
+PROFILED = 4  # the step that peers/probe.py profiles
+LONGEST = 3600  # seconds of a run
 
 
-@dataclass(frozen=True)
-class Contestant:
-    name: str
-    command: tuple[str, ...]  # after `probe.py`; {assets}, {model}, {steps}, {processes} and {run} are filled in
-    models: tuple[str, ...] = ("dense", "moe")
-    processes: tuple[int, ...] = (1, 2, 4)
-    env: tuple[tuple[str, str], ...] = ()
-    note: str = ""
-
-
-def ours(*more: str) -> tuple[str, ...]:
-    fixed = {
-        "model.path": "{assets}/{model}",
-        "data.sources.0.path": "{assets}/text.jsonl",
-        "data.pack_tokens": str(TOKENS),
-        "train.steps": "{steps}",
-        "train.global_batch": "{processes}",
-        "train.lr": "1e-4",
-        "train.schedule": "constant",
-        "train.grad_clip": "1.0",
-        "optimizer.weight_decay": "0.1",
-        "log.dir": "{run}/log",
-    }
-    keys = [part for key, value in fixed.items() for part in (f"--{key}", value)]
-    return ("-m", "omnizoo", "train", "{run}/empty.yaml", *keys, *more)
-
-
-def plain(*more: str) -> tuple[str, ...]:
-    return (str(HERE / "peers" / "plain.py"), "{assets}", "{model}", "--steps", "{steps}", *more)
-
-
-def trainer(mode: str) -> tuple[str, ...]:
-    return (str(HERE / "peers" / "trainers.py"), "{assets}", "{model}", mode, "--steps", "{steps}")
-
-
-AS_IT_WAS = (("MALLOC_TRIM_THRESHOLD_", "131072"),)  # a setting of the user's, which OmniZoo leaves alone
-CONTESTANTS = [
-    Contestant(OURS, ours(), note="as it is"),
-    Contestant("omnizoo, ep", ours("--parallel.ep", "{processes}"), models=("moe",), processes=(2, 4)),
-    Contestant("omnizoo, memory given back", ours(), env=AS_IT_WAS, note="malloc as glibc has it"),
-    Contestant("omnizoo, resharding", ours("--parallel.reshard_after_forward", "true"), processes=(2, 4)),
-    Contestant("plain", plain(), note="FSDP2, block mask, all logits, resharding"),
-    Contestant("tuned", plain("--tuned"), note="FSDP2, attention per document, chunked loss, no resharding"),
-    Contestant("transformers, padded", trainer("padded")),
-    Contestant("transformers, packed", trainer("packed")),
-    Contestant("trl, packed", trainer("trl")),
-]
-
-
-@dataclass(frozen=True)
-class Figures:
-    per_cpu_second: float
-    per_second: float
-    padding: float
-    peak_rss_mb: float
-    first_step: float
-
-
-def run(contestant: Contestant, model: str, processes: int, assets: Path, steps: int) -> Figures | str:
+def run(contestant: Contestant, model: str, processes: int, args: argparse.Namespace, mode: str) -> Record:
     """One run: its figures, or the end of what it said."""
+    if not contestant.python.exists():
+        return {"failed": f"{contestant.python} is missing: python benchmarks/peers/venvs.py"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "empty.yaml").write_text("{}\n")
-        filled = {"assets": assets, "model": model, "steps": steps, "processes": processes, "run": folder}
+        (folder / "config.yaml").write_text(config_of(model, args.assets / model))
+        filled = {"assets": args.assets, "model": model, "steps": args.steps, "processes": processes, "run": folder}
         command = [part.format(**filled) for part in contestant.command]
-        threads = str(max(1, 2 // processes))
         env = os.environ | {
-            "OMP_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": str(args.threads),
+            "MKL_NUM_THREADS": str(args.threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HOME": str(folder / "hf"),  # nothing is cached from run to run
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which asks for packages that are not used
+            "PYTHONPATH": str(HERE.parent),
             "PROBE_OUT": str(folder / "probe"),
             "PROBE_BEGAN": str(time.time()),
-            "PROBE_VOCABULARY": str(VOCABULARY),
+            "PROBE_VOCABULARY": str(VOCABULARY[model]),
             "PROBE_PAD": str(PAD),
+            "PROBE_MEMORY": str(int(mode == MEMORY)),
+            "PROBE_PROFILE": str(int(mode == PROFILE)),
             **dict(contestant.env),
         }
-        start = [sys.executable]
+        start = [str(contestant.python)]
         if processes > 1:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        ended = subprocess.run(
-            [*start, str(HERE / "peers" / "probe.py"), *command],
-            env=env,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
-        if ended.returncode:
-            return (ended.stderr or ended.stdout)[-2000:]
-        return read(folder / "probe")
+        log = folder / "log.txt"
+        with log.open("w") as file:
+            child = subprocess.Popen(
+                [*start, str(HERE / "peers" / "probe.py"), *command],
+                env=env,
+                cwd=folder,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(timeout=LONGEST)
+            except BaseException as stopped:
+                os.killpg(child.pid, signal.SIGKILL)
+                if not isinstance(stopped, subprocess.TimeoutExpired):
+                    raise
+                code = -1
+        if code:
+            return {"failed": log.read_text()[-3000:] or f"ended with {code}"}
+        return figures(folder / "probe", mode)
 
 
-def read(folder: Path) -> Figures:
-    """The steps after those that warm up."""
+def figures(folder: Path, mode: str) -> Record:
+    """Of the steps after those that warm up."""
     ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(folder.iterdir())]
     first, last = WARMUP - 1, min(map(len, ranks)) - 1
+    if last <= first:
+        return {"failed": f"{last + 1} steps; more than {WARMUP} were expected"}
 
     def grown(key: str) -> float:
-        return sum(rank[last][key] - rank[first][key] for rank in ranks)
+        return float(sum(rank[last][key] - rank[first][key] for rank in ranks))
 
     tokens = grown("tokens")
-    return Figures(
-        per_cpu_second=tokens / grown("cpu"),
-        per_second=tokens / max(rank[last]["seconds"] - rank[first]["seconds"] for rank in ranks),
-        padding=1 - tokens / grown("all_tokens"),
-        peak_rss_mb=max(rank[last]["peak_rss_mb"] for rank in ranks),
-        first_step=max(rank[0]["seconds"] for rank in ranks),
-    )
+    found = {
+        "per_cpu_second": tokens / grown("cpu"),
+        "per_second": tokens / max(rank[last]["seconds"] - rank[first]["seconds"] for rank in ranks),
+        "tokens_per_step": tokens / (last - first),
+        "padding": 1 - tokens / grown("all_tokens"),
+        "peak_rss_mb": max(rank[last]["peak_rss_mb"] for rank in ranks),
+        "first_step": max(rank[0]["seconds"] for rank in ranks),
+    }
+    if mode == MEMORY:
+        found["peak_tensors_mb"] = max(step["peak_tensors_mb"] for rank in ranks for step in rank[1:])
+    if mode == PROFILE:
+        step = ranks[0][last]
+        found |= {"operators": step["operators"], "profiled": step["profiled"]}
+    return found
+
+
+def turns(args: argparse.Namespace, mode: str) -> Iterator[tuple[str, int, int, list[Contestant]]]:
+    """(model, processes, round, contestants in this round's order)"""
+    for model in args.models:
+        for processes in args.processes:
+            fitting = [c for c in CONTESTANTS if model in c.models and processes in c.processes]
+            fitting = [c for c in fitting if (c.name in args.only if args.only else not c.without or args.off)]
+            for turn in range(args.rounds):
+                if fitting:
+                    yield model, processes, turn, fitting[turn % len(fitting) :] + fitting[: turn % len(fitting)]
+
+
+def measure(args: argparse.Namespace, mode: str, said: str) -> list[Record]:
+    """All runs that were asked for; each is kept when it has ended."""
+    make_assets(args.assets, args.models)
+    session = time.strftime("%Y-%m-%dT%H:%M:%S")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    args.keep.mkdir(parents=True, exist_ok=True)
+    records = []
+    with (args.keep / f"{session}.jsonl").open("w", buffering=1) as file:
+        for model, processes, turn, order in turns(args, mode):
+            needed = flops_per_token(args.assets / model) if mode == SPEED else None
+            limit = matmul_rate() / needed if needed else None
+            for contestant in order:
+                record: dict[str, Any] = {"mode": mode, "model": model, "processes": processes, "threads": args.threads}
+                record |= {"contestant": contestant.name, "session": session, "round": turn, "commit": commit}
+                record |= {"when": time.strftime("%Y-%m-%dT%H:%M:%S"), "torch": torch.__version__, "command": said}
+                record |= {"steps": args.steps, "limit": limit}
+                record |= run(contestant, model, processes, args, mode)
+                file.write(json.dumps(record) + "\n")
+                records.append(record)
+                told = f"{model}, {processes} process(es), round {turn}: {contestant.name}"
+                if "failed" in record:
+                    print(f"{told} failed:\n{record['failed']}", file=sys.stderr, flush=True)
+                elif mode == PROFILE:
+                    print(f"{told}: a step of {record['profiled']:.1f} s", flush=True)
+                elif mode == MEMORY:
+                    print(f"{told} {record['peak_tensors_mb']:.0f} MB of tensors", flush=True)
+                else:
+                    print(f"{told} {record['per_cpu_second']:.0f} real tokens per CPU second", flush=True)
+    return records
+
+
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="dense,moe")
-    parser.add_argument("--processes", default="1,2")
-    parser.add_argument("--only", default="", help="names of contestants, by comma; default: all")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--assets", type=Path, default=HERE.parent / "runs" / "bench_assets")
-    parser.add_argument("--write", action="store_true")
+    add = parser.add_argument
+    add("--models", type=names, help=f"of {', '.join(VOCABULARY)}; default: dense,moe")
+    add("--processes", type=lambda text: [int(name) for name in names(text)], help="default: 1,2")
+    add("--only", type=names, help="names of contestants, by comma, or by semicolon where names have commas")
+    add("--off", action="store_true", help="also OmniZoo with each of its optimisations turned off")
+    add("--all", action="store_true", help="every model, 1, 2 and 4 processes, every contestant, and memory")
+    add("--memory", action="store_true", help="count bytes of tensors, in place of speed")
+    add("--profile", action="store_true", help="where the time of a step goes, in place of speed")
+    add("--rounds", type=int, help="default: 2; 3 with --all; 1 with --memory and --profile")
+    add("--steps", type=int, help=f"of a run, of which the first {WARMUP} warm up; default: 6; 8 with --all")
+    add("--threads", type=int, default=1, help="of each process; default: 1")
+    add("--assets", type=Path, default=RUNS / "bench_assets")
+    add("--keep", type=Path, default=RUNS / "bench", help="folder for a file of every run's figures")
+    add("--from", dest="stored", type=Path, nargs="+", default=[], help="runs that were kept; none is made")
+    add("--write", action="store_true", help="benchmarks/RESULTS.md and its drawing")
     args = parser.parse_args()
-    only = [name.strip() for name in args.only.split(",") if name.strip()]
-    if unknown := set(only) - {contestant.name for contestant in CONTESTANTS}:
-        parser.error(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CONTESTANTS)}")
-    assets = args.assets.resolve()
-    make_assets(assets, VOCABULARY)
-    found: dict[tuple[str, int], dict[str, list[Figures]]] = {}
-    for model in args.models.split(","):
-        for processes in map(int, args.processes.split(",")):
-            fitting = [c for c in CONTESTANTS if model in c.models and processes in c.processes]
-            fitting = [c for c in fitting if not only or c.name in only]
-            each = found.setdefault((model, processes), {})
-            for turn in range(args.rounds):
-                for contestant in fitting[turn % len(fitting) :] + fitting[: turn % len(fitting)]:
-                    figures = run(contestant, model, processes, assets, args.steps)
-                    if isinstance(figures, str):
-                        print(
-                            f"{contestant.name}, {model}, {processes} process(es) failed:\n{figures}", file=sys.stderr
-                        )
-                        return 1
-                    each.setdefault(contestant.name, []).append(figures)
-                    speed = f"{figures.per_cpu_second:.0f} real tokens per CPU second"
-                    print(f"{model}, {processes} process(es), round {turn}: {contestant.name} {speed}", flush=True)
-    lines = report(found)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run under way ends, too
+    known = {contestant.name for contestant in CONTESTANTS}
+    if args.only and (unknown := set(args.only) - known):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; there are {'; '.join(sorted(known))}")
+    args.assets, args.off = args.assets.resolve(), args.off or args.all
+    if not (args.only or args.all or args.memory or args.models):
+        args.only = list(QUICK)
+    said = shlex.join(["python", "benchmarks/standing.py", *(arg for arg in sys.argv[1:] if arg != "--write")])
+    if args.stored:
+        records = results.read(args.stored)
+    else:
+        records = []
+        asked = MEMORY if args.memory else PROFILE if args.profile else SPEED
+        for mode in [SPEED, MEMORY] if args.all else [asked]:
+            own = argparse.Namespace(**vars(args))
+            everything = [name for name in VOCABULARY if name != "dense_152k"] if args.all else ["dense", "moe"]
+            own.models = args.models or (["dense", "dense_152k"] if mode == MEMORY else everything)
+            own.processes = args.processes or (
+                [1, 2, 4] if args.all and mode == SPEED else [1, 2] if mode == SPEED else [1]
+            )
+            own.rounds = args.rounds or (1 if mode != SPEED else 3 if args.all else 2)
+            own.steps = args.steps or 6
+            if mode != SPEED:
+                own.steps = PROFILED if mode == PROFILE else WARMUP + 1
+            elif args.all and not args.steps:
+                own.steps = 8
+            own.off = args.off and mode == SPEED
+            records += measure(own, mode, said)
+    results.show(records)
     if args.write:
-        command = " ".join(["python benchmarks/standing.py", *(arg for arg in sys.argv[1:] if arg != "--write")])
-        head = f"# The standing benchmark\n\n`{command}`, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}.\n"
-        notes = "".join(f"- {c.name}: {c.note}\n" for c in CONTESTANTS if c.note)
-        (HERE / "RESULTS.md").write_text(f"{head}\n{notes}\n" + "\n".join(lines) + "\n")
-    return 0
-
-
-def report(found: dict[tuple[str, int], dict[str, list[Figures]]]) -> list[str]:
-    """Prints the table of each case; the same as lines of Markdown."""
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    headings = ["", "real tokens / CPU s", "spread", "omnizoo / it", "real tokens / s", "padding", "RSS MB", "first s"]
-    lines: list[str] = []
-    for (model, processes), each in found.items():
-        title = f"{model}, {processes} process(es)"
-        table = Table(*headings, title=title)
-        lines += [f"## {title}", "", "| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
-        median = {name: statistics.median(f.per_cpu_second for f in runs) for name, runs in each.items()}
-        for name, runs in sorted(each.items(), key=lambda item: -median[item[0]]):
-            speeds = [f.per_cpu_second for f in runs]
-            cells = [
-                name,
-                f"{median[name]:.0f}",
-                f"{min(speeds):.0f} - {max(speeds):.0f}",
-                f"{median[OURS] / median[name]:.2f}" if OURS in median else "",
-                f"{statistics.median(f.per_second for f in runs):.0f}",
-                f"{statistics.median(f.padding for f in runs):.1%}",
-                f"{statistics.median(f.peak_rss_mb for f in runs):.0f}",
-                f"{statistics.median(f.first_step for f in runs):.1f}",
-            ]
-            table.add_row(*cells)
-            lines.append("| " + " | ".join(cells) + " |")
-        console.print(table)
-        lines.append("")
-    return lines
+        commands = list(dict.fromkeys(record["command"] for record in records))
+        (HERE / "RESULTS.md").write_text(results.page(records, commands, "results.svg"))
+        (HERE / "results.svg").write_text(results.draw(records))
+    return int(not args.stored and any("failed" in record for record in records))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What every trainer of the benchmark is given: a tokenizer of words, documents, and small models with random weights.
+"""What every trainer of the benchmark is given: a tokenizer of words, documents, pictures, and small models with random
+weights.
 
 One word of the text is one token, so counts of tokens are known from the text alone.
 """
@@ -6,15 +7,32 @@ One word of the text is one token, so counts of tokens are known from the text a
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-SPECIAL = ["<pad>", "<eos>", "<unk>"]
+MARKS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+MARKS += [f"<|{name}_{mark}|>" for name in ("image", "audio") for mark in ("begin", "end")] + ["<|audio_pad|>"]
+SPECIAL = ["<pad>", "<eos>", "<unk>", *MARKS]
 PAD, EOS = 0, 1
+WORDS = ["user", "assistant", "system"]  # before the words of documents
+VOCABULARY = {"dense": 32_000, "moe": 32_000, "vlm": 32_000, "omni": 32_000, "dense_152k": 152_000}
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -29,32 +47,186 @@ SHAPE = {
     "bos_token_id": None,
 }
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "norm_topk_prob": True}
+PATCH, MERGED, PIXELS = 14, 2, {"min_pixels": 56 * 56, "max_pixels": 336 * 336}
+SIDES = [112, 168, 224, 336]
+TOWER = {
+    "depth": 4,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_heads": 4,
+    "out_hidden_size": 512,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGED,
+    "window_size": 112,
+    "fullatt_block_indexes": [1, 3],
+}
+# The composed model: what OmniZoo's config says, and what the loop without a framework builds.
+EYES = {
+    "model_type": "siglip_vision_model",
+    "image_size": 112,
+    "patch_size": 14,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+EARS = {
+    "model_type": "whisper",
+    "num_mel_bins": 80,
+    "max_source_positions": 300,  # 6 s
+    "d_model": 256,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 768,
+}
+RATE = 16_000
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|> {{ message['role'] }} {% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %} {{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    " <|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
 
 
-def make_assets(folder: Path, vocabulary: int = 32_000, documents: int = 2000, seed: int = 0) -> None:
-    """`text.jsonl`, and a folder for each model, with its tokenizer."""
-    if (folder / "complete").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    rng, words = random.Random(seed), vocabulary - len(SPECIAL)
-    with (folder / "text.jsonl").open("w") as file:
-        for _ in range(documents):
-            length = int(min(1023, max(50, rng.lognormvariate(math.log(280), 0.7))))
-            text = " ".join(f"w{int(rng.random() ** 3 * words)}" for _ in range(length))  # some words often
-            file.write(json.dumps({"text": text}) + "\n")
-    torch.manual_seed(seed)
-    made = {
-        "dense": lambda: Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **SHAPE)),
-        "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, **SHAPE, **EXPERTS)),
-    }
-    for name, build in made.items():
-        build().save_pretrained(folder / name)
-        tokenizer(vocabulary).save_pretrained(folder / name)
-    (folder / "complete").touch()
+def make_assets(folder: Path, models: list[str], seed: int = 0) -> None:
+    """A folder for each model with its tokenizer and rows; what is there already stays."""
+    for name in models:
+        made = folder / name
+        if (made / "complete").exists():
+            continue
+        made.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(seed)
+        words = tokenizer(VOCABULARY[name])
+        words.save_pretrained(made)
+        rows: dict[str, Callable[..., dict[str, float]]] = {"vlm": write_pictures, "omni": write_heard}
+        stats = rows.get(name, write_text)(made, VOCABULARY[name], seed)
+        if name == "omni":
+            Qwen3Config(vocab_size=VOCABULARY[name], **SHAPE).save_pretrained(made)
+        else:
+            build(name, words).save_pretrained(made)
+        if name == "vlm":
+            from transformers import Qwen2VLImageProcessor  # here: it warns where torchvision is missing
+
+            processor = Qwen2VLImageProcessor(**PIXELS, patch_size=PATCH, merge_size=MERGED)
+            processor.save_pretrained(made)
+        (made / "stats.json").write_text(json.dumps(stats))
+        (made / "complete").touch()
+
+
+def build(name: str, words: PreTrainedTokenizerFast) -> PreTrainedModel:
+    vocabulary = VOCABULARY[name]
+    if name == "moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, **SHAPE, **EXPERTS))
+    if name == "vlm":
+        text = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+        rope = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}
+        marks = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+        marks |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+        config = Qwen2_5_VLConfig(
+            text_config={"vocab_size": vocabulary, "rope_parameters": rope, **text},
+            vision_config=TOWER,
+            tie_word_embeddings=False,
+            **{key: words.convert_tokens_to_ids(mark) for key, mark in marks.items()},
+        )
+        return Qwen2_5_VLForConditionalGeneration(config)
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **SHAPE))
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    ids = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(vocabulary - len(SPECIAL)))])}
+    known = [*SPECIAL, *WORDS]
+    ids = {word: i for i, word in enumerate([*known, *(f"w{i}" for i in range(vocabulary - len(known)))])}
     words = Tokenizer(tokenizer_models.WordLevel(ids, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    words.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=32768,
+    )
+
+
+class Writer:
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        self.rng, self.words = random.Random(seed), vocabulary - len(SPECIAL) - len(WORDS)
+
+    def text(self, count: int) -> str:
+        return " ".join(f"w{int(self.rng.random() ** 3 * self.words)}" for _ in range(count))  # some words often
+
+    def length(self, middle: int, least: int, most: int) -> int:
+        return int(min(most, max(least, self.rng.lognormvariate(math.log(middle), 0.7))))
+
+
+def lines(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_text(folder: Path, vocabulary: int, seed: int, documents: int = 2000) -> dict[str, float]:
+    """`text.jsonl`; and `asked.jsonl`, the same with its first tenth as a question, for trainers that want one."""
+    writer, texts, lengths = Writer(vocabulary, seed), [], []
+    for _ in range(documents):
+        lengths.append(writer.length(280, 50, 1023))
+        texts.append(writer.text(lengths[-1]))
+    lines(folder / "text.jsonl", [{"text": text} for text in texts])
+    asked = []
+    for text in texts:
+        words = text.split(" ")
+        first = max(1, len(words) // 10)
+        asked.append({"instruction": " ".join(words[:first]), "output": " ".join(words[first:])})
+    lines(folder / "asked.jsonl", asked)
+    return {"context": sum(n * n for n in lengths) / sum(lengths) / 2, "pictured": 0.0}
+
+
+def write_pictures(folder: Path, vocabulary: int, seed: int, rows: int = 400) -> dict[str, float]:
+    """`chat.jsonl`: a picture of one of 16 sizes, a question, an answer."""
+    writer, noise = Writer(vocabulary, seed), np.random.default_rng(seed)
+    (folder / "pictures").mkdir(exist_ok=True)
+    chats, lengths, places = [], [], 0
+    for number in range(rows):
+        height, width = writer.rng.choice(SIDES), writer.rng.choice(SIDES)
+        draw(folder / "pictures" / f"{number}.png", height, width, noise)
+        asked, answered = writer.rng.randint(5, 30), writer.length(150, 30, 700)
+        said = [("user", "<image>" + writer.text(asked)), ("assistant", writer.text(answered))]
+        messages = [{"role": role, "content": text} for role, text in said]
+        chats.append({"messages": messages, "images": [f"pictures/{number}.png"]})
+        taken = height * width // (PATCH * MERGED) ** 2
+        places += taken
+        lengths.append(asked + answered + taken + 8)
+    lines(folder / "chat.jsonl", chats)
+    # LLaMA-Factory reads paths as they are.
+    lines(
+        folder / "chat_absolute.jsonl", [row | {"images": [str(folder.resolve() / row["images"][0])]} for row in chats]
+    )
+    return {"context": sum(n * n for n in lengths) / sum(lengths) / 2, "pictured": places / sum(lengths)}
+
+
+def write_heard(folder: Path, vocabulary: int, seed: int, rows: int = 400) -> dict[str, float]:
+    """`chat.jsonl`: a picture, a sound of 1 to 6 seconds, or both; a question, an answer."""
+    import soundfile
+
+    writer, noise = Writer(vocabulary, seed), np.random.default_rng(seed)
+    chats = []
+    for part in ("pictures", "sounds"):
+        (folder / part).mkdir(exist_ok=True)
+    for number in range(rows):
+        kinds = writer.rng.choice([("image",), ("audio",), ("image", "audio")])
+        row: dict[str, Any] = {}
+        if "image" in kinds:
+            draw(folder / "pictures" / f"{number}.png", writer.rng.choice(SIDES), writer.rng.choice(SIDES), noise)
+            row["images"] = [f"pictures/{number}.png"]
+        if "audio" in kinds:
+            wave = 0.1 * noise.standard_normal(int(writer.rng.uniform(1, 6) * RATE)).astype(np.float32)
+            soundfile.write(folder / "sounds" / f"{number}.flac", wave, RATE)
+            row["audios"] = [f"sounds/{number}.flac"]
+        asked = "".join(f"<{kind}>" for kind in kinds) + writer.text(writer.rng.randint(5, 30))
+        said = [("user", asked), ("assistant", writer.text(writer.length(150, 30, 700)))]
+        chats.append({"messages": [{"role": role, "content": text} for role, text in said], **row})
+    lines(folder / "chat.jsonl", chats)
+    return {}
+
+
+def draw(path: Path, height: int, width: int, noise: np.random.Generator) -> None:
+    coarse = noise.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
+    Image.fromarray(coarse).resize((width, height)).save(path)

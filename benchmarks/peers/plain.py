@@ -1,6 +1,6 @@
 """No framework: a bare loop with FSDP2, the same Hugging Face model, the same documents in packs.
 
-    [torchrun] plain.py ASSETS dense|moe [--tuned [--reshard]] [--steps 20]
+    [torchrun] plain.py ASSETS MODEL [--tuned [--reshard]] [--steps 20]
 
 As most people would write it: a block mask over the pack, all logits at once, weights resharded after each block.
 `--tuned` is what an expert would make of it: one attention call per document, the head and its loss in chunks, weights
@@ -130,7 +130,7 @@ def main() -> None:
         fully_shard(root, mesh=mesh, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(root.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for step, (ids, positions) in zip(range(args.steps), packs(args.assets, tokenizer, args.tokens), strict=False):
+    for step, (ids, positions) in zip(range(args.steps), packs(folder, tokenizer, args.tokens), strict=False):
         labels = torch.full_like(ids, IGNORE)
         labels[:, :-1] = ids[:, 1:].masked_fill(positions[:, 1:] == 0, IGNORE)
         mask = {}

@@ -5,18 +5,23 @@
 Tokens are counted where the token embedding is looked up: all of them, and those that are not padding. A step ends when
 an optimizer's `step` returns. CPU seconds are those of the process and of all that it has started. One JSON object a
 step goes to `PROBE_OUT/rank<N>.jsonl`; `PROBE_VOCABULARY` and `PROBE_PAD` tell which embedding and which id is meant.
+With `PROBE_MEMORY=1` the bytes of all live tensors are counted, too, which takes time; with `PROBE_PROFILE=1` the last
+step says which operators took how much of it.
 """
 
+import importlib.util
 import json
 import os
 import runpy
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from live import Live
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -24,11 +29,20 @@ BEGAN = float(os.environ.get("PROBE_BEGAN", time.time()))
 OUT = Path(os.environ["PROBE_OUT"]) / f"rank{os.environ.get('RANK', '0')}.jsonl"
 VOCABULARY, PAD = int(os.environ["PROBE_VOCABULARY"]), int(os.environ["PROBE_PAD"])
 
+PROFILED = 4  # which step
+
 
 class Probe:
     def __init__(self) -> None:
         self.tokens = self.all_tokens = self.lookups = self.lookups_at_last_step = 0
         self.first_forward: float | None = None
+        self.live = Live() if os.environ.get("PROBE_MEMORY") == "1" else None
+        self.profile = (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            if os.environ.get("PROBE_PROFILE") == "1"
+            else None
+        )
+        self.steps, self.profiled_from = 0, 0.0
         self.process = psutil.Process()
         self.file = OUT.open("a", buffering=1)
 
@@ -54,7 +68,18 @@ class Probe:
             "peak_rss_mb": peak_rss_mb(),
             "first_forward": self.first_forward,
         }
+        if self.live is not None:
+            record["peak_tensors_mb"] = self.live.peak / 2**20
+            self.live.begin()
+        self.steps += 1
+        if self.profile is not None and self.steps == PROFILED:
+            self.profile.stop()
+            each = {event.key: event.self_cpu_time_total / 1e6 for event in self.profile.key_averages()}
+            record["operators"], record["profiled"] = each, time.time() - self.profiled_from
         self.file.write(json.dumps(record) + "\n")
+        if self.profile is not None and self.steps == PROFILED - 1:
+            self.profiled_from = time.time()
+            self.profile.start()
 
     def cpu_seconds(self) -> float:
         total = 0.0
@@ -64,7 +89,8 @@ class Probe:
             except psutil.NoSuchProcess:
                 continue
             total += used.user + used.system
-        return total
+        own = self.process.cpu_times()
+        return total + own.children_user + own.children_system  # of those that have ended
 
 
 def peak_rss_mb() -> float:
@@ -74,7 +100,18 @@ def peak_rss_mb() -> float:
     raise AssertionError("no VmHWM in /proc/self/status")
 
 
-def install() -> None:
+def name_ops_of_torchvision() -> list[torch.library.Library]:
+    """Its wheels are built for CUDA, and their library does not load beside a torch for CPUs; the Python part, which is
+    all that resizes pictures here, wants these to exist."""
+    if importlib.util.find_spec("torchvision") is None:
+        return []
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return [library]
+
+
+def install() -> Probe:
     probe, own = Probe(), functional.embedding
 
     def embedding(ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -83,11 +120,10 @@ def install() -> None:
 
     functional.embedding = embedding
     register_optimizer_step_post_hook(probe.step)
+    return probe
 
 
-if __name__ == "__main__":
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    install()
+def run() -> None:
     target, *rest = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
     if target == "-m":
@@ -97,3 +133,11 @@ if __name__ == "__main__":
         sys.argv = [target, *rest]
         sys.path.insert(0, str(Path(target).resolve().parent))
         runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    kept = name_ops_of_torchvision()
+    probe = install()
+    with probe.live or nullcontext():
+        run()

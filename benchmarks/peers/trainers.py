@@ -1,6 +1,6 @@
 """transformers' Trainer and TRL's SFTTrainer, as their own documentation has them, on the documents of the benchmark.
 
-    [torchrun] trainers.py ASSETS dense|moe padded|packed|trl [--steps 20]
+    [torchrun] trainers.py ASSETS MODEL padded|packed|trl [--steps 20]
 
 padded: some documents, padded to the longest. packed: rows of documents made beforehand, whose positions start again at
 each. trl: its own packing, best fit.
@@ -62,28 +62,15 @@ def collate_packed(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("model")
-    parser.add_argument("mode", choices=("padded", "packed", "trl"))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=1024)
-    args = parser.parse_args()
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    folder = args.assets / args.model
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+def arguments(steps: int, batch: int, blocks: list[str]) -> dict[str, Any]:
     sharding: dict[str, Any] = {}
-    if world > 1:
-        allow_fsdp_on_cpus()
-        block = type(model.model.layers[0]).__name__
-        how = {"version": 2, "transformer_layer_cls_to_wrap": [block], "reshard_after_forward": True}
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        how = {"version": 2, "transformer_layer_cls_to_wrap": blocks, "reshard_after_forward": True}
         sharding = {"fsdp": True, "fsdp_config": how, "ddp_backend": "gloo"}
-    shared: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(),
-        "max_steps": args.steps,
-        "per_device_train_batch_size": DOCUMENTS if args.mode == "padded" else 1,
+    return {
+        "output_dir": tempfile.mkdtemp(dir="."),
+        "max_steps": steps,
+        "per_device_train_batch_size": batch,
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
         "weight_decay": 0.1,
@@ -96,15 +83,31 @@ def main() -> None:
         "optim": "adamw_torch_fused",
         **sharding,
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("assets", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("mode", choices=("padded", "packed", "trl"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=1024)
+    args = parser.parse_args()
+    folder = args.assets / args.model
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        allow_fsdp_on_cpus()
+    shared = arguments(args.steps, DOCUMENTS if args.mode == "padded" else 1, [type(model.model.layers[0]).__name__])
     if args.mode == "trl":
         from datasets import load_dataset
         from trl import SFTConfig, SFTTrainer
 
         config = SFTConfig(**shared, packing=True, max_length=args.tokens, gradient_checkpointing=False)
-        rows = load_dataset("json", data_files=str(args.assets / "text.jsonl"), split="train")
+        rows = load_dataset("json", data_files=str(folder / "text.jsonl"), split="train")
         SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer).train()
         return
-    lines = (args.assets / "text.jsonl").read_text().splitlines()
+    lines = (folder / "text.jsonl").read_text().splitlines()
     documents = [[*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id] for line in lines]
     data: list[Any] = [{"input_ids": document} for document in documents]
     collate: Any = DataCollatorForLanguageModeling(tokenizer, mlm=False)
