@@ -1,0 +1,162 @@
+"""How far `expected` of `omnizoo plan` is off: published runs, planned, against what they reached.
+
+    python benchmarks/calibrate.py
+
+benchmarks/published_runs.csv has 20 runs of two dense models on 128 devices of 80 GB (arXiv 2508.02317, appendix). Each
+model and layout is planned with 2 and 4 layers and with 8,192 and 16,384 tokens per rank, and taken on from there along
+lines: whatever is counted grows by the same amount with each layer and each token, but for attention, whose pairs are
+known. The shares of data sheets are fitted to one model and tried on the other, and the other way round.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omnizoo.cli.dry_run import quiet
+from omnizoo.config.load import load_config
+from omnizoo.modalities.tally import causal_pairs
+from omnizoo.planning.devices import DEVICES
+from omnizoo.planning.expected import Counts, Expected, Shares, counts_of, expect
+from omnizoo.planning.simulate import Place, simulate
+from omnizoo.planning.traffic import Collective
+
+RUNS = Path(__file__).parent / "published_runs.csv"
+WORLD, GIB = 128, 2**30
+CUTS, TOKENS = (2, 4), (8192, 16384)  # layers, and tokens per rank, that are planned
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "qwen2.5-32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def planned(name: str, ulysses: int, tokens: int, layers: int) -> dict[str, Any]:
+    """Counts and memory of packs of so many tokens and a model of so many layers."""
+    model = MODELS[name] | {"num_hidden_layers": layers, "model_type": "qwen2", "vocab_size": 152064}
+    model |= {"tie_word_embeddings": False, "max_position_embeddings": 131072}
+    config = {
+        "model": {"config": model},
+        "data": {"pack_tokens": tokens},
+        # Of a few layers all weights would be kept: said, so that it is as with all layers.
+        "parallel": {"precision": "bf16", "recompute": "full", "ulysses": ulysses, "reshard_after_forward": True},
+        "train": {"steps": 10, "global_batch": WORLD // ulysses, "lr": 1e-5},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(yaml.safe_dump(config))
+        result = simulate(load_config(str(path), [], needs_data=False), Place(WORLD, 0, DEVICES["h100"]))
+    counts = counts_of(result, WORLD)
+    sent = {json.dumps(asdict(each)): size for each, size in counts.sent.items()}
+    numbers = {"moved": counts.moved, "launched": counts.launched, "syncs": counts.syncs, "peak": result.peak.bytes}
+    by_pair = counts.attention / causal_pairs(tokens, None)
+    return numbers | {f"matmuls {kind}": n for kind, n in counts.matmuls.items()} | {"by_pair": by_pair} | sent
+
+
+def on_a_line(at: Sequence[float], values: Sequence[dict[str, float]], wanted: float) -> dict[str, float]:
+    share = (wanted - at[0]) / (at[1] - at[0])
+    return {key: values[0][key] + share * (values[1][key] - values[0][key]) for key in values[1]}
+
+
+def extended(corners: Sequence[Sequence[dict[str, float]]], row: dict[str, str]) -> tuple[Counts, float]:
+    """From plans of few layers (first index) and tokens (second) to a published run: counts, and GiB at the peak."""
+    tokens, ulysses = int(row["sequence_tokens"]), int(row["ulysses"])
+    per_layers = [on_a_line(TOKENS, few, tokens / ulysses) for few in corners]
+    found = on_a_line(CUTS, per_layers, MODELS[row["model"]]["num_hidden_layers"])
+    by_pair = on_a_line(CUTS, [few[0] for few in corners], MODELS[row["model"]]["num_hidden_layers"])["by_pair"]
+    counts = Counts(
+        matmuls={key.removeprefix("matmuls "): n for key, n in found.items() if key.startswith("matmuls ")},
+        attention=by_pair * causal_pairs(tokens, None),
+        moved=found["moved"],
+        sent={Collective(**json.loads(key)): size for key, size in found.items() if key.startswith("{")},
+        launched=int(found["launched"]),
+        syncs=int(found["syncs"]),
+        tokens=tokens / ulysses,
+    )
+    return counts, found["peak"] / GIB
+
+
+def error(expected: Expected, row: dict[str, str]) -> float:
+    return expected.tokens_per_second / float(row["tokens_per_sec_per_gpu"]) - 1
+
+
+def fitted(runs: list[tuple[dict[str, str], Counts]]) -> Shares:
+    """The shares with the least mean square of errors: a coarse grid, then a fine one around its best."""
+
+    def off(shares: Shares) -> float:
+        return sum(error(found, row) ** 2 for row, counts in runs if (found := expect(counts, DEVICES["h100"], shares)))
+
+    best = Shares(0.5, 0.5, 0.5)
+    for width, step in ((0.5, 0.05), (0.05, 0.01)):
+        places = [round(i * step, 2) for i in range(round(-width / step), round(width / step) + 1)]
+        near = [
+            Shares(*values)
+            for change in itertools.product(places, repeat=3)
+            if all(0 < value <= 1 for value in (values := [a + b for a, b in zip(astuple(best), change, strict=True)]))
+        ]
+        best = min(near, key=off)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", type=Path, help="a file to keep the counts of plans in, and to take them from")
+    options = parser.parse_args()
+    quiet()
+    rows = list(csv.DictReader(RUNS.open(encoding="utf-8")))
+    kept: dict[str, Any] = {}
+    if options.counts and options.counts.exists():
+        kept = json.loads(options.counts.read_text())
+    corners: dict[tuple[str, str], list[list[dict[str, float]]]] = {}
+    for name, ulysses in dict.fromkeys((row["model"], row["ulysses"]) for row in rows):
+        corners[name, ulysses] = [[{} for _ in TOKENS] for _ in CUTS]
+        for (i, layers), (j, each) in itertools.product(enumerate(CUTS), enumerate(TOKENS)):
+            key = f"{name} ulysses {ulysses}, {each * int(ulysses)} tokens, {layers} layers"
+            if key not in kept:
+                print(f"planning {key}", file=sys.stderr)
+                kept[key] = planned(name, int(ulysses), each * int(ulysses), layers)
+                if options.counts:
+                    options.counts.write_text(json.dumps(kept))
+            corners[name, ulysses][i][j] = kept[key]
+    runs = [(row, *extended(corners[row["model"], row["ulysses"]], row)) for row in rows]
+    by_model = {name: [(row, counts) for row, counts, _ in runs if row["model"] == name] for name in MODELS}
+    shares = {name: fitted(own) for name, own in by_model.items()}
+    everything = fitted([(row, counts) for row, counts, _ in runs])
+    for name, found in (*shares.items(), ("all", everything)):
+        print(f"fitted to {name}: {found.matmuls:.0%} of FLOP/s in matmuls, {found.attention:.0%} in attention, {found.links:.0%} of links")
+    print("\nmodel ulysses tokens | published t/s | all: t/s error | held out: t/s error | published GB | planned GiB error")
+    errors, memory_errors = [], []
+    for row, counts, peak in runs:
+        other = next(name for name in MODELS if name != row["model"])
+        both = [expect(counts, DEVICES["h100"], own) for own in (everything, shares[other])]
+        shown = [f"{each.tokens_per_second:6,.0f} {error(each, row):+5.0%}" for each in both if each]
+        assert both[1] is not None
+        errors.append(abs(error(both[1], row)))
+        memory_errors.append(abs(peak / float(row["memory_gb"]) - 1))
+        own = f"{row['model']:12} {row['ulysses']} {int(row['sequence_tokens']):7,} | {row['tokens_per_sec_per_gpu']:>5}"
+        print(f"{own} | {' | '.join(shown)} | {row['memory_gb']:>5} | {peak:5.1f} {peak / float(row['memory_gb']) - 1:+5.0%}")
+    print(f"\nmean error, held out: tokens/s {sum(errors) / len(errors):.0%} (worst {max(errors):.0%})")
+    print(f"memory {sum(memory_errors) / len(memory_errors):.0%} (worst {max(memory_errors):.0%})")
+
+
+if __name__ == "__main__":
+    main()
