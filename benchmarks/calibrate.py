@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from omnizoo.config.load import load_config
 from omnizoo.modalities.tally import causal_pairs
 from omnizoo.planning.devices import DEVICES
 from omnizoo.planning.expected import Counts, Expected, Shares, counts_of, expect
-from omnizoo.planning.simulate import Place, simulate
+from omnizoo.planning.simulate import Place, Result, simulate
 from omnizoo.planning.traffic import Collective
 
 RUNS = Path(__file__).parent / "published_runs.csv"
@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(name: str, ulysses: int, tokens: int, layers: int) -> dict[str, Any]:
+def planned(name: str, ulysses: int, tokens: int, layers: int) -> dict[str, float]:
     """Counts and memory of packs of so many tokens and a model of so many layers."""
     model = MODELS[name] | {"num_hidden_layers": layers, "model_type": "qwen2", "vocab_size": 152064}
     model |= {"tie_word_embeddings": False, "max_position_embeddings": 131072}
@@ -64,12 +64,30 @@ def planned(name: str, ulysses: int, tokens: int, layers: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump(config))
-        result = simulate(load_config(str(path), [], needs_data=False), Place(WORLD, 0, DEVICES["h100"]))
-    counts = counts_of(result, WORLD)
-    sent = {json.dumps(asdict(each)): size for each, size in counts.sent.items()}
+        return numbers_of(
+            simulate(load_config(str(path), [], needs_data=False), Place(WORLD, 0, DEVICES["h100"])), WORLD
+        )
+
+
+def numbers_of(result: Result, world: int) -> dict[str, float]:
+    """All that was counted, by name, so that lines can be drawn through it."""
+    counts = counts_of(result, world)
     numbers = {"moved": counts.moved, "launched": counts.launched, "syncs": counts.syncs, "peak": result.peak.bytes}
-    by_pair = counts.attention / causal_pairs(tokens, None)
-    return numbers | {f"matmuls {kind}": n for kind, n in counts.matmuls.items()} | {"by_pair": by_pair} | sent
+    numbers |= {"attention": counts.attention, "flops": result.flops, "tokens": counts.tokens}
+    sent = {json.dumps(asdict(each)): size for each, size in counts.sent.items()}
+    return numbers | {f"matmuls {kind}": flops for kind, flops in counts.matmuls.items()} | sent
+
+
+def counts_in(numbers: Mapping[str, float]) -> Counts:
+    return Counts(
+        matmuls={key.removeprefix("matmuls "): n for key, n in numbers.items() if key.startswith("matmuls ")},
+        attention=numbers["attention"],
+        moved=numbers["moved"],
+        sent={Collective(**json.loads(key)): size for key, size in numbers.items() if key.startswith("{")},
+        launched=int(numbers["launched"]),
+        syncs=int(numbers["syncs"]),
+        tokens=numbers["tokens"],
+    )
 
 
 def on_a_line(at: Sequence[float], values: Sequence[dict[str, float]], wanted: float) -> dict[str, float]:
@@ -79,20 +97,16 @@ def on_a_line(at: Sequence[float], values: Sequence[dict[str, float]], wanted: f
 
 def extended(corners: Sequence[Sequence[dict[str, float]]], row: dict[str, str]) -> tuple[Counts, float]:
     """From plans of few layers (first index) and tokens (second) to a published run: counts, and GiB at the peak."""
-    tokens, ulysses = int(row["sequence_tokens"]), int(row["ulysses"])
-    per_layers = [on_a_line(TOKENS, few, tokens / ulysses) for few in corners]
-    found = on_a_line(CUTS, per_layers, MODELS[row["model"]]["num_hidden_layers"])
-    by_pair = on_a_line(CUTS, [few[0] for few in corners], MODELS[row["model"]]["num_hidden_layers"])["by_pair"]
-    counts = Counts(
-        matmuls={key.removeprefix("matmuls "): n for key, n in found.items() if key.startswith("matmuls ")},
-        attention=by_pair * causal_pairs(tokens, None),
-        moved=found["moved"],
-        sent={Collective(**json.loads(key)): size for key, size in found.items() if key.startswith("{")},
-        launched=int(found["launched"]),
-        syncs=int(found["syncs"]),
-        tokens=tokens / ulysses,
+    tokens, ulysses, layers = (
+        int(row["sequence_tokens"]),
+        int(row["ulysses"]),
+        MODELS[row["model"]]["num_hidden_layers"],
     )
-    return counts, found["peak"] / GIB
+    per_layers = [on_a_line(TOKENS, few, tokens / ulysses) for few in corners]
+    found = on_a_line(CUTS, per_layers, layers)
+    attention = on_a_line(CUTS, [few[0] for few in corners], layers)["attention"]
+    pairs = causal_pairs(tokens, None) / causal_pairs(TOKENS[0] * ulysses, None)  # not a line, but known
+    return counts_in(found | {"attention": attention * pairs}), found["peak"] / GIB
 
 
 def error(expected: Expected, row: dict[str, str]) -> float:
@@ -108,11 +122,11 @@ def fitted(runs: list[tuple[dict[str, str], Counts]]) -> Shares:
     best = Shares(0.5, 0.5, 0.5)
     for width, step in ((0.5, 0.05), (0.05, 0.01)):
         places = [round(i * step, 2) for i in range(round(-width / step), round(width / step) + 1)]
-        near = [
-            Shares(*values)
+        moved = [
+            [round(a + b, 2) for a, b in zip(astuple(best), change, strict=True)]
             for change in itertools.product(places, repeat=3)
-            if all(0 < value <= 1 for value in (values := [a + b for a, b in zip(astuple(best), change, strict=True)]))
         ]
+        near = [Shares(*values) for values in moved if all(0 < value <= 1 for value in values)]
         best = min(near, key=off)
     return best
 
@@ -123,7 +137,7 @@ def main() -> None:
     options = parser.parse_args()
     quiet()
     rows = list(csv.DictReader(RUNS.open(encoding="utf-8")))
-    kept: dict[str, Any] = {}
+    kept: dict[str, dict[str, float]] = {}
     if options.counts and options.counts.exists():
         kept = json.loads(options.counts.read_text())
     corners: dict[tuple[str, str], list[list[dict[str, float]]]] = {}
@@ -142,8 +156,12 @@ def main() -> None:
     shares = {name: fitted(own) for name, own in by_model.items()}
     everything = fitted([(row, counts) for row, counts, _ in runs])
     for name, found in (*shares.items(), ("all", everything)):
-        print(f"fitted to {name}: {found.matmuls:.0%} of FLOP/s in matmuls, {found.attention:.0%} in attention, {found.links:.0%} of links")
-    print("\nmodel ulysses tokens | published t/s | all: t/s error | held out: t/s error | published GB | planned GiB error")
+        print(
+            f"fitted to {name}: {found.matmuls:.0%} of FLOP/s in matmuls, {found.attention:.0%} in attention, {found.links:.0%} of links"
+        )
+    print(
+        "\nmodel ulysses tokens | published t/s | all: t/s error | held out: t/s error | published GB | planned GiB error"
+    )
     errors, memory_errors = [], []
     for row, counts, peak in runs:
         other = next(name for name in MODELS if name != row["model"])
@@ -152,8 +170,12 @@ def main() -> None:
         assert both[1] is not None
         errors.append(abs(error(both[1], row)))
         memory_errors.append(abs(peak / float(row["memory_gb"]) - 1))
-        own = f"{row['model']:12} {row['ulysses']} {int(row['sequence_tokens']):7,} | {row['tokens_per_sec_per_gpu']:>5}"
-        print(f"{own} | {' | '.join(shown)} | {row['memory_gb']:>5} | {peak:5.1f} {peak / float(row['memory_gb']) - 1:+5.0%}")
+        own = (
+            f"{row['model']:12} {row['ulysses']} {int(row['sequence_tokens']):7,} | {row['tokens_per_sec_per_gpu']:>5}"
+        )
+        print(
+            f"{own} | {' | '.join(shown)} | {row['memory_gb']:>5} | {peak:5.1f} {peak / float(row['memory_gb']) - 1:+5.0%}"
+        )
     print(f"\nmean error, held out: tokens/s {sum(errors) / len(errors):.0%} (worst {max(errors):.0%})")
     print(f"memory {sum(memory_errors) / len(memory_errors):.0%} (worst {max(memory_errors):.0%})")
 

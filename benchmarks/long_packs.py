@@ -3,16 +3,20 @@
     python benchmarks/long_packs.py small                 # a small model on this machine, for real: minutes
     python benchmarks/long_packs.py small --limit 32 --ranks 1 2 4
     python benchmarks/long_packs.py plan                  # the Qwen3-Omni thinker on 128 devices: figures of a plan
+    python benchmarks/long_packs.py data                  # CPU seconds of the loader, and its memory, for a pack of one row
 
 `small`: for each way to share a pack, the longest one whose dry run stays within the limit, then that step for real, on as
-many processes, with the memory of its tensors counted (`measure` of tests/dry_runs.py). A pack is one text.
+many processes, with the memory of its tensors counted (`measure` of tests/dry_runs.py): for one way of each number of
+ranks, or with `--all` for every way. A pack is one text.
 """
 
 import argparse
 import json
 import multiprocessing
+import resource
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,7 +49,7 @@ SMALL = {
             "max_position_embeddings": 1048576,
         }
     },
-    "parallel": {"recompute": "full", "tile_tokens": 256, "reshard_after_forward": True, "precision": "fp32"},
+    "parallel": {"recompute": "full", "tile_tokens": 512, "reshard_after_forward": True, "precision": "fp32"},
     "train": {"steps": 2, "global_batch": 1, "lr": 1e-3},
 }
 
@@ -63,11 +67,12 @@ def case(tokens: int, way: tuple[int, int]) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
-def longest(peak: Callable[[int], int], limit: int, ranks: int) -> int:
+def longest(peak: Callable[[int], int], limit: int, ranks: int, begin: int) -> int:
     """Tokens of the longest pack within the limit, to `STEP` per rank. Memory is nearly a line over tokens, so the next
     guess is on the line through the last two."""
     step = STEP * ranks
-    before, now = 8 * step, 16 * step
+    now = max(2 * step, begin // step * step)
+    before = now - max(step, now // 8 // step * step)
     for _ in range(8):
         slope = (peak(now) - peak(before)) / (now - before)
         guess = max(step, int(now + (limit - peak(now)) / slope) // step * step)
@@ -84,6 +89,7 @@ def longest(peak: Callable[[int], int], limit: int, ranks: int) -> int:
 def search(config: str, limit: int, ranks: Sequence[int], answer: Path) -> None:
     """In a process of its own, for torch has another device there from then on."""
     found: list[dict[str, Any]] = []
+    begin = 2048.0  # tokens per rank, to try first
     for count in ranks:
         for name, way in ways(count).items():
 
@@ -95,7 +101,8 @@ def search(config: str, limit: int, ranks: Sequence[int], answer: Path) -> None:
                     raise SystemExit(dry["error"])
                 return int(dry["peak"])
 
-            tokens = longest(peak, limit, count)
+            tokens = longest(peak, limit, count, int(begin * count))
+            begin = tokens / count
             found.append({"ranks": count, "way": name, "axes": way, "tokens": tokens, "planned": peak(tokens)})
             print(f"{count} {name}: {tokens:,}", file=sys.stderr)
     answer.write_text(json.dumps(found))
@@ -107,7 +114,7 @@ def real(process: Any, config: str, overrides: list[str], folder: Path) -> None:
         (folder / "real.json").write_text(json.dumps(found))
 
 
-def small(limit: float, ranks: Sequence[int], console: Console) -> None:
+def small(limit: float, ranks: Sequence[int], confirm_all: bool, console: Console) -> None:
     table = Table("ranks", "shared by", "longest pack", "of linear", "planned MiB", "real MiB", box=None)
     start_server()
     with tempfile.TemporaryDirectory() as name:
@@ -122,18 +129,22 @@ def small(limit: float, ranks: Sequence[int], console: Console) -> None:
         if process.exitcode:
             raise SystemExit("the search has failed")
         one = 0.0
-        for found in json.loads(answer.read_text()):
+        searched = json.loads(answer.read_text())
+        last = {found["ranks"]: found["way"] for found in searched}
+        for found in searched:
+            one = one or found["tokens"] / found["ranks"]
+            shown = [str(found["ranks"]), found["way"], f"{found['tokens']:,}"]
+            shown += [f"{found['tokens'] / (one * found['ranks']):.2f}", f"{found['planned'] / MIB:.2f}"]
+            if not confirm_all and found["way"] != last[found["ranks"]]:
+                table.add_row(*shown, "")
+                continue
             given = (str(config), case(found["tokens"], found["axes"]), folder)
             result = run_on_ranks(real, found["ranks"], *given, timeout=3000)
             if result.code:
                 raise SystemExit(result.stderr)
             ran = json.loads((folder / "real.json").read_text())
-            one = one or found["tokens"] / found["ranks"]
-            table.add_row(
-                *(str(found["ranks"]), found["way"], f"{found['tokens']:,}"),
-                f"{found['tokens'] / (one * found['ranks']):.2f}",
-                *(f"{found['planned'] / MIB:.2f}", f"{ran['peak'] / MIB:.2f}"),
-            )
+            table.add_row(*shown, f"{ran['peak'] / MIB:.2f}")
+            print(*shown, ran["peak"] / MIB, file=sys.stderr)
     console.print(table)
 
 
@@ -176,18 +187,76 @@ def plan(lengths: Sequence[int], console: Console) -> None:
     console.print(table)
 
 
+TOKENIZER, TURN = ROOT / "examples/data/tiny/tokenizer", 200  # tokens of a turn, where there are many
+
+
+def data(lengths: Sequence[int], console: Console) -> None:
+    """Rows of one long text, one long message, and many turns: a process for each, as memory is that of the process."""
+    table = Table("row", "tokens", "CPU s per pack", "memory MiB", box=None)
+    start_server()
+    with tempfile.TemporaryDirectory() as name:
+        for kind in ("text", "message", "turns"):
+            for tokens in lengths:
+                context = multiprocessing.get_context("forkserver")
+                process = context.Process(target=read, args=(kind, tokens, Path(name)))
+                process.start()
+                process.join()
+                found = json.loads((Path(name) / "read.json").read_text())
+                row = (f"{found['tokens']:,}", f"{found['seconds']:.2f}", f"{found['memory']:.0f}")
+                table.add_row(kind, *row)
+                print(kind, *row, file=sys.stderr)
+    console.print(table)
+
+
+def read(kind: str, tokens: int, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from omnizoo.data.loader import build_loader
+    from omnizoo.data.deal import make_batch
+
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    stories = " ".join(json.loads(line)["text"] for line in (TOKENIZER.parent / "stories.jsonl").open(encoding="utf-8"))
+    characters = int(tokens * 0.97 * 20000 / len(tokenizer(stories[:20000])["input_ids"]))
+    text = (stories * (characters // len(stories) + 1))[:characters]
+    said = [text]
+    if kind == "turns":
+        size = max(1, characters * TURN // tokens)
+        said = [text[i : i + size] for i in range(0, characters - size, size)]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(said)]
+    row = {"text": text} if kind == "text" else {"messages": [*messages, {"role": "assistant", "content": "Yes."}]}
+    if kind == "turns" and messages[-1]["role"] == "assistant":
+        row = {"messages": messages}
+    path, config = folder / "rows.jsonl", folder / "data.yaml"
+    path.write_text((json.dumps(row) + "\n") * 2, encoding="utf-8")
+    sources = {"sources": [{"path": str(path)}], "pack_tokens": tokens, "lanes": 1, "workers": 0}
+    config.write_text(yaml.safe_dump(SMALL | {"data": sources}))
+    loaded = load_config(str(config), [])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loader = build_loader(loaded, tokenizer, 0, 1)
+    begin = time.process_time()
+    (pack,) = loader.next_step().packs
+    make_batch([pack])
+    found = {"tokens": len(pack.ids), "seconds": time.process_time() - begin}
+    found["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    loader.close()
+    (folder / "read.json").write_text(json.dumps(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("small", "plan"))
+    parser.add_argument("what", choices=("small", "plan", "data"))
     parser.add_argument("--limit", type=float, default=40, help="MiB per rank")
+    parser.add_argument("--all", action="store_true", help="run every way for real, not one for each number of ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of packs to plan")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of packs to plan, or to read")
     options = parser.parse_args()
     console = Console(width=140)
     if options.what == "small":
-        small(options.limit, options.ranks, console)
+        small(options.limit, options.ranks, options.all, console)
+    elif options.what == "plan":
+        plan(options.lengths or LENGTHS, console)
     else:
-        plan(options.lengths, console)
+        data(options.lengths or (2**17, 2**20), console)
 
 
 if __name__ == "__main__":

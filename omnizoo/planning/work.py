@@ -15,10 +15,23 @@ from omnizoo.ops.torch_private import tree_leaves, written_arguments
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 ATTENTION = ("attention", "attn")
-NOTHING_DONE = ("empty", "set_", "resize_", "record_stream", "lift", "device", "_unsafe_view")  # they take no time on a device
+NOTHING_DONE = (
+    "empty",
+    "set_",
+    "resize_",
+    "record_stream",
+    "lift",
+    "device",
+    "_unsafe_view",
+)  # they take no time on a device
 FEW = ("scatter_", "scatter_add_", "index_add_", "index_put_", "index_copy_")  # they write as much as they are given to
 OVERWRITING = ("copy_", "fill_", "zero_")  # they do not read what they write to
-PICKING = ("embedding", "index", "index_select", "gather")  # they read as much as they write, not all that they are given
+PICKING = (
+    "embedding",
+    "index",
+    "index_select",
+    "gather",
+)  # they read as much as they write, not all that they are given
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ def moved_by(name: str, written: Sequence[torch.Tensor], read: Sequence[torch.Te
     """Bytes that an operator reads and writes, as a kernel of its own."""
     out, given = sum(map(size_of, written)), list(map(size_of, read))
     if name == "all_gather_copy_in":  # FSDP's: of the buffer for all ranks it writes its own part
-        return 2 * sum(given[: -1])
+        return 2 * sum(given[:-1])
     if name in FEW:
         return 3 * sum(given[1:])
     return out + sum(min(size, out) if name in PICKING else size for size in given)
