@@ -156,28 +156,29 @@ def main() -> None:
     shares = {name: fitted(own) for name, own in by_model.items()}
     everything = fitted([(row, counts) for row, counts, _ in runs])
     for name, found in (*shares.items(), ("all", everything)):
-        print(
-            f"fitted to {name}: {found.matmuls:.0%} of FLOP/s in matmuls, {found.attention:.0%} in attention, {found.links:.0%} of links"
-        )
-    print(
-        "\nmodel ulysses tokens | published t/s | all: t/s error | held out: t/s error | published GB | planned GiB error"
-    )
-    errors, memory_errors = [], []
+        reached = f"{found.matmuls:.0%} of FLOP/s in matmuls, {found.attention:.0%} in attention"
+        print(f"fitted to {name}: {reached}, {found.links:.0%} of links")
+    print("\n| model | ulysses | tokens | published t/s | fitted to all | held out | published GB | planned GiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    off: dict[str, list[float]] = {"tokens/s, fitted to all": [], "tokens/s, held out": [], "memory": []}
     for row, counts, peak in runs:
         other = next(name for name in MODELS if name != row["model"])
-        both = [expect(counts, DEVICES["h100"], own) for own in (everything, shares[other])]
-        shown = [f"{each.tokens_per_second:6,.0f} {error(each, row):+5.0%}" for each in both if each]
-        assert both[1] is not None
-        errors.append(abs(error(both[1], row)))
-        memory_errors.append(abs(peak / float(row["memory_gb"]) - 1))
-        own = (
-            f"{row['model']:12} {row['ulysses']} {int(row['sequence_tokens']):7,} | {row['tokens_per_sec_per_gpu']:>5}"
-        )
-        print(
-            f"{own} | {' | '.join(shown)} | {row['memory_gb']:>5} | {peak:5.1f} {peak / float(row['memory_gb']) - 1:+5.0%}"
-        )
-    print(f"\nmean error, held out: tokens/s {sum(errors) / len(errors):.0%} (worst {max(errors):.0%})")
-    print(f"memory {sum(memory_errors) / len(memory_errors):.0%} (worst {max(memory_errors):.0%})")
+        cells = [row["model"], row["ulysses"], f"{int(row['sequence_tokens']):,}", row["tokens_per_sec_per_gpu"]]
+        for kind, own in zip(off, (everything, shares[other]), strict=False):
+            expected = expect(counts, DEVICES["h100"], own)
+            assert expected is not None
+            off[kind].append(error(expected, row))
+            cells.append(f"{expected.tokens_per_second:,.0f} ({off[kind][-1]:+.0%})")
+        off["memory"].append(peak / float(row["memory_gb"]) - 1)
+        cells += [row["memory_gb"], f"{peak:.1f} ({off['memory'][-1]:+.0%})"]
+        print(f"| {' | '.join(cells)} |")
+    print()
+    for kind, errors in off.items():
+        sizes = [abs(each) for each in errors]
+        print(f"{kind}: mean error {sum(sizes) / len(sizes):.0%}, worst {max(sizes):.0%}")
+        for name in MODELS:
+            own_sizes = [size for size, row in zip(sizes, rows, strict=True) if row["model"] == name]
+            print(f"  {name}: {sum(own_sizes) / len(own_sizes):.0%}")
 
 
 if __name__ == "__main__":

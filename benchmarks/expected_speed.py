@@ -1,11 +1,11 @@
 """What a token costs, by a plan, and how fast that should be: bytes, FLOPs, waits and memory of a config.
 
-    python benchmarks/expected_speed.py examples/gpu/qwen3_30b_a3b.yaml --world 8 --layers model.config.num_hidden_layers
+    python benchmarks/expected_speed.py examples/gpu/qwen3_30b_a3b.yaml --world 8
     python benchmarks/expected_speed.py examples/gpu/qwen3_omni_32k.yaml --world 128 \\
         --layers model.config.text_config.num_hidden_layers
 
-Planned with 2 and 4 layers, and taken on along a line to the layers that the config has; the whole plan (`omnizoo plan`)
-gives the same and takes minutes. Further keys of the config can be set as for `train`.
+Planned with 2 and 4 layers, and taken on along a line to the layers that the config has; the whole plan (`omnizoo
+plan`) takes minutes. Further keys of the config can be set as for `train`.
 """
 
 import argparse

@@ -3,11 +3,11 @@
     python benchmarks/long_packs.py small                 # a small model on this machine, for real: minutes
     python benchmarks/long_packs.py small --limit 32 --ranks 1 2 4
     python benchmarks/long_packs.py plan                  # the Qwen3-Omni thinker on 128 devices: figures of a plan
-    python benchmarks/long_packs.py data                  # CPU seconds of the loader, and its memory, for a pack of one row
+    python benchmarks/long_packs.py data                  # the loader's CPU seconds and memory for a pack of one row
 
-`small`: for each way to share a pack, the longest one whose dry run stays within the limit, then that step for real, on as
-many processes, with the memory of its tensors counted (`measure` of tests/dry_runs.py): for one way of each number of
-ranks, or with `--all` for every way. A pack is one text.
+`small`: for each way to share a pack, the longest one whose dry run stays within the limit, then that step for real, on
+as many processes, with the memory of its tensors counted (`measure` of tests/dry_runs.py): for one way of each number
+of ranks, or with `--all` for every way. A pack is one text.
 """
 
 import argparse
@@ -211,8 +211,8 @@ def data(lengths: Sequence[int], console: Console) -> None:
 def read(kind: str, tokens: int, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from omnizoo.data.loader import build_loader
     from omnizoo.data.deal import make_batch
+    from omnizoo.data.loader import build_loader
 
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     stories = " ".join(json.loads(line)["text"] for line in (TOKENIZER.parent / "stories.jsonl").open(encoding="utf-8"))

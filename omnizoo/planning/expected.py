@@ -1,8 +1,8 @@
 """How fast a step is expected to be: what a plan counts, divided by what a device and its links can do.
 
 A roofline with parts that can be told apart: matmuls and attention by FLOPs, all other operators by bytes of memory,
-and what is sent by bytes of links. Weights and gradients of FSDP travel beside the computation, and keys and values of a
-ring beside attention; all-to-alls are waited for. It is a prediction: nothing is measured on a device. Three shares
+and what is sent by bytes of links. Weights and gradients of FSDP travel beside the computation, and keys and values of
+a ring beside attention; all-to-alls are waited for. It is a prediction: nothing is measured on a device. Three shares
 of data sheets are fitted to published runs by benchmarks/calibrate.py, which also says how far it is off.
 """
 

@@ -280,7 +280,7 @@ def cost_of(pack: FlatPack, objective: Objective) -> float:
 
 
 def attention_of(objective: Objective, packs: Sequence[FlatPack]) -> float:
-    """FLOPs of the language model's attention on these packs: what their tokens cost apart from each other is left out."""
+    """FLOPs of the language model's attention on these packs, and of nothing else."""
     pairs = replace(objective.flops, per_token=0.0, per_target=0.0)
     return sum(pairs.of(pack.lengths, 0, {}, {}, objective.ahead(pack.items)) for pack in packs)
 
