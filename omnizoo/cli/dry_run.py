@@ -29,8 +29,8 @@ PARTS_OF_A_STEP = {
     "matmuls": "matmuls",
     "attention": "attention",
     "memory": "other operators, by bytes of memory",
-    "weights": "weights and gradients on their way, not hidden",
-    "exchanges": "exchanges between ranks, not hidden",
+    "weights": "weights and gradients on their way",
+    "exchanges": "exchanges of tokens and keys that are waited for",
     "host": "waiting for the host",
 }
 SHOWN = 8  # modules, by what their activations take

@@ -1,9 +1,10 @@
 """How fast a step is expected to be: what a plan counts, divided by what a device and its links can do.
 
 A roofline with parts that can be told apart: matmuls and attention by FLOPs, all other operators by bytes of memory,
-and what is sent by bytes of links. Weights and gradients of FSDP travel beside the computation, and keys and values of
-a ring beside attention; all-to-alls are waited for. It is a prediction: nothing is measured on a device. Three shares
-of data sheets are fitted to published runs by benchmarks/calibrate.py, which also says how far it is off.
+and what is sent by bytes of links. Keys and values of a ring travel beside attention. All-to-alls are waited for, and
+what FSDP gathers and reduces is added too: it travels beside the computation, but published runs are longer by about as
+much. It is a prediction: nothing is measured on a device. Three shares of data sheets are fitted to published runs by
+benchmarks/calibrate.py, which also says how far it is off.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ LAUNCH = 8e-6  # seconds that the host takes for an operator: rough
 SYNC = 5e-5  # seconds that the device has nothing to do when the host has waited for it: rough
 MEMORY = 0.8  # of the bandwidth of memory that plain operators reach: rough
 HALF = ("bfloat16", "float16")
-BESIDE = ("all-gather", "reduce-scatter", "all-reduce")  # FSDP's, which are on their way while blocks compute
+OF_WEIGHTS = ("all-gather", "reduce-scatter", "all-reduce")  # FSDP's
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Expected:
     matmuls: float
     attention: float
     memory: float  # operators that are bound by memory
-    weights: float  # gathering them and reducing gradients, as far as the computation does not hide it
+    weights: float  # gathering them and reducing gradients
     exchanges: float  # all-to-alls, and rings as far as attention does not hide them
     host: float  # waits, and operators that the device is done with before the host has started the next one
     tokens: float  # of a step, per device
@@ -91,7 +92,7 @@ def expect(counts: Counts, device: Device, shares: Shares = CALIBRATION.shares) 
         return sum(seconds_of(each, size, device) for each, size in chosen) / shares.links
 
     computing = matmuls + attention + memory
-    weights = max(0.0, on_the_way(BESIDE) - computing)
+    weights = on_the_way(OF_WEIGHTS)
     exchanges = on_the_way(("all-to-all", "broadcast")) + max(0.0, on_the_way(("send",)) - attention)
     host = counts.syncs * SYNC + max(0.0, counts.launched * LAUNCH - computing - weights - exchanges)
     return Expected(matmuls, attention, memory, weights, exchanges, host, counts.tokens)
