@@ -4,6 +4,7 @@ The expectation is written by hand: each test spells out the text, with the part
 """
 
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from omnizoo.config.errors import UserError
+from omnizoo.data.chat_template import ChatTemplate
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow
 
@@ -188,6 +190,18 @@ def test_generation_tags_give_hugging_faces_own_mask(tmp_path: Path) -> None:
     rendered = renderer.render({"messages": messages})
     assert rendered.ids.tolist() == expected["input_ids"]
     assert rendered.targets.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_a_long_conversation_is_read_in_memory_of_a_few_times_its_length() -> None:
+    """Its beginnings, one for each turn, are 100 times its length together."""
+    said = [{"role": role, "content": f"{i} " + "a b " * 2500} for i in range(100) for role in ("user", "assistant")]
+    template = ChatTemplate(CHATML, None, {})
+    tracemalloc.start()
+    text, spans = template.target_spans(said, [float(message["role"] == "assistant") for message in said])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [text[a:b].partition(" ")[0] for (a, b), _ in spans] == [str(i) for i in range(100)]
+    assert peak < 12 * len(text)
 
 
 def test_a_conversation_that_the_assistant_begins(tmp_path: Path) -> None:

@@ -320,7 +320,9 @@ def test_a_device_of_ones_own_is_read(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path) -> None:
     """The command as a user has it: one JSON object, and a page."""
-    (tmp_path / "device.yaml").write_text("memory_gb: 0.008\nper_node: 1")
+    links = "inside_gb_per_s: 100\nacross_gb_per_s: 10"
+    speeds = f"bf16_tflops: 100\nfp32_tflops: 10\nmemory_gb_per_s: 1000\n{links}"
+    (tmp_path / "device.yaml").write_text(f"memory_gb: 0.008\nper_node: 1\n{speeds}")
     args = [*SMALL, "--world", "2", "--device", tmp_path / "device.yaml", "--json", "--html", tmp_path / "plan.html"]
     with chdir(ROOT):
         result = run_omnizoo(["plan", ROOT / DENSE, *args, "--train.global_batch", "2", "--data.pack_tokens", "256"])
@@ -333,6 +335,12 @@ def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path) -> None:
     assert {"op", "axis", "bytes", "count", "inside_node"} <= set(found["collectives"][0])
     assert not found["collectives"][0]["inside_node"]
     assert found["flops_per_step"] > 0
+    expected = found["expected"]
+    assert expected["seconds_per_step"] == pytest.approx(sum(expected["seconds"].values()))
+    assert expected["tokens_per_second_per_device"] * expected["seconds_per_step"] == pytest.approx(
+        found["tokens_per_step"] / found["world"]
+    )
+    assert "published runs, error" in expected["prediction"]
     assert all(sync["where"] and sync["count"] for sync in found["host_syncs"])
     page = (tmp_path / "plan.html").read_text()
     assert "<svg" in page

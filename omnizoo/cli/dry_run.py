@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 2**16
 GIB = 2**30
+PARTS_OF_A_STEP = {
+    "matmuls": "matmuls",
+    "attention": "attention",
+    "memory": "other operators, by bytes of memory",
+    "weights": "weights and gradients on their way",
+    "exchanges": "exchanges of tokens and keys that are waited for",
+    "host": "waiting for the host",
+}
 SHOWN = 8  # modules, by what their activations take
 
 
@@ -109,6 +117,7 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
             for sync, count in sorted(result.syncs.items(), key=lambda pair: (-pair[1], pair[0].where))
         ],
         "flops_per_step": result.flops,
+        "expected": expected_object(result, place),
         "kernels": [
             {"kernel": kernel.name, "dtype": kernel.dtype, "calls": calls, "flops": flops}
             for kernel, (calls, flops) in summed(result, lambda kernel: replace(kernel, module="", phase=""))
@@ -132,6 +141,26 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
         "values_not_known": result.guessed,
         "advice": [{"change": each.changes, "peak_memory_gb": each.peak / GIB} for each in advice],
         "seconds": round(result.seconds, 1),
+    }
+
+
+def expected_object(result: "Result", place: "Place") -> dict[str, Any] | None:
+    """How fast the step should be, by part; None if the device's file has no figures for it."""
+    from omnizoo.planning.expected import CALIBRATION, counts_of, expect
+
+    found = expect(counts_of(result, place.world), place.device)
+    if found is None:
+        return None
+    seconds = {part: value for part, value in asdict(found).items() if part != "tokens"}
+    peak = place.device.bf16_tflops * 1e12 * place.world
+    return {
+        "prediction": f"calibrated on {CALIBRATION.runs} published runs, error {CALIBRATION.error:.0%}",
+        "tokens_per_second_per_device": found.tokens_per_second,
+        "seconds_per_step": found.seconds,
+        "seconds": seconds,
+        "mfu": result.flops / found.seconds / peak,
+        "operators": result.launched,
+        "bytes_moved": result.moved,
     }
 
 
@@ -200,6 +229,16 @@ def show(found: dict[str, Any], result: "Result", place: "Place", device: str) -
     for each in found["host_syncs"]:
         waits.add_row(each["where"], f"{each['kind']}: {each['operator']}", f"{each['count']:,}")
     console.print(waits)
+
+    if (expected := found["expected"]) is not None:
+        console.print()
+        parts = Table("expected: seconds of a step", "s", "share", box=None)
+        for part, seconds in expected["seconds"].items():
+            parts.add_row(PARTS_OF_A_STEP[part], f"{seconds:,.3f}", f"{seconds / expected['seconds_per_step']:.0%}")
+        parts.add_row("together", f"{expected['seconds_per_step']:,.3f}")
+        console.print(parts)
+        speed = f"{expected['tokens_per_second_per_device']:,.0f} tokens/s per device, MFU {expected['mfu']:.1%}"
+        console.print(f"{speed}: a prediction, {expected['prediction']}", highlight=False)
 
     saved = found["checkpoint"]
     speed = f"{saved['seconds']:,.1f} s to write at {place.device.save_gb_per_s:g} GB/s a node"

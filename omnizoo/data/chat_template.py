@@ -19,6 +19,7 @@ TAGS_HINT = "put {% generation %} tags around what the model writes into the tem
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 # What a chat template may take to write one conversation; of the text, in characters. Far above what any needs.
 MOST_SECONDS, MOST_MEMORY, MOST_TEXT = 2.0, 1 << 30, 1 << 24
+AT_ONCE = 1 << 22  # characters of beginnings of a conversation that are there together
 
 
 class ChatTemplate:
@@ -106,17 +107,23 @@ class ChatTemplate:
         turns = [i for i in turns if i > 0]  # most templates cannot render no message at all
         if not turns:
             return "", {}
+        # Some at a time: all beginnings of a long conversation together are as many times its length.
+        most = max(1, AT_ONCE // max(1, len(text)))
+        header, found = "", {}
         try:
-            befores = self.render(*(messages[:i] for i in turns), prompt=True)
-            unprompted, *afters = self.render(messages[: turns[0]], *(messages[: i + 1] for i in turns))
+            for first in range(0, len(turns), most):
+                some = turns[first : first + most]
+                befores = self.render(*(messages[:i] for i in some), prompt=True)
+                unprompted, *afters = self.render(messages[: some[0]], *(messages[: i + 1] for i in some))
+                if not first:
+                    header = befores[0].removeprefix(unprompted) if befores[0].startswith(unprompted) else ""
+                found |= {
+                    i: (len(before), len(after))
+                    for i, before, after in zip(some, befores, map(str.rstrip, afters), strict=True)
+                    if header and before.endswith(header) and after.startswith(before) and text.startswith(after)
+                }
         except TEMPLATE_ERRORS:
             return "", {}
-        header = befores[0].removeprefix(unprompted) if befores[0].startswith(unprompted) else ""
-        found = {
-            i: (len(before), len(after))
-            for i, before, after in zip(turns, befores, map(str.rstrip, afters), strict=True)
-            if header and before.endswith(header) and after.startswith(before) and text.startswith(after)
-        }
         return header, found
 
     def probe(self, messages: list[Message], turns: list[int], text: str, header: str) -> list[Span]:

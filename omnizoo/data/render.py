@@ -415,11 +415,12 @@ class Renderer:
         text, marks = media.widen(text, [mark for span, _ in spans for mark in span])
         spans = [((a, b), weight) for a, b, (_, weight) in zip(marks[::2], marks[1::2], spans, strict=True)]
         encoding = self.backend.encode(text, add_special_tokens=False)
+        offsets = encoding.offsets  # asked for once: every time, a list of all tokens is made
         weights = np.zeros(len(encoding), np.float32)
         for span, weight in spans:
-            for first, last in tokens_of_spans(encoding.offsets, [span]):
+            for first, last in tokens_of_spans(offsets, [span]):
                 weights[first:last] = weight
-        return Tokens(text, np.array(encoding.ids, np.int32), encoding.offsets, weights)
+        return Tokens(text, np.array(encoding.ids, np.int32), offsets, weights)
 
     def _tokens_of_turns(self, text: str) -> Tokens:
         """Of the text nothing is learnt; which items are, they say themselves."""

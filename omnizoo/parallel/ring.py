@@ -108,10 +108,12 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             passing = ring.pass_on(travelling, width, step) if step < ring.size - 1 else None
             keys, values = (repeat_kv(x, ring.kv_repeats) for x in _unflatten(travelling, *shapes))
-            dk, dv = accumulator(k, *keys.shape), accumulator(v, *values.shape)
+            own = accumulator(k, keys.numel() + values.numel())  # both in one, as they will travel
+            dk, dv = _unflatten(own, keys.shape[1:], values.shape[1:])
             blocks = ring.blocks[(ring.rank - step) % ring.size]
             attend_blocks_backward(grad_out, q, keys, values, out, lse, blocks, ctx.scale, ctx.softcap, dq, dk, dv)
-            own = torch.cat([sum_repeated(x, ring.kv_repeats).flatten() for x in (dk, dv)])
+            if ring.kv_repeats is not None:
+                own = torch.cat([sum_repeated(x, ring.kv_repeats).flatten() for x in (dk, dv)])
             # Waited for only now: they were on their way while this block was computed.
             gradients = ring.pass_on(own if gradients is None else own.add_(gradients.wait()), width, step)
             if passing is not None:

@@ -1,4 +1,4 @@
-"""Accelerators, as far as a plan must know them. Memory and FLOP/s are of data sheets; links are rough, for later."""
+"""Accelerators, as far as a plan must know them: memory, FLOP/s and bandwidth of data sheets; links are rough."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,15 +15,17 @@ class Device:
     bf16_tflops: float = 0.0  # dense, accumulated in fp32
     inside_gb_per_s: float = 0.0  # to the other devices of a node, one direction
     across_gb_per_s: float = 0.0  # to other nodes, per device, one direction
+    memory_gb_per_s: float = 0.0  # between the device and its own memory
+    fp32_tflops: float = 0.0  # of matmuls that are not in bf16
     save_gb_per_s: float = 2.0  # of a node to where checkpoints are kept: a guess, put your own in a file
 
 
 DEVICES = {
-    "a100": Device(80, 8, 312.0, 300, 25),
-    "h100": Device(80, 8, 989.0, 450, 50),
-    "h200": Device(141, 8, 989.0, 450, 50),
-    "b200": Device(180, 8, 2250.0, 900, 50),
-    "mi300x": Device(192, 8, 1307.4, 448, 50),
+    "a100": Device(80, 8, 312.0, 300, 25, 2039, 19.5),
+    "h100": Device(80, 8, 989.0, 450, 50, 3350, 67.0),
+    "h200": Device(141, 8, 989.0, 450, 50, 4800, 67.0),
+    "b200": Device(180, 8, 2250.0, 900, 50, 8000, 80.0),
+    "mi300x": Device(192, 8, 1307.4, 448, 50, 5300, 163.4),
 }
 LARGEST_FILE = 2**16
 

@@ -78,7 +78,7 @@ class Ledger(TorchDispatchMode):
         self._base: list[tuple[Block, int]] = []  # alive when the step began
         self._muted = False
         self.see_on_host: Callable[[torch.Tensor], None] = lambda _: None  # tensors of a host that is not real
-        self.work = Work()
+        self.work = Work(self.device)
         self.traffic: CollectiveCounter | None = None
 
     def __torch_dispatch__(
@@ -92,7 +92,7 @@ class Ledger(TorchDispatchMode):
             self.traffic.see(func, args)
         result = func(*args, **(kwargs or {}))
         if not self._muted:
-            self.work.see(func, args, kind_of(self.module), self.phase)
+            self.work.see(func, args, kind_of(self.module), self.phase, result, kwargs)
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
                     self.see(tensor)
@@ -125,7 +125,7 @@ class Ledger(TorchDispatchMode):
         self.traffic = traffic
         self._base = [(block, block.bytes) for block in self._blocks.values()]
         self._events, self._marks = [], []
-        self.work = Work()
+        self.work = Work(self.device)
 
     def end_step(self, model: nn.Module) -> None:
         for parameter in model.parameters():

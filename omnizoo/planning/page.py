@@ -39,6 +39,8 @@ def write_page(path: Path, name: str, found: dict[str, Any], timeline: Timeline)
         "tokens per step": f"{found['tokens_per_step']:,}",
         "FLOPs per step": f"{found['flops_per_step']:.3g}",
     }
+    if (expected := found["expected"]) is not None:
+        facts["tokens/s per device, a prediction"] = f"{expected['tokens_per_second_per_device']:,.0f}"
     body = [
         f"<header><h1>{escape(name)}<mark class={verdict[0]}>{verdict[1]}</mark></h1>",
         f"<p>rank {found['rank']} of {found['world']} ({escape(found['layout'])}); {escape(found['data'])}</p>",
@@ -64,6 +66,10 @@ def write_page(path: Path, name: str, found: dict[str, Any], timeline: Timeline)
             ((s["where"], f"{s['kind']}: {s['operator']}", f"{s['count']:,}") for s in found["host_syncs"]),
         ),
     ]
+    if expected is not None:
+        rows = ((part, f"{seconds:,.3f}") for part, seconds in expected["seconds"].items())
+        title = f"Expected seconds of a step: a prediction, {expected['prediction']}"
+        body.append(_table(title, ("part", "seconds"), rows))
     if found["advice"]:
         rows = ((str(each["change"]), f"{each['peak_memory_gb']:,.1f}") for each in found["advice"])
         body.append(_table("What helps", ("change", "peak, GiB"), rows))

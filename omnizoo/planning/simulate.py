@@ -73,6 +73,9 @@ class Result:
     syncs: dict[Sync, int]
     kernels: dict[Kernel, tuple[int, int]]  # matmuls and attention of this rank: calls, FLOPs
     guessed: list[str]  # places that read a value which only a real device knows
+    launched: int  # operators that the host starts on the device
+    moved: int  # bytes that operators besides matmuls and attention read and write
+    attention: float  # FLOPs of all ranks in attention, forward and backward
     flops: float  # of all ranks
     parameters: int
     checkpoint: int  # bytes that one takes on disk
@@ -138,11 +141,12 @@ def simulate(config: Config, place: Place) -> Result:
             pretended.syncs.clear()
             traffic = Traffic(mesh, place.device.per_node)
             ledger.begin_step(traffic)
-            counted = (traffic.count, traffic.sent, pretended.syncs, ledger.work.calls, ledger.work.flops)
+            work = ledger.work
+            counted = (traffic.count, traffic.sent, pretended.syncs, work.calls, work.flops, work.launched, work.moved)
             with periods.watching(objective, *counted):
                 train_step(objective, optimizer, replace(data, micro_batches=data.micro_batches[:most]), step)
             ledger.end_step(model)
-        count, sent, syncs, calls, flops = periods.totals()
+        count, sent, syncs, calls, flops, launched, moved = periods.totals()
         return Result(
             layout=str(mesh.layout),
             recompute=recompute,
@@ -153,6 +157,9 @@ def simulate(config: Config, place: Place) -> Result:
             syncs=dict(syncs),
             kernels={kernel: (calls[kernel], flops[kernel]) for kernel in calls},
             guessed=sorted(pretended.guessed),
+            launched=launched.total(),
+            moved=moved.total(),
+            attention=attention_of(objective, drawn.packs),
             flops=data.totals.flops,
             parameters=parameters,
             checkpoint=checkpoint,
@@ -273,6 +280,12 @@ def cost_of(pack: FlatPack, objective: Objective) -> float:
     labels = int((pack.labels != IGNORE).sum())
     ahead = objective.ahead(pack.items)
     return objective.flops.of(pack.lengths, labels, {}, {}, ahead) + sum(item.size.cost for item in pack.items)
+
+
+def attention_of(objective: Objective, packs: Sequence[FlatPack]) -> float:
+    """FLOPs of the language model's attention on these packs, and of nothing else."""
+    pairs = replace(objective.flops, per_token=0.0, per_target=0.0)
+    return sum(pairs.of(pack.lengths, 0, {}, {}, objective.ahead(pack.items)) for pack in packs)
 
 
 @contextmanager

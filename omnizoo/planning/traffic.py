@@ -26,6 +26,8 @@ class Collective:
     axis: str
     inside_node: bool
     host: bool  # between hosts, of values that never were on a device
+    ranks: int = 1  # that take part
+    in_a_node: int = 1  # of them, in the node of this rank
 
 
 class Traffic(CollectiveCounter):
@@ -39,8 +41,9 @@ class Traffic(CollectiveCounter):
 
     def add(self, name: str, group: torch.distributed.ProcessGroup, device: torch.device, size: int) -> None:
         super().add(name, group, device, size)
-        nodes = {rank // self.per_node for rank in self.mesh.ranks_of(group)}
-        collective = Collective(name, self._axis(name, group, device), len(nodes) == 1, device.type == "cpu")
+        nodes = Counter(rank // self.per_node for rank in self.mesh.ranks_of(group))
+        axis, near = self._axis(name, group, device), nodes[self.mesh.rank // self.per_node]
+        collective = Collective(name, axis, len(nodes) == 1, device.type == "cpu", nodes.total(), near)
         self.count[collective] += 1
         self.sent[collective] += size
 

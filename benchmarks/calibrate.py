@@ -1,0 +1,185 @@
+"""How far `expected` of `omnizoo plan` is off: published runs, planned, against what they reached.
+
+    python benchmarks/calibrate.py
+
+benchmarks/published_runs.csv has 20 runs of two dense models on 128 devices of 80 GB (arXiv 2508.02317, appendix). Each
+model and layout is planned with 2 and 4 layers and with 8,192 and 16,384 tokens per rank, and taken on from there along
+lines: whatever is counted grows by the same amount with each layer and each token, but for attention, whose pairs are
+known. The shares of data sheets are fitted to one model and tried on the other, and the other way round.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omnizoo.cli.dry_run import quiet
+from omnizoo.config.load import load_config
+from omnizoo.modalities.tally import causal_pairs
+from omnizoo.planning.devices import DEVICES
+from omnizoo.planning.expected import Counts, Expected, Shares, counts_of, expect
+from omnizoo.planning.simulate import Place, Result, simulate
+from omnizoo.planning.traffic import Collective
+
+RUNS = Path(__file__).parent / "published_runs.csv"
+WORLD, GIB = 128, 2**30
+CUTS, TOKENS = (2, 4), (8192, 16384)  # layers, and tokens per rank, that are planned
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "qwen2.5-32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def planned(name: str, ulysses: int, tokens: int, layers: int) -> dict[str, float]:
+    """Counts and memory of packs of so many tokens and a model of so many layers."""
+    model = MODELS[name] | {"num_hidden_layers": layers, "model_type": "qwen2", "vocab_size": 152064}
+    model |= {"tie_word_embeddings": False, "max_position_embeddings": 131072}
+    config = {
+        "model": {"config": model},
+        "data": {"pack_tokens": tokens},
+        # Of a few layers all weights would be kept: said, so that it is as with all layers.
+        "parallel": {"precision": "bf16", "recompute": "full", "ulysses": ulysses, "reshard_after_forward": True},
+        "train": {"steps": 10, "global_batch": WORLD // ulysses, "lr": 1e-5},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return numbers_of(
+            simulate(load_config(str(path), [], needs_data=False), Place(WORLD, 0, DEVICES["h100"])), WORLD
+        )
+
+
+def numbers_of(result: Result, world: int) -> dict[str, float]:
+    """All that was counted, by name, so that lines can be drawn through it."""
+    counts = counts_of(result, world)
+    numbers = {"moved": counts.moved, "launched": counts.launched, "syncs": counts.syncs, "peak": result.peak.bytes}
+    numbers |= {"attention": counts.attention, "flops": result.flops, "tokens": counts.tokens}
+    sent = {json.dumps(asdict(each)): size for each, size in counts.sent.items()}
+    return numbers | {f"matmuls {kind}": flops for kind, flops in counts.matmuls.items()} | sent
+
+
+def counts_in(numbers: Mapping[str, float]) -> Counts:
+    return Counts(
+        matmuls={key.removeprefix("matmuls "): n for key, n in numbers.items() if key.startswith("matmuls ")},
+        attention=numbers["attention"],
+        moved=numbers["moved"],
+        sent={Collective(**json.loads(key)): size for key, size in numbers.items() if key.startswith("{")},
+        launched=int(numbers["launched"]),
+        syncs=int(numbers["syncs"]),
+        tokens=numbers["tokens"],
+    )
+
+
+def on_a_line(at: Sequence[float], values: Sequence[dict[str, float]], wanted: float) -> dict[str, float]:
+    share = (wanted - at[0]) / (at[1] - at[0])
+    return {key: values[0][key] + share * (values[1][key] - values[0][key]) for key in values[1]}
+
+
+def extended(corners: Sequence[Sequence[dict[str, float]]], row: dict[str, str]) -> tuple[Counts, float]:
+    """From plans of few layers (first index) and tokens (second) to a published run: counts, and GiB at the peak."""
+    tokens, ulysses, layers = (
+        int(row["sequence_tokens"]),
+        int(row["ulysses"]),
+        MODELS[row["model"]]["num_hidden_layers"],
+    )
+    per_layers = [on_a_line(TOKENS, few, tokens / ulysses) for few in corners]
+    found = on_a_line(CUTS, per_layers, layers)
+    attention = on_a_line(CUTS, [few[0] for few in corners], layers)["attention"]
+    pairs = causal_pairs(tokens, None) / causal_pairs(TOKENS[0] * ulysses, None)  # not a line, but known
+    return counts_in(found | {"attention": attention * pairs}), found["peak"] / GIB
+
+
+def error(expected: Expected, row: dict[str, str]) -> float:
+    return expected.tokens_per_second / float(row["tokens_per_sec_per_gpu"]) - 1
+
+
+def fitted(runs: list[tuple[dict[str, str], Counts]]) -> Shares:
+    """The shares with the least mean square of errors: a coarse grid, then a fine one around its best."""
+
+    def off(shares: Shares) -> float:
+        return sum(error(found, row) ** 2 for row, counts in runs if (found := expect(counts, DEVICES["h100"], shares)))
+
+    best = Shares(0.5, 0.5, 0.5)
+    for width, step in ((0.5, 0.05), (0.05, 0.01)):
+        places = [round(i * step, 2) for i in range(round(-width / step), round(width / step) + 1)]
+        moved = [
+            [round(a + b, 2) for a, b in zip(astuple(best), change, strict=True)]
+            for change in itertools.product(places, repeat=3)
+        ]
+        near = [Shares(*values) for values in moved if all(0 < value <= 1 for value in values)]
+        best = min(near, key=off)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", type=Path, help="a file to keep the counts of plans in, and to take them from")
+    options = parser.parse_args()
+    quiet()
+    rows = list(csv.DictReader(RUNS.open(encoding="utf-8")))
+    kept: dict[str, dict[str, float]] = {}
+    if options.counts and options.counts.exists():
+        kept = json.loads(options.counts.read_text())
+    corners: dict[tuple[str, str], list[list[dict[str, float]]]] = {}
+    for name, ulysses in dict.fromkeys((row["model"], row["ulysses"]) for row in rows):
+        corners[name, ulysses] = [[{} for _ in TOKENS] for _ in CUTS]
+        for (i, layers), (j, each) in itertools.product(enumerate(CUTS), enumerate(TOKENS)):
+            key = f"{name} ulysses {ulysses}, {each * int(ulysses)} tokens, {layers} layers"
+            if key not in kept:
+                print(f"planning {key}", file=sys.stderr)
+                kept[key] = planned(name, int(ulysses), each * int(ulysses), layers)
+                if options.counts:
+                    options.counts.write_text(json.dumps(kept))
+            corners[name, ulysses][i][j] = kept[key]
+    runs = [(row, *extended(corners[row["model"], row["ulysses"]], row)) for row in rows]
+    by_model = {name: [(row, counts) for row, counts, _ in runs if row["model"] == name] for name in MODELS}
+    shares = {name: fitted(own) for name, own in by_model.items()}
+    everything = fitted([(row, counts) for row, counts, _ in runs])
+    for name, found in (*shares.items(), ("all", everything)):
+        reached = f"{found.matmuls:.0%} of FLOP/s in matmuls, {found.attention:.0%} in attention"
+        print(f"fitted to {name}: {reached}, {found.links:.0%} of links")
+    print("\n| model | ulysses | tokens | published t/s | fitted to all | held out | published GB | planned GiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    off: dict[str, list[float]] = {"tokens/s, fitted to all": [], "tokens/s, held out": [], "memory": []}
+    for row, counts, peak in runs:
+        other = next(name for name in MODELS if name != row["model"])
+        cells = [row["model"], row["ulysses"], f"{int(row['sequence_tokens']):,}", row["tokens_per_sec_per_gpu"]]
+        for kind, own in zip(off, (everything, shares[other]), strict=False):
+            expected = expect(counts, DEVICES["h100"], own)
+            assert expected is not None
+            off[kind].append(error(expected, row))
+            cells.append(f"{expected.tokens_per_second:,.0f} ({off[kind][-1]:+.0%})")
+        off["memory"].append(peak / float(row["memory_gb"]) - 1)
+        cells += [row["memory_gb"], f"{peak:.1f} ({off['memory'][-1]:+.0%})"]
+        print(f"| {' | '.join(cells)} |")
+    print()
+    for kind, errors in off.items():
+        sizes = [abs(each) for each in errors]
+        print(f"{kind}: mean error {sum(sizes) / len(sizes):.0%}, worst {max(sizes):.0%}")
+        for name in MODELS:
+            own_sizes = [size for size, row in zip(sizes, rows, strict=True) if row["model"] == name]
+            print(f"  {name}: {sum(own_sizes) / len(own_sizes):.0%}")
+
+
+if __name__ == "__main__":
+    main()
