@@ -161,7 +161,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of `tensor`, on every rank: all of them must call."""
     if isinstance(tensor, DTensor):
         # Its ranks talk by way of their devices, where it may not be.
-        tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
+        there = tensor.detach().to(tensor.device_mesh.device_type)
+        assert isinstance(there, DTensor)
+        tensor = there.full_tensor()
     return tensor.detach()
 
 
