@@ -1,9 +1,8 @@
 """How clips enter Gemma 4: frames as pictures of fewer places, each after its time, written as text. Frames do not see
 each other but through the language model."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +27,6 @@ MOST_FRAMES = 8  # of a part of a clip: ranks share out what is longer
 class _Clips:
     """Clips as `num_frames` frames, or as `fps` of them a second, each of at most `max_soft_tokens` places. What is not
     given is as the folder says, else as published. Comes before a tower for pictures."""
-
-    item_options: ClassVar[Sequence[str] | None] = CLIP_OPTIONS
-    kind: ClassVar[str] = "video"
 
     def __init__(
         self,
@@ -114,6 +110,12 @@ class _Clips:
 class PooledClips(_Clips, PoolTower):
     """Of a model with a tower."""
 
+    item_options = CLIP_OPTIONS
+    kind = "video"
+
 
 class RawClips(_Clips, RawPatches):
     """Of a model without one."""
+
+    item_options = CLIP_OPTIONS
+    kind = "video"

@@ -6,6 +6,7 @@ a mask that the host would have to wait for.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from typing import Any, ClassVar
@@ -34,7 +35,7 @@ from omnizoo.modalities.files import (
 from omnizoo.modalities.item import BadMedia, Media
 from omnizoo.modalities.pixels import to_patches
 from omnizoo.modalities.tally import Tally
-from omnizoo.modalities.tower import preprocessor_settings
+from omnizoo.modalities.tower import Work, preprocessor_settings
 from omnizoo.recipes.tensor_pictures import BICUBIC, TensorPictures
 from omnizoo.recipes.vision_towers import PatchTower, VisionTower, image_processor
 
@@ -64,6 +65,17 @@ class PoolTower(PatchTower):
             max_soft_tokens=max_soft_tokens,
         )
         self.most: int = self.processor.max_soft_tokens
+
+    def tower_work(self) -> Work:
+        """Its table of positions is looked up, not multiplied with. Patches are pooled by a product, of places with all
+        patches of a picture, whose weights need no gradient."""
+        work, embedder = Work.of(self.tower), self.tower.patch_embedder
+        counted, right = Tally(), Tally()
+        counted.run(embedder, 1)
+        right.run(embedder.input_proj, 1)
+        pooling = 2 * self.tower.config.hidden_size / self.pooled**2 * (1 + work.trained)
+        per_token = work.per_token + right.flops - counted.flops
+        return replace(work, per_token=per_token, per_pair=work.per_pair + pooling)
 
     def fitted(self, media: Media, height: int, width: int) -> tuple[int, int]:
         return fitted(media, height, width, self.square, self.most, self.pooled)
@@ -137,6 +149,7 @@ class RawPatches(VisionTower):
     @cached_property
     def per_place(self) -> float:
         tally = Tally()
+        tally.run(self.tower.patch_ln1, 1)  # which gradients flow back to, if it is trained
         tally.run(self.tower.patch_dense, 1)
         tally.run(self.projector, 1)
         return tally.flops
