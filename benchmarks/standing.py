@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace, mode: str, said: str) -> list[Record]:
                 record: dict[str, Any] = {"mode": mode, "model": model, "processes": processes, "threads": args.threads}
                 record |= {"contestant": contestant.name, "session": session, "round": turn, "commit": commit}
                 record |= {"when": time.strftime("%Y-%m-%dT%H:%M:%S"), "torch": torch.__version__, "command": said}
-                record |= {"steps": args.steps, "limit": limit}
+                record |= {"steps": args.steps, "limit": limit, "load": os.getloadavg()[0]}
                 record |= run(contestant, model, processes, args, mode)
                 file.write(json.dumps(record) + "\n")
                 records.append(record)
@@ -184,6 +184,7 @@ def main() -> int:
     add("--keep", type=Path, default=RUNS / "bench", help="folder for a file of every run's figures")
     add("--from", dest="stored", type=Path, nargs="+", default=[], help="runs that were kept; none is made")
     add("--write", action="store_true", help="benchmarks/RESULTS.md and its drawing")
+    add("--note", default="", help="what readers of RESULTS.md should know of these runs")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run under way ends, too
     known = {contestant.name for contestant in CONTESTANTS}
@@ -216,7 +217,7 @@ def main() -> int:
     results.show(records)
     if args.write:
         commands = list(dict.fromkeys(record["command"] for record in records))
-        (HERE / "RESULTS.md").write_text(results.page(records, commands, "results.svg"))
+        (HERE / "RESULTS.md").write_text(results.page(records, commands, "results.svg", args.note))
         (HERE / "results.svg").write_text(results.draw(records))
     return int(not args.stored and any("failed" in record for record in records))
 
