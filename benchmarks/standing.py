@@ -64,6 +64,7 @@ def run(contestant: Contestant, model: str, processes: int, args: argparse.Names
             "PROBE_VOCABULARY": str(VOCABULARY[model]),
             "PROBE_PAD": str(PAD),
             "PROBE_MEMORY": str(int(mode == MEMORY)),
+            "PROBE_EXPLAIN": str(args.explain),
             "PROBE_PROFILE": str(int(mode == PROFILE)),
             **dict(contestant.env),
         }
@@ -112,7 +113,8 @@ def figures(folder: Path, mode: str) -> Record:
         "first_step": max(rank[0]["seconds"] for rank in ranks),
     }
     if mode == MEMORY:
-        found["peak_tensors_mb"] = max(step["peak_tensors_mb"] for rank in ranks for step in rank[1:])
+        most = max((step for rank in ranks for step in rank[1:]), key=lambda step: step["peak_tensors_mb"])
+        found |= {"peak_tensors_mb": most["peak_tensors_mb"], "largest": most["largest"]}
     if mode == PROFILE:
         step = ranks[0][last]
         found |= {"operators": step["operators"], "profiled": step["profiled"]}
@@ -158,6 +160,8 @@ def measure(args: argparse.Namespace, mode: str, said: str) -> list[Record]:
                     print(f"{told}: a step of {record['profiled']:.1f} s", flush=True)
                 elif mode == MEMORY:
                     print(f"{told} {record['peak_tensors_mb']:.0f} MB of tensors", flush=True)
+                    for what, size in record.pop("largest"):
+                        print(f"    {size / 2**20:8.1f} MB  {what}", flush=True)
                 else:
                     print(f"{told} {record['per_cpu_second']:.0f} real tokens per CPU second", flush=True)
     return records
@@ -176,6 +180,7 @@ def main() -> int:
     add("--off", action="store_true", help="also OmniZoo with each of its optimisations turned off")
     add("--all", action="store_true", help="every model, 1, 2 and 4 processes, every contestant, and memory")
     add("--memory", action="store_true", help="count bytes of tensors, in place of speed")
+    add("--explain", type=int, default=0, metavar="N", help="with --memory: name the N largest at the peak")
     add("--profile", action="store_true", help="where the time of a step goes, in place of speed")
     add("--rounds", type=int, help="default: 2; 3 with --all; 1 with --memory and --profile")
     add("--steps", type=int, help=f"of a run, of which the first {WARMUP} warm up; default: 6; 8 with --all")

@@ -66,16 +66,24 @@ def without(which: str, *more: str) -> tuple[str, ...]:
 
 
 AS_IT_WAS = (("MALLOC_TRIM_THRESHOLD_", "131072"),)  # a setting of the user's, which OmniZoo leaves alone
+LEAN = ("--parallel.recompute", "full", "--parallel.reshard_after_forward", "true", "--parallel.tile_tokens", "256")
 ALL_LOGITS = '[{{"kind": "cross_entropy", "options": {{"chunked": false}}}}]'
 SEVERAL = (2, 4)
 ALL = tuple(VOCABULARY)
 LLAMA_FACTORY, VISION = python_of("llama_factory"), python_of("vision")
 CONTESTANTS = [
     Contestant(OURS, ours(), models=ALL, note="as it is"),
+    Contestant("omnizoo, compiled", ours("--train.compile", "true"), note="`train.compile: true`"),
+    Contestant(
+        "omnizoo, leanest",
+        ours(*LEAN, "--optimizer.moments", "bf16"),
+        note="recompute full, resharding, tiles of 256 tokens, moments in bf16",
+    ),
     Contestant("plain", peer("plain.py"), note="no framework: FSDP2, block mask, all logits, resharding"),
     Contestant(
         "tuned", peer("plain.py", "--tuned"), note="an expert's loop: FSDP2, attention per document, chunked loss"
     ),
+    Contestant("tuned, resharding", peer("plain.py", "--tuned", "--reshard"), processes=SEVERAL),
     Contestant("transformers, padded", peer("trainers.py", "padded"), note="Trainer, 3 documents a step"),
     Contestant("transformers, packed", peer("trainers.py", "packed"), note="Trainer, positions start again"),
     Contestant("trl", peer("trainers.py", "trl"), note="SFTTrainer, its packing (best fit)"),

@@ -1,67 +1,100 @@
-"""Counts the bytes of all tensors that are alive: what an allocator would be asked for.
+"""How many bytes the tensors of a training loop take, counted alike for any loop, which runs unchanged.
 
-Every storage that an operator takes or gives is seen, and its end. Workspaces inside kernels are not. It slows a run
+Every storage counts from the operator that makes it (or first sees it) until it is freed: weights, gradients, state,
+activations, temporaries. What a kernel takes inside of itself, and what an allocator loses, is not seen. It slows a run
 down, so it is not on where speed is measured.
 """
 
+import sys
 import weakref
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Live(TorchDispatchMode):
-    def __init__(self) -> None:
+class LiveTensors(TorchDispatchMode):
+    """`with LiveTensors() as live: ...`; `live.bytes` are there now, `live.peak` were at the most since `begin()`."""
+
+    def __init__(self, explain: bool = False) -> None:
         super().__init__()
         self.bytes = self.peak = 0
+        self.explain = explain
         self._sizes: dict[int, int] = {}  # by storage
+        self._names: dict[int, str] = {}
+        self._there: Counter[str] = Counter()
+        self._at_peak: Counter[str] = Counter()
         self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized  # how FSDP2 frees what it has gathered
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __enter__(self) -> "LiveTensors":
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # FSDP2 frees gathered weights by it
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        torch.UntypedStorage.resize_ = self._resize
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it unpacks itself, and its local tensors come by
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor, func)
         return result
 
-    def see(self, tensor: torch.Tensor) -> None:
-        if hasattr(tensor, "_local_tensor"):  # of a DTensor
-            tensor = tensor._local_tensor
-        if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+    def see(self, tensor: torch.Tensor, by: Any = "") -> None:
+        if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse ones and wrappers have none
-            return
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = 0
+            self._names[key] = self._describe(tensor, by) if self.explain else ""
             weakref.finalize(storage, self._end, key)
-        self._set(key, storage.nbytes())
+            self._set(key, storage.nbytes())
 
     def begin(self) -> None:
-        """Look for the peak from now on."""
         self.peak = self.bytes
+        self._at_peak = self._there.copy()
+
+    def largest(self, count: int) -> list[tuple[str, int]]:
+        """What was there at the peak, where `explain` was asked for."""
+        return self._at_peak.most_common(count)
 
     def _set(self, key: int, size: int) -> None:
         self.bytes += size - self._sizes[key]
+        if self.explain:
+            self._there[self._names[key]] += size - self._sizes[key]
         self._sizes[key] = size
-        self.peak = max(self.peak, self.bytes)
+        if self.bytes > self.peak:
+            self.peak = self.bytes
+            if self.explain:
+                self._at_peak = self._there.copy()
 
     def _end(self, key: int) -> None:
-        self.bytes -= self._sizes.pop(key)
+        self._set(key, 0)
+        del self._sizes[key], self._names[key]
 
-    @property
-    def _resized(self) -> Any:
-        live = self
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = live._resize(storage, size)
-            if storage._cdata in live._sizes:
-                live._set(storage._cdata, storage.nbytes())
-            return result
-
-        return resize
+    def _describe(self, tensor: torch.Tensor, by: Any) -> str:
+        frame, lines = sys._getframe(2), []
+        while frame is not None and len(lines) < 2:
+            file = frame.f_code.co_filename
+            if ("/torch/" not in file or "/fsdp/_fully_shard/" in file) and file != __file__:
+                lines.append(f"{'/'.join(Path(file).parts[-2:])}:{frame.f_lineno}")
+            frame = frame.f_back  # type: ignore[assignment]
+        return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {by} {' < '.join(lines)}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import torch
-from live import Live
+from live import LiveTensors
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -36,7 +36,8 @@ class Probe:
     def __init__(self) -> None:
         self.tokens = self.all_tokens = self.lookups = self.lookups_at_last_step = 0
         self.first_forward: float | None = None
-        self.live = Live() if os.environ.get("PROBE_MEMORY") == "1" else None
+        self.explain = int(os.environ.get("PROBE_EXPLAIN", "0"))
+        self.live = LiveTensors(bool(self.explain)) if os.environ.get("PROBE_MEMORY") == "1" else None
         self.profile = (
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             if os.environ.get("PROBE_PROFILE") == "1"
@@ -70,6 +71,7 @@ class Probe:
         }
         if self.live is not None:
             record["peak_tensors_mb"] = self.live.peak / 2**20
+            record["largest"] = self.live.largest(self.explain)
             self.live.begin()
         self.steps += 1
         if self.profile is not None and self.steps == PROFILED:
