@@ -5,7 +5,7 @@ A layer with a state writes to it and reads from it once per token, whatever the
 known, and not counted: how a user's own module attends (its weights count on every token, a head's too).
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -103,16 +103,22 @@ def state_flops(language: PreTrainedModel, recipe: Recipe) -> float:
     return float(sum(2 * count * heads * deep * wide for count in state_products(language)))
 
 
-def attention_windows(config: PretrainedConfig) -> Counter[int | None]:
-    """Layers that attend, by how far back a token sees; None: to the beginning of its sample."""
+def attention_windows(config: PretrainedConfig) -> dict[int | None, float]:
+    """Layers that attend, by how far back a token sees; None: to the beginning of its sample. A layer whose heads are
+    twice as wide as others counts twice."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         uses = getattr(config, "use_sliding_window", True)
-        return Counter({getattr(config, "sliding_window", None) if uses else None: config.num_hidden_layers})
+        return {getattr(config, "sliding_window", None) if uses else None: config.num_hidden_layers}
     # A hybrid layer does both.
-    attending = [kind for kind in kinds if kind == "hybrid" or ("attention" in kind and "linear" not in kind)]
-    near = getattr(config, "sliding_window", None)
-    return Counter(near if kind.startswith("sliding") else None for kind in attending)
+    near, seen = getattr(config, "sliding_window", None), defaultdict[int | None, float](float)
+    fields = config.to_dict()
+    widths = {int(layer): told.get("head_dim") for layer, told in (fields.get("per_layer_config") or {}).items()}
+    for layer, kind in enumerate(kinds):
+        if kind == "hybrid" or ("attention" in kind and "linear" not in kind):
+            share = (widths.get(layer) or fields["head_dim"]) / fields["head_dim"] if widths else 1
+            seen[near if kind.startswith("sliding") else None] += share
+    return seen
 
 
 def attention_width(config: PretrainedConfig, recipe: Recipe | None = None) -> float:
