@@ -87,12 +87,17 @@ def test_losses_and_every_gradient_are_those_without(tmp_path: Path, model: str,
     assert not [kind.failure for kind in kinds if kind.failure]
 
 
-@pytest.mark.parametrize("model", ["experts", pytest.param("adapter", marks=pytest.mark.long)])
-def test_layers_of_a_kind_and_packs_of_any_length_share_their_graphs(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "tile"),
+    [("experts", None), *(pytest.param(*case, marks=pytest.mark.long) for case in (("adapter", None), ("dense", 7)))],
+)
+def test_layers_of_a_kind_and_packs_of_any_length_share_their_graphs(
+    tmp_path: Path, model: str, tile: int | None
+) -> None:
     fewest = 2 if model == "adapter" else 1  # what goes into its first layer has no gradient
     with process_group((0, 1, 0)) as process:
-        _, once = compiled(config_of(tmp_path, model, layers=fewest, steps=1), process, Layout())
-        trial, often = compiled(config_of(tmp_path, model, layers=fewest + 2, steps=5), process, Layout())
+        _, once = compiled(config_of(tmp_path, model, fewest, 1, tile_tokens=tile), process, Layout())
+        trial, often = compiled(config_of(tmp_path, model, fewest + 2, 5, tile_tokens=tile), process, Layout())
     assert len(set(trial.tokens)) > 1, "packs of different lengths"
     assert {kind.name: kind.graphs for kind in often} == {kind.name: kind.graphs for kind in once}
 
@@ -172,14 +177,11 @@ def test_functions_at_an_edge_do_as_they_like() -> None:
     assert kind.graphs == 2
 
 
-def test_without_a_cpp_compiler_there_is_one_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    assert kinds_for(torch.device("cpu")) is None
+def test_without_a_cpp_compiler_there_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert kinds_for(torch.device("cpu")) is None
     assert len(caplog.records) == 1
     assert "there is no C++ compiler here" in caplog.records[0].getMessage()
-    monkeypatch.undo()
     assert kinds_for(torch.device("cpu")) is not None
 
 

@@ -44,7 +44,9 @@ def compute_in_tiles(
             own = module.forward
             if kinds is not None and isinstance(own, MethodType):
                 own = partial(kinds.of(module, own.__func__), module)
-            module.forward = partial(_forward, tiles, module, own)
+            # A method of one function: layers with a partial each would have compiled graphs each.
+            vars(module)["tiled"] = tiles, own
+            module.forward = MethodType(_forward, module)
             found += 1
     agree = partial(most_of, mesh.group("ep"), mesh.device) if mesh.layout.ep > 1 else None
     for module in experts:
@@ -73,7 +75,9 @@ def feed_forwards(module: nn.Module, apart: Collection[nn.Module]) -> list[nn.Mo
 
 
 @edge
-def _forward(tiles: Tiles, module: nn.Module, whole: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    tiles: Tiles
+    tiles, whole = module.tiled
     rows = hidden.reshape(-1, hidden.shape[-1])
     if len(rows) <= tiles.tokens:
         out: torch.Tensor = whole(hidden)

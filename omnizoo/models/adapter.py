@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -243,6 +244,8 @@ def _check_fit(name: str, model: nn.Module, kind: str, settings: Adapter) -> Non
 
 # Linear layers
 
+BASE = "lora_base"  # of a layer with factors: how it computes without them, and what they are multiplied by
+
 
 def _attach_to_linear(module: nn.Linear, settings: Adapter, dtype: torch.dtype) -> None:
     first = nn.Linear(module.in_features, settings.rank, bias=False, dtype=dtype)
@@ -255,14 +258,17 @@ def _attach_to_linear(module: nn.Linear, settings: Adapter, dtype: torch.dtype) 
         magnitude = nn.Module()
         magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))  # set once the base has weights
         module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
-    # On the instance: a head that is more than a matrix is then seen to be (models/head.py).
-    vars(module)["forward"] = partial(_linear, module, module.forward, scaling_of(settings))
+    # On the instance: a head that is more than a matrix is then seen to be (models/head.py). A method of one function:
+    # layers with a partial each would have compiled graphs each.
+    vars(module).update({BASE: (module.forward, scaling_of(settings)), "forward": MethodType(_linear, module)})
 
 
 def set_base(module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let `module` compute its base by `forward`; its factors, if it has any, stay."""
-    own = vars(module).get("forward")
-    vars(module)["forward"] = forward if own is None else partial(_linear, module, forward, own.args[2])
+    if BASE in vars(module):
+        vars(module)[BASE] = forward, vars(module)[BASE][1]
+    else:
+        vars(module)["forward"] = forward
 
 
 def _draw(first: torch.Tensor, second: torch.Tensor, settings: Adapter) -> None:
@@ -277,8 +283,9 @@ def _draw(first: torch.Tensor, second: torch.Tensor, settings: Adapter) -> None:
         nn.init.zeros_(second)
 
 
-def _linear(module: Any, base: Callable[[torch.Tensor], torch.Tensor], scaling: float, x: torch.Tensor) -> torch.Tensor:
-    out = base(x)
+def _linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    base, scaling = module.lora_base
+    out: torch.Tensor = base(x)
     if OFF in vars(module):
         return out
     first, second = module.lora_A[DEFAULT], module.lora_B[DEFAULT]

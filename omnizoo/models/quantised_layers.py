@@ -6,7 +6,7 @@ Embeddings, heads, routers, norms, biases, encoders and decoders keep their prec
 
 from collections import Counter
 from collections.abc import Collection
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def quantise_base(model: nn.Module, experts: Collection[str]) -> None:
     for name in linear_of_blocks(model):
         module = model.get_submodule(name)
         if type(module) is nn.Linear and hold(module, "weight"):
-            set_base(module, partial(_linear, module))
+            set_base(module, MethodType(_linear, module))
             held += 1
     for name in experts:
         module = model.get_submodule(name)
