@@ -109,7 +109,8 @@ class ChatTemplate:
             return "", {}
         # Some at a time: all beginnings of a long conversation together are as many times its length.
         most = max(1, AT_ONCE // max(1, len(text)))
-        header, found = "", {}
+        header = ""
+        found: dict[int, Span] = {}
         try:
             for first in range(0, len(turns), most):
                 some = turns[first : first + most]
