@@ -58,7 +58,7 @@ def main() -> None:
             print(f"  {PARTS_OF_A_STEP[part]}: {seconds:.3f} s ({seconds / found.seconds:.0%})")
     mfu = numbers["flops"] / options.world / found.seconds / place.device.bf16_tflops / 1e12
     print(f"expected: {found.tokens_per_second:,.0f} tokens/s per device, MFU {mfu:.1%}; a prediction, ", end="")
-    print(f"calibrated on {CALIBRATION.runs} published runs, error {CALIBRATION.error:.0%}")
+    print(CALIBRATION)
 
 
 if __name__ == "__main__":
