@@ -4,7 +4,7 @@
     python benchmarks/expected_speed.py examples/gpu/qwen3_omni_32k.yaml --world 128 \\
         --layers model.config.text_config.num_hidden_layers
 
-Planned with 2 and 4 layers, and taken on along a line to the layers that the config has; the whole plan (`omnizoo
+Planned with 1 and 2 layers, and taken on along a line to the layers that the config has; the whole plan (`omnizoo
 plan`) takes minutes. Further keys of the config can be set as for `train`.
 """
 
@@ -13,13 +13,15 @@ from dataclasses import asdict
 from functools import reduce
 from typing import Any
 
-from calibrate import CUTS, GIB, counts_in, numbers_of, on_a_line
+from calibrate import GIB, counts_in, numbers_of, on_a_line
 
 from omnizoo.cli.dry_run import PARTS_OF_A_STEP, quiet
 from omnizoo.config.load import load_config
 from omnizoo.planning.devices import read_device
 from omnizoo.planning.expected import CALIBRATION, expect
 from omnizoo.planning.simulate import Place, simulate
+
+CUTS = (1, 2)  # layers that are planned
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def main() -> None:
             print(f"  {PARTS_OF_A_STEP[part]}: {seconds:.3f} s ({seconds / found.seconds:.0%})")
     mfu = numbers["flops"] / options.world / found.seconds / place.device.bf16_tflops / 1e12
     print(f"expected: {found.tokens_per_second:,.0f} tokens/s per device, MFU {mfu:.1%}; a prediction, ", end="")
-    print(f"calibrated on {CALIBRATION.runs} published runs, error {CALIBRATION.error:.0%}")
+    print(CALIBRATION)
 
 
 if __name__ == "__main__":

@@ -340,7 +340,7 @@ def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path) -> None:
     assert expected["tokens_per_second_per_device"] * expected["seconds_per_step"] == pytest.approx(
         found["tokens_per_step"] / found["world"]
     )
-    assert "published runs, error" in expected["prediction"]
+    assert "published runs of dense models, error" in expected["prediction"]
     assert all(sync["where"] and sync["count"] for sync in found["host_syncs"])
     page = (tmp_path / "plan.html").read_text()
     assert "<svg" in page

@@ -154,7 +154,7 @@ def expected_object(result: "Result", place: "Place") -> dict[str, Any] | None:
     seconds = {part: value for part, value in asdict(found).items() if part != "tokens"}
     peak = place.device.bf16_tflops * 1e12 * place.world
     return {
-        "prediction": f"calibrated on {CALIBRATION.runs} published runs, error {CALIBRATION.error:.0%}",
+        "prediction": str(CALIBRATION),
         "tokens_per_second_per_device": found.tokens_per_second,
         "seconds_per_step": found.seconds,
         "seconds": seconds,
