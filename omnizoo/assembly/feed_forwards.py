@@ -32,7 +32,7 @@ def compute_in_tiles(
     tokens: int,
     precision: str,
     recomputation: Recomputation,
-    kinds: Kinds | None,
+    kinds: Kinds | None = None,
 ) -> None:
     """Let feed-forwards and experts of `model` (on meta, before blocks are recomputed or sharded) run in tiles. What is
     in a tile is compiled if there are `kinds`."""
