@@ -73,7 +73,7 @@ def compared(config: Config, backend: str = "aot_eager") -> tuple[Verdict, Trial
     [
         ("dense", {"recompute": "full"}),
         ("experts", {"recompute": "selective", "tile_tokens": 7}),
-        ("adapter", {}),
+        pytest.param("adapter", {}, marks=pytest.mark.long),
         pytest.param("experts", {"recompute": "full"}, marks=pytest.mark.long),
         pytest.param("dense", {"precision": "fp64"}, marks=pytest.mark.long),
         pytest.param("adapter", {"recompute": {"budget": 0.5}, "offload": ["activations"]}, marks=pytest.mark.long),
@@ -89,7 +89,10 @@ def test_losses_and_every_gradient_are_those_without(tmp_path: Path, model: str,
 
 @pytest.mark.parametrize(
     ("model", "tile"),
-    [("experts", None), *(pytest.param(*case, marks=pytest.mark.long) for case in (("adapter", None), ("dense", 7)))],
+    [
+        ("dense", None),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("experts", None), ("adapter", None), ("dense", 7))),
+    ],
 )
 def test_layers_of_a_kind_and_packs_of_any_length_share_their_graphs(
     tmp_path: Path, model: str, tile: int | None
@@ -120,10 +123,18 @@ def try_layouts(process: Process, folder: Path, cases: list[tuple[str, str, str]
 
 
 @pytest.mark.slow
-def test_layouts_of_four_ranks_agree_with_one_process_without_graphs(tmp_path: Path) -> None:
-    cases = [("dense", "full", "rep2.ring2"), ("experts", "selective", "uly2.dp2.ep4")]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("experts", "selective", "uly2.dp2.ep4")],
+        pytest.param([("dense", "full", "rep2.ring2")], marks=pytest.mark.long),
+    ],
+)
+def test_layouts_of_four_ranks_agree_with_one_process_without_graphs(
+    tmp_path: Path, cases: list[tuple[str, str, str]]
+) -> None:
     with process_group((0, 1, 0)) as process:
-        for model in ("dense", "experts"):
+        for model, *_ in cases:
             save_trial(run_trial(plain(config_of(tmp_path / model, model)), Layout(), process), tmp_path / model)
     result = run_on_ranks(try_layouts, 4, tmp_path, cases)
     assert result.code == 0, result.stdout + result.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from corpus import report, run_cases
 
-PARTS = 6  # of which `make test` runs the first, and `make verify-all` the others
+PARTS = 12  # of which `make test` runs the first, and `make verify-all` the others
 CORPORA = sorted(path.stem for path in Path(__file__).parent.glob("corpus_*.py"))
 
 

@@ -167,6 +167,7 @@ def test_a_round_on_the_digits_demo_with_transformers_generate(tmp_path: Path) -
     assert result.code == 0, result.stderr
 
 
+@pytest.mark.long
 def test_the_example_learns_what_it_is_rewarded_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = Path(__file__).parents[1] / "examples" / "grpo_tiny.py"
     main = runpy.run_path(str(script))["main"]

@@ -299,7 +299,7 @@ def test_memory_is_bounded_beside_threads_that_only_watch(monkeypatch: pytest.Mo
     watcher.start()
     try:
         with pytest.raises(UserError, match="of memory"):
-            ChatTemplate("{{ 'a' * 300000000 }}", None, {}).render(TURNS)
+            ChatTemplate("{{ 'a' * 3000000000 }}", None, {}).render(TURNS)
     finally:
         done.set()
         watcher.join()

@@ -285,8 +285,8 @@ def make_teacher(folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def verify(losses: list[dict[str, Any]], layouts: str) -> int:
-    return main(["verify", MOE, "--world", "4", "--layouts", layouts, "--train.losses", str(losses)])
+def verify(losses: list[dict[str, Any]], *more: str, layouts: str = "rep2.dp2,uly2.ring2,dp2.uly2.ep4") -> int:
+    return main(["verify", MOE, "--world", "4", "--layouts", layouts, "--train.losses", str(losses), *more])
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_verify_passes_with_distillation(layouts: str, tmp_path: Path, capfd: py
     teacher = make_teacher(tmp_path / "teacher", ROOT / "examples/data/tiny/tokenizer")
     distill = {"kind": "distill:Distillation", "weight": 0.5, "options": {"teacher": str(teacher), "temperature": 3.0}}
     losses = [{"kind": "cross_entropy", "weight": 0.5}, distill, {"kind": "balance", "weight": 0.01}]
-    assert verify(losses, layouts) == 0
+    assert verify(losses, layouts=layouts) == 0
     assert "1 of 1 layouts of 4 ranks agree with one process (fp32)" in capfd.readouterr().out
 
 

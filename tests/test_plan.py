@@ -59,9 +59,7 @@ ONE = {
 }
 FOUR = {
     "fsdp": case(DENSE, 8),
-    "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
     "hsdp, reducing each": case(DENSE, 8, dp_replicate=2, reduce_each_micro_batch="true"),
-    "ulysses only, selective": case(DENSE, 1, ulysses=4, recompute="selective"),
     "ring x ulysses": case(DENSE, 1, ring=2, ulysses=2),
     "experts sharded, ulysses": case(MOE, 2, ulysses=2, recompute="full"),
     "omni, ulysses": case(OMNI, 2, ulysses=2),
@@ -69,6 +67,8 @@ FOUR = {
 }
 # What those above have together, each by itself.
 APART = {
+    "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
+    "ulysses only, selective": case(DENSE, 1, ulysses=4, recompute="selective"),
     "hsdp": case(DENSE, 4, dp_replicate=2),
     "ulysses": case(DENSE, 2, ulysses=2),
     "ring": case(DENSE, 2, ring=2),

@@ -151,6 +151,12 @@ def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:
         assert parameters(getattr(FSDPModule, name))[:2] == ["self", argument]
 
 
+def test_adamw_asks_one_method_for_the_lists_that_its_kernel_gets() -> None:
+    lists = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    assert parameters(torch.optim.AdamW._init_group) == ["self", "group", *lists]
+    assert "self._init_group(" in inspect.getsource(torch.optim.Adam.step)
+
+
 def test_layers_with_a_state_call_their_rules_by_the_names_that_ours_take() -> None:
     """As `models/stateful.py` finds them: by what the code of a layer's forward calls."""
     scan = {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}

@@ -11,7 +11,7 @@ from tiny import read_steps, write_config
 
 from omnizoo.parallel.process import Process
 
-STEPS, EVERY = 20, 3
+STEPS, EVERY = 30, 3
 VALUES = ("loss", "loss/text", "grad_norm", "lr", "tokens", "tokens_seen", "fill", "imbalance", "skipped_rows")
 TIMEOUT = 180
 

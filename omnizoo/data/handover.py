@@ -89,13 +89,15 @@ def _is_large(value: Any) -> bool:
 
 
 def _without_hooks(module: nn.Module) -> Any:
-    """Hooks are about forward passes, of which workers make none. Ours are functions inside of functions, which no
-    other process can be given."""
+    """Hooks, and a forward of the instance's own, are about forward passes, of which workers make none. Ours are
+    functions inside of functions, which no other process can be given."""
     reduced = module.__reduce_ex__(5)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced  # its own way
     state = {
-        name: type(part)() if "_hooks" in name and isinstance(part, dict) else part for name, part in reduced[2].items()
+        name: type(part)() if "_hooks" in name and isinstance(part, dict) else part
+        for name, part in reduced[2].items()
+        if name != "forward"
     }
     return (*reduced[:2], state, *reduced[3:])
 

@@ -23,6 +23,7 @@ from omnizoo.models.hf_private import is_experts, routers
 from omnizoo.ops.offload import StateAway
 from omnizoo.ops.torch_private import is_fake
 from omnizoo.parallel.shard import is_sharded, local_of
+from omnizoo.training.adamw import AdamW
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 BF16 = "adamw_bf16"  # what `adamw` is with `optimizer.moments: bf16`
@@ -38,7 +39,7 @@ class Kind:
 
 
 KINDS = {
-    "adamw": Kind("torch.optim:AdamW", BETAS | {"fused": True}),
+    "adamw": Kind("omnizoo.training.adamw:AdamW", BETAS | {"fused": True}),
     "muon": Kind("omnizoo.training.muon:Muon", {}),
     "adafactor": Kind("omnizoo.training.adafactor:Adafactor", {}),
     "adamw_8bit": Kind("omnizoo.training.adamw_8bit:AdamW8bit", BETAS, package="torchao"),
@@ -163,7 +164,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor, excess: to
     host does not learn which, and does not wait. Gradients are divided by `excess` on the way: no pass over all of them
     just for that. False, and nothing is done: this optimizer cannot do so."""
     parts = optimizer.parts if isinstance(optimizer, Combined) else [optimizer]
-    if not all(type(part) is torch.optim.AdamW and part.defaults["fused"] for part in parts):
+    if not all(type(part) is AdamW and part.defaults["fused"] for part in parts):
         return False
     if any(p.device != skip.device for part in parts for group in part.param_groups for p in group["params"]):
         # Weights that are on the host. torch would not wait for what it brings there.
