@@ -9,6 +9,9 @@ from processes import WORLD, start_server
 
 logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which buries what a failing test says
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests in the background of a script: what they start would, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("slow") for item in session.items):
