@@ -7,6 +7,7 @@ import signal
 import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from omnizoo.config.data_section import Source
 from omnizoo.config.errors import UserError
 from omnizoo.data import chat_template, json_lines
 from omnizoo.data.chat_template import ChatTemplate
-from omnizoo.data.limits import OutOfTime, limits
+from omnizoo.data.limits import OutOfTime, _has_busy_threads, limits
 from omnizoo.data.render import Renderer
 from omnizoo.data.rows import BadRow, Folder, RowSource
 from omnizoo.data.sources import open_source
@@ -292,14 +293,29 @@ def test_an_alarm_of_somebody_else_is_still_set_after_the_limits() -> None:
         signal.setitimer(signal.ITIMER_REAL, *before)
 
 
-def test_memory_is_bounded_beside_threads_that_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", ["a watcher", "an idle pool", "a busy pool"])
+def test_memory_is_bounded_beside_threads_that_have_no_work(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that has, the limit of the whole process could fail that one: time alone is bounded."""
     monkeypatch.setattr(chat_template, "MOST_MEMORY", 1 << 26)
+    monkeypatch.setattr(chat_template, "MOST_TEXT", 1 << 10)
     done = threading.Event()
-    watcher = threading.Thread(target=done.wait, daemon=True)
-    watcher.start()
-    try:
-        with pytest.raises(UserError, match="of memory"):
-            ChatTemplate("{{ 'a' * 3000000000 }}", None, {}).render(TURNS)
-    finally:
-        done.set()
-        watcher.join()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            if beside == "a watcher":
+                threading.Thread(target=done.wait, daemon=True).start()
+            else:
+                pool.submit(done.is_set).result()
+                end = time.monotonic() + 10
+                while _has_busy_threads() and time.monotonic() < end:
+                    pass  # the thread is on its way back from what it did
+            if beside == "a busy pool":
+                pool.submit(done.wait)
+                while not _has_busy_threads() and time.monotonic() < end:
+                    pass
+                with pytest.raises(BadRow, match="writes 100,000,000 characters"):
+                    ChatTemplate("{{ 'a' * 100000000 }}", None, {}).render(TURNS)
+            else:
+                with pytest.raises(UserError, match="of memory"):
+                    ChatTemplate("{{ 'a' * 3000000000 }}", None, {}).render(TURNS)
+        finally:
+            done.set()

@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 
 EVERY = 1000  # lines between two looks at the clock, in threads
 LOOKS = 0.2  # seconds between two of them, in the main thread
+IDLE = ("concurrent.futures.thread", "_worker")  # where a thread of an executor waits; seen in Python 3.11
 
 
 class OutOfTime(BaseException):
@@ -41,10 +42,17 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
 
 def _has_busy_threads() -> bool:
     """The limit of memory is the whole process's: it could fail another thread that does real work, like one that
-    writes a checkpoint. Daemon threads draw a progress line or watch a parent.
+    writes a checkpoint. Daemon threads draw a progress line or watch a parent, those of a pool may wait for work.
     """
     own = (threading.current_thread(), threading.main_thread())
-    return any(not thread.daemon for thread in threading.enumerate() if thread not in own)
+    frames = sys._current_frames()
+    others = (thread for thread in threading.enumerate() if thread not in own and not thread.daemon)
+    return any(not _waits_for_work(frames.get(thread.ident or 0)) for thread in others)
+
+
+def _waits_for_work(frame: FrameType | None) -> bool:
+    """Whether a thread of an executor is in its loop, and not in what it was given. Compilers keep such threads."""
+    return frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) == IDLE
 
 
 @contextmanager
