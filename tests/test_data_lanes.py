@@ -167,13 +167,15 @@ def test_lanes_do_not_all_begin_with_the_same_source() -> None:
     assert firsts == {0, 1}
 
 
-@given(st.integers(0, 60), st.integers(0, 3), st.booleans(), st.integers(2, 20))
+@given(st.integers(0, 60), st.integers(0, 3), st.booleans(), st.integers(2, 20), st.sampled_from([6, None]))
 @settings(max_examples=60, deadline=None)
-def test_a_lane_goes_on_exactly_from_a_saved_state(done: int, lane: int, shuffle: bool, pack_tokens: int) -> None:
+def test_a_lane_goes_on_exactly_from_a_saved_state(
+    done: int, lane: int, shuffle: bool, pack_tokens: int, look_ahead: int | None
+) -> None:
     def fresh() -> Lane:
         sources = [numbers(20, 9), numbers(3), numbers(50, bad=frozenset(range(0, 50, 3)))]
         options: dict[str, Any] = {"shuffle": shuffle, "pack_tokens": pack_tokens, "on_bad_row": "skip"}
-        return lane_of(sources, lane, weights=[3.0, 1.0, 2.0], **options)
+        return lane_of(sources, lane, weights=[3.0, 1.0, 2.0], look_ahead=look_ahead, **options)
 
     original, resumed = fresh(), fresh()
     packs(original, done)

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ def samples_of(lengths: Sequence[int]) -> list[Sample]:
     ]
 
 
-def pack_all(lengths: Sequence[int], pack_tokens: int, look_ahead: int) -> list[Pack]:
+def pack_all(lengths: Sequence[int], pack_tokens: int, look_ahead: int | None) -> list[Pack]:
     packer, packs = Packer(pack_tokens, look_ahead), []
     for sample in samples_of(lengths):
         packer.add(sample)
@@ -71,11 +72,35 @@ def test_best_fill_is_as_full_as_trying_every_subset(lengths: list[int], room: i
     assert sum(lengths[i] for i in chosen) == best
 
 
-def test_fill_on_lognormal_lengths_is_above_98_5_percent() -> None:
-    sigma = 1.0
-    draws = np.random.default_rng(0).lognormal(np.log(1000) - sigma**2 / 2, sigma, 20_000)  # mean 1000
-    packs = pack_all(np.clip(draws.astype(int), 2, 8192).tolist(), 8192, 256)[:-40]  # the last ones empty the window
-    assert np.mean([pack.tokens / 8192 for pack in packs]) >= 0.985
+def lognormal(count: int, most: int, mean: float = 1000, sigma: float = 1.0) -> list[int]:
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(drawn.astype(int), 2, most).tolist()
+
+
+@pytest.mark.parametrize("look_ahead", [256, None])
+def test_fill_on_lognormal_lengths_is_above_98_5_percent(look_ahead: int | None) -> None:
+    packs = pack_all(lognormal(20_000, 8192), 8192, look_ahead)[:-40]  # the last ones empty the window
+    fill = [pack.tokens / 8192 for pack in packs]
+    assert np.mean(fill) >= 0.985
+    assert np.mean(fill[:8]) >= 0.985  # while the window grows
+
+
+def test_packs_of_very_many_short_samples_are_full() -> None:
+    packs = pack_all(lognormal(20_000, 1000, mean=100), 1 << 18, None)
+    assert len(packs) > 4
+    assert all(pack.tokens == 1 << 18 for pack in packs[:-2])
+    assert min(len(pack.samples) for pack in packs[:-2]) > 2000
+
+
+def test_the_window_of_a_lane_grows_with_its_packs() -> None:
+    packer, sizes = Packer(1024), []
+    for sample in samples_of(lognormal(3000, 1024, mean=300)):
+        packer.add(sample)
+        if packer.is_ready:
+            sizes.append(len(packer.buffer))
+            packer.pop()
+    assert sizes[:9] == [32, 64, 96, 128, 160, 192, 224, 256, 256]
+    assert set(sizes[8:]) == {256}
 
 
 @given(st.integers(1, 50), st.integers(2, 12))

@@ -12,7 +12,7 @@ from pydantic import (
 from omnizoo.config.doors import check_own_name
 from omnizoo.config.section import LONGEST_TEXT, Object, Section, Text, _written
 
-FEWEST_LANES, MOST_FITTING_LANES = 8, 64  # each holds `data.look_ahead` samples from the start
+FEWEST_LANES, MOST_FITTING_LANES = 8, 64  # each holds some hundred samples
 # How prompts, answers, texts and media are written in rows: data/formats.py has a rule for each.
 RowFormat = Literal[
     "messages",
@@ -104,7 +104,11 @@ class Data(Section):
         description="independent streams of packs; fix the order of data for any world size; best a multiple of it. "
         "Not set: what fits `train.global_batch` (docs/data.md)",
     )
-    look_ahead: Annotated[int, Field(ge=1, le=2**16)] = Field(256, description="samples a lane looks at to fill a pack")
+    look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = Field(
+        None,
+        description="samples a lane looks at to fill a pack. Default: 256, or more where they are short: two packs of "
+        "them; a lane's first packs look at fewer, so that a run starts soon",
+    )
     overlong: Literal["truncate", "drop", "split"] | None = Field(
         None,
         description="samples longer than a pack: cut off at its end (media stay whole), left out, or cut into pieces; "

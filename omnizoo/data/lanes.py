@@ -247,7 +247,7 @@ class Lane:
         self.cursors = [Cursor(*values) for values in state["cursors"]]
         self.orders = [self._order(i) for i in range(len(self.sources))]
         self.counters = Counters(**state["counters"])
-        self.packer = Packer(self.data.pack_tokens, self.data.look_ahead)
+        self.packer = Packer(self.data.pack_tokens, self.data.look_ahead, self.counters.packs)
         window = [SampleId(*values) for values in state["window"]]
         samples: dict[SampleId, Sample] = {}
         for i, epoch, row in sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2])):  # as they are stored

@@ -14,6 +14,8 @@ from omnizoo.data.rendered import Answers, Rendered
 from omnizoo.data.rows import BadRow
 from omnizoo.modalities.base import Item
 
+WINDOW, GROWTH = 256, 32  # samples to look at, and how many more of them from pack to pack at the start
+
 
 class SampleId(NamedTuple):
     source: int
@@ -91,22 +93,30 @@ def split(source: int, epoch: int, row: int, rendered: Rendered, pack_tokens: in
 
 
 class Packer:
-    """Best fit over a window of `look_ahead` samples: the oldest one, and those that fill the rest of the pack best.
+    """Best fit over a window of samples: the oldest one, and those that fill the rest of the pack best.
 
-    No sample waits for more than as many packs as the window has samples. Among equally full packs, older samples win.
+    The window has `look_ahead` samples. Without that number it has `WINDOW`, or more where samples are so short that
+    they would not fill two packs; and it grows to that from pack to pack, since the first packs of all lanes are what a
+    run waits for when it starts. No sample waits for more than as many packs as the window has samples. Among equally
+    full packs, older samples win.
     """
 
-    def __init__(self, pack_tokens: int, look_ahead: int) -> None:
+    def __init__(self, pack_tokens: int, look_ahead: int | None = None, packs: int = 0) -> None:
         self.pack_tokens, self.look_ahead = pack_tokens, look_ahead
+        self.packs = packs  # that were made before
+        self.tokens = 0  # in the window
         self.buffer: list[Sample] = []
 
     @property
     def is_ready(self) -> bool:
-        return len(self.buffer) >= self.look_ahead
+        if self.look_ahead is not None:
+            return len(self.buffer) >= self.look_ahead
+        return len(self.buffer) >= min(WINDOW, GROWTH * (1 + self.packs)) and self.tokens >= 2 * self.pack_tokens
 
     def add(self, sample: Sample) -> None:
         assert 0 < len(sample.ids) <= self.pack_tokens, "over-long samples are split or dropped before"
         self.buffer.append(sample)
+        self.tokens += len(sample.ids)
 
     def pop(self) -> Pack:
         lengths = [len(sample.ids) for sample in self.buffer]
@@ -114,6 +124,8 @@ class Packer:
         pack = Pack(tuple(self.buffer[i] for i in chosen))
         for i in reversed(chosen):
             del self.buffer[i]
+        self.packs += 1
+        self.tokens -= pack.tokens
         return pack
 
 
