@@ -79,6 +79,11 @@ CONTESTANTS = [
         ours(*LEAN, "--optimizer.moments", "bf16"),
         note="recompute full, resharding, tiles of 256 tokens, moments in bf16",
     ),
+    Contestant(
+        "omnizoo, adafactor",
+        ours(*LEAN, "--optimizer.kind", "adafactor"),
+        note="the same, but another optimizer, whose moments are a row and a column of each weight",
+    ),
     Contestant("plain", peer("plain.py"), note="no framework: FSDP2, block mask, all logits, resharding"),
     Contestant(
         "tuned", peer("plain.py", "--tuned"), note="an expert's loop: FSDP2, attention per document, chunked loss"

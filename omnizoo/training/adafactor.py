@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
+from omnizoo.ops.device import is_host
 from omnizoo.parallel.shard import local_of, sum_over_shards, zeros_reduced
+
+PIECE, PIECE_ON_HOST = 2**22, 2**18  # numbers that are worked on at a time; on the host, those that its cache holds
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -38,8 +41,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Sums over ranks are made for all parameters at once. Updates are computed twice rather than kept in between:
-        who takes Adafactor is short of memory."""
+        """Sums over ranks are made for all parameters at once. Gradients are used up: updates take their place."""
         members = [
             _Member(p, group, self._state(p))
             for group in self.param_groups
@@ -56,10 +58,10 @@ class Adafactor(torch.optim.Optimizer):
         for m, row, column in zip(members, rows, columns, strict=True):
             m.add(row, column)
         totals = sum_over_shards([m.row_total() for m in members], parameters, [(-2,)] * len(members))
-        squares = [m.update(total).square().sum() for m, total in zip(members, totals, strict=True)]
+        squares = [m.update(total) for m, total in zip(members, totals, strict=True)]
         lengths = sum_over_shards(squares, parameters, [None] * len(members))
-        for m, total, length, size in zip(members, totals, lengths, sizes, strict=True):
-            m.move(m.update(total), length, size)
+        for m, length, size in zip(members, lengths, sizes, strict=True):
+            m.move(length, size)
 
     def _state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]
@@ -96,10 +98,14 @@ class _Member:
         return torch.finfo(self.parameter.dtype).eps if given is None else given
 
     def row_sum(self) -> torch.Tensor:
-        return self.gradient.square().sum(-1, keepdim=True) if self.factored else self._nothing()
+        if not self.factored:
+            return self._nothing()
+        return torch.cat([some.square().sum(-1, keepdim=True) for some in _pieces(self.gradient)], -2)
 
     def column_sum(self) -> torch.Tensor:
-        return self.gradient.square().sum(-2, keepdim=True) if self.factored else self._nothing()
+        if not self.factored:
+            return self._nothing()
+        return torch.stack([some.square().sum(-2, keepdim=True) for some in _pieces(self.gradient)]).sum(0)
 
     def row_total(self) -> torch.Tensor:
         return local_of(self.state["row_var"]).sum(-2, keepdim=True) if self.factored else self._nothing()
@@ -119,23 +125,39 @@ class _Member:
             local_of(self.state["variance"]).lerp_(self.gradient.square(), share)
 
     def update(self, row_total: torch.Tensor) -> torch.Tensor:
-        """The gradient over the root of its second moment."""
-        if self.factored:
-            mean = (row_total / self.parameter.shape[-2]).clamp(min=self.eps)
-            variance = local_of(self.state["row_var"]) * local_of(self.state["col_var"]) / mean
-        else:
+        """The gradient becomes the update: itself over the root of its second moment. Its squared norm."""
+        if not self.factored:
             variance = local_of(self.state["variance"])
-        return variance.clamp(min=self.eps**2).rsqrt_().mul_(self.gradient)
+            return self.gradient.mul_(variance.clamp(min=self.eps**2).rsqrt_()).square().sum()
+        mean = (row_total / self.parameter.shape[-2]).clamp(min=self.eps)
+        columns, squares = local_of(self.state["col_var"]), [self.gradient.new_zeros(())]
+        for some, rows in zip(
+            _pieces(self.gradient), _pieces(local_of(self.state["row_var"]), self.gradient), strict=True
+        ):
+            variance = rows * columns / mean
+            squares.append(some.mul_(variance.clamp_(min=self.eps**2).rsqrt_()).square().sum())
+        return torch.stack(squares).sum()
 
-    def move(self, update: torch.Tensor, length: torch.Tensor, size: torch.Tensor) -> None:
+    def move(self, length: torch.Tensor, size: torch.Tensor) -> None:
         """`length` and `size` are the squared norms of the whole update and the whole parameter."""
         lr, root = self.group["lr"], math.sqrt(self.parameter.numel())
         relative = min(lr, float(self.state["step"]) ** -0.5)
         scale = (size.sqrt() / root).clamp(min=self.group["eps"][1]) * relative
         here = local_of(self.parameter)
         here.mul_(1 - lr * self.group["weight_decay"])
-        here.sub_(update * (scale / (length.sqrt() / (root * self.group["d"])).clamp(min=1.0)))
+        here.sub_(self.gradient.mul_(scale / (length.sqrt() / (root * self.group["d"])).clamp(min=1.0)))
 
 
 def _square(parameter: torch.Tensor) -> torch.Tensor:
-    return local_of(parameter).square().sum()
+    here = local_of(parameter)
+    pieces = _pieces(here) if here.ndim > 1 else (here,)
+    return torch.stack([here.new_zeros(()), *(some.square().sum() for some in pieces)]).sum()
+
+
+def _pieces(matrix: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Some rows at a time of a matrix, or of each of several: as many as in `like` (default: itself) are a
+    piece. What is made of a piece is gone before the next one: no copy of a large weight is ever whole.
+    """
+    like = matrix if like is None else like
+    most, rows = PIECE_ON_HOST if is_host(like.device) else PIECE, like.shape[-2]
+    return matrix.split(max(1, most * rows // max(1, like.numel())), -2) if rows else (matrix,)
