@@ -115,7 +115,7 @@ def test_what_the_compiler_makes_agrees(tmp_path: Path) -> None:
 def try_layouts(process: Process, folder: Path, cases: list[tuple[str, str, str]]) -> None:
     for model, recompute, name in cases:
         config = load_config(folder / model / "tiny.yaml", ["--parallel.recompute", recompute])
-        trial, kinds = compiled(config, process, parse(name, 4))
+        trial, kinds = compiled(config, process, parse(name, process.world_size))
         if process.rank == 0:
             verdict = compare(trial, load_trial(folder / model), name, TOLERANCE["fp32"])
             found = asdict(verdict) | {"failures": [kind.failure for kind in kinds if kind.failure]}
@@ -124,19 +124,20 @@ def try_layouts(process: Process, folder: Path, cases: list[tuple[str, str, str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cases",
+    ("world", "cases"),
     [
-        [("experts", "selective", "uly2.dp2.ep4")],
-        pytest.param([("dense", "full", "rep2.ring2")], marks=pytest.mark.long),
+        (2, [("experts", "selective", "uly2.ep2")]),
+        pytest.param(4, [("experts", "selective", "uly2.dp2.ep4")], marks=pytest.mark.long),
+        pytest.param(4, [("dense", "full", "rep2.ring2")], marks=pytest.mark.long),
     ],
 )
-def test_layouts_of_four_ranks_agree_with_one_process_without_graphs(
-    tmp_path: Path, cases: list[tuple[str, str, str]]
+def test_layouts_agree_with_one_process_without_graphs(
+    tmp_path: Path, world: int, cases: list[tuple[str, str, str]]
 ) -> None:
     with process_group((0, 1, 0)) as process:
         for model, *_ in cases:
             save_trial(run_trial(plain(config_of(tmp_path / model, model)), Layout(), process), tmp_path / model)
-    result = run_on_ranks(try_layouts, 4, tmp_path, cases)
+    result = run_on_ranks(try_layouts, world, tmp_path, cases)
     assert result.code == 0, result.stdout + result.stderr
     for model, recompute, _ in cases:
         found = json.loads((tmp_path / f"{model}.{recompute}.json").read_text())

@@ -165,6 +165,33 @@ def test_a_plan_counts_what_is_on_the_host() -> None:
     assert found[3]["host_memory_gb"] == pytest.approx(weights + weights + state, rel=0.1)  # and gradients
 
 
+BESIDE = {
+    "adapter": ("lora_tiny.yaml", []),
+    "base in 4 bits": ("lora_tiny.yaml", ["--model.adapter.base", "nf4"]),
+    "average": ("qwen3_moe_tiny.yaml", ["--optimizer.ema", "{decay: 0.9}"]),
+    "moments in bf16": ("qwen3_moe_tiny.yaml", ["--optimizer.moments", "bf16"]),
+    "frozen copy": (
+        "qwen3_moe_tiny.yaml",
+        ["--train.losses", "[{kind: dpo}]", "--data.sources", "[{path: examples/data/tiny/preferences.jsonl}]"],
+    ),
+    "media": ("published/qwen3_omni.yaml", []),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("beside", BESIDE)
+def test_weights_on_the_host_go_with_everything_else(beside: str) -> None:
+    """On devices that are only planned, where a tensor on the wrong one is an error; and in numbers on four ranks."""
+    example, settings = BESIDE[beside]
+    words = [f"examples/{example}", *settings, "--parallel.offload", "[parameters]"]
+    with chdir(ROOT):
+        planned = run_omnizoo(["plan", *words, "--world", "4", "--json"])
+        assert planned.code == 0, planned.stderr
+        verified = run_omnizoo(["verify", *words, "--world", "4", "--layouts", "dp4,uly2.ring2"])
+        assert verified.code == 0, verified.stdout + verified.stderr
+    assert json.loads(planned.stdout)["host_memory_gb"] > 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_on_the_host_have_the_same_losses_and_gradients_to_the_bit(folder: Path, name: str) -> None:
     moved, plain = trial(folder, name, offload=["parameters"], recompute="full")

@@ -65,10 +65,8 @@ def test_all_modalities_in_and_out_agree_in_fp64_on_eight_ranks(tmp_path: Path) 
     assert disagreements(config, 8, "dp2.uly2.ring2.ep4", tmp_path / "fp64", precision="fp64") == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "foundation", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "qwen3"))]
-)
+@pytest.mark.long  # others here have one, and tests/test_zoo.py has every foundation by itself
+@pytest.mark.parametrize("foundation", ["gemma3_text", "llama", "qwen3"])
 def test_any_foundation_takes_the_same_modalities(foundation: str, tmp_path: Path) -> None:
     config = write_omni_config(tmp_path, foundation)
     assert disagreements(config, 4, "rep2.uly2", tmp_path / "verify") == []

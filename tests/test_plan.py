@@ -59,24 +59,24 @@ ONE = {
 }
 FOUR = {
     "fsdp": case(DENSE, 8),
-    "hsdp, reducing each": case(DENSE, 8, dp_replicate=2, reduce_each_micro_batch="true"),
     "ring x ulysses": case(DENSE, 1, ring=2, ulysses=2),
     "experts sharded, ulysses": case(MOE, 2, ulysses=2, recompute="full"),
     "omni, ulysses": case(OMNI, 2, ulysses=2),
-    "adapter, base in 4 bits": in_4_bits(case(LORA, 2, ulysses=2)),
 }
 # What those above have together, each by itself.
 APART = {
     "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
     "ulysses only, selective": case(DENSE, 1, ulysses=4, recompute="selective"),
     "hsdp": case(DENSE, 4, dp_replicate=2),
+    "hsdp, reducing each": case(DENSE, 8, dp_replicate=2, reduce_each_micro_batch="true"),
+    "adapter, base in 4 bits": in_4_bits(case(LORA, 2, ulysses=2)),
     "ulysses": case(DENSE, 2, ulysses=2),
     "ring": case(DENSE, 2, ring=2),
     "experts sharded": case(MOE, 4),
     "omni, fsdp": case(OMNI, 4),
 }
 # Which experts are chosen is not known before: what is sent to them is compared in sum only where it is even.
-ROUTED = {"experts spread": case(MOE, 4, ep=2), "experts spread, tiled": case(MOE, 4, ep=2, tile_tokens=64)}
+ROUTED = {"experts spread, tiled": case(MOE, 4, ep=2, tile_tokens=64)}
 # Of many micro-batches three are run, and packs are not equally long.
 MANY = {"preferences": preferences(DENSE, 8, "kto", ulysses=2)}
 Found = dict[str, tuple[dict[str, Any], dict[str, Any]]]

@@ -50,7 +50,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["uly2", "dp2.ep2"])
+@pytest.mark.parametrize("layout", ["dp2.ep2", pytest.param("uly2", marks=pytest.mark.long)])
 def test_published_omni_model_in_bf16_is_as_near_to_fp32_on_a_layout_as_in_one_process(
     layout: str, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -370,7 +370,7 @@ def all_agree(layouts: str, capfd: pytest.CaptureFixture[str]) -> bool:
 
 
 @pytest.mark.slow
-@on_layouts("rep2.dp2", "uly2.ring2")
+@on_layouts("uly2.ring2")
 def test_verify_passes_with_pairs_and_the_base_of_an_adapter(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("lora_tiny.yaml", KINDS_AT_ONCE, layouts) == 0
     assert all_agree(layouts, capfd)
@@ -384,7 +384,7 @@ def test_verify_passes_with_pairs_and_a_frozen_copy(layouts: str, capfd: pytest.
 
 
 @pytest.mark.slow
-@on_layouts("rep2.dp2", "dp2.uly2.ep4")
+@on_layouts("rep2.dp2")
 def test_verify_passes_with_single_answers_and_a_baseline_of_the_whole_step(
     layouts: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -213,17 +213,20 @@ def test_answers_with_media_are_those_of_plain_torch_one_at_a_time(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("losses", "asked"),
+    ("losses", "world", "asked"),
     [
-        (KINDS_AT_ONCE, "dp2.uly2.ep4"),
-        pytest.param(KINDS_AT_ONCE, "uly2.ring2", marks=pytest.mark.long),  # as tests/test_preferences.py without media
-        pytest.param([{"kind": "kto"}], "uly2.ring2,dp2.uly2.ep4", marks=pytest.mark.long),
+        (KINDS_AT_ONCE, 2, "uly2.ep2"),
+        # tests/test_preferences.py has such layouts, without media
+        pytest.param(KINDS_AT_ONCE, 4, "dp2.uly2.ep4,uly2.ring2", marks=pytest.mark.long),
+        pytest.param([{"kind": "kto"}], 4, "uly2.ring2,dp2.uly2.ep4", marks=pytest.mark.long),
     ],
-    ids=["pairs", "pairs in a ring", "kto"],
+    ids=["pairs", "pairs on four ranks", "kto"],
 )
-def test_answers_with_media_agree_with_one_process(losses: list[dict[str, Any]], asked: str, tmp_path: Path) -> None:
+def test_answers_with_media_agree_with_one_process(
+    losses: list[dict[str, Any]], world: int, asked: str, tmp_path: Path
+) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path), losses)
-    layouts = prepare(load_config(path, ["--data.pack_tokens", "400"]), 4, asked, "fp32", tmp_path / "verify")
+    layouts = prepare(load_config(path, ["--data.pack_tokens", "400"]), world, asked, "fp32", tmp_path / "verify")
     assert {verdict_of(tmp_path / "verify", layout).reason for layout in layouts} == {""}
 
 

@@ -26,7 +26,7 @@ OMNI = {
 }
 # Each of these has a kind of layer of its own; the others are of the same kinds, or in tests/test_hybrids.py, and
 # run in `make verify-all`.
-COVERING_OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma3", "emu3")
+COVERING_OMNI = ("qwen3_omni_moe_thinker", "gemma3", "emu3")
 COVERING = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_moe", "lfm2", "nemotron_h")
 
 
