@@ -129,7 +129,7 @@ def measure(objective: Objective, data: StepData) -> dict[Any, Cost]:
         else None
         for meters in found.values()
     ]
-    everyone = [own] if mesh.device.type == PLANNED else mesh.gather(own)
+    everyone = [own] if mesh.device.type == PLANNED else mesh.from_first(mesh.gather(own))
     costs = {}
     for kind, ranks in zip(found, zip(*everyone, strict=True), strict=True):
         if any(rank is not None for rank in ranks):
