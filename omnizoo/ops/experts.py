@@ -133,17 +133,22 @@ def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.T
 def add_choices(rows: torch.Tensor, pairs: Pairs, weights: torch.Tensor | None = None) -> torch.Tensor:
     """`rows [N, H]` -> `[T, H]`: of each token the rows of its choices, weighted by `[T, K]` if given, added one after
     the other in at least fp32. Without autograd."""
-    by_choice = pairs.place.view(-1, pairs.choices).unbind(1)
+    places = pairs.place.view(-1, pairs.choices)
     if pairs.choices == 1 and weights is None:
         return rows.index_select(0, pairs.place)
-    total = rows.new_zeros(len(by_choice[0]), rows.shape[1], dtype=_exact(rows))
-    for choice, at in enumerate(by_choice):
-        chosen = rows.index_select(0, at)
-        if weights is None:
-            total.add_(chosen)
-        else:
-            # Not one fused operation: a product that is rounded first is what transformers adds up.
-            total.add_(chosen * weights[:, choice, None].to(total.dtype))
+    if weights is not None and weights.dtype != rows.dtype:  # no kernel takes both
+        return _add_one_by_one(rows, places, weights)
+    if not len(rows):
+        return rows.new_zeros(len(places), rows.shape[1])
+    if weights is None and rows.dtype != _exact(rows):  # torch (2.13, on CPUs) adds what has no weights as it is
+        weights = torch.ones_like(places, dtype=rows.dtype)
+    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights)
+
+
+def _add_one_by_one(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=_exact(rows))
+    for choice, at in enumerate(places.unbind(1)):
+        total.add_(rows.index_select(0, at) * weights[:, choice, None].to(total.dtype))
     return total.to(rows.dtype)
 
 
