@@ -27,12 +27,14 @@ from omnizoo.models.experts import DISPATCHED, expert_modules, use_dispatched
 from omnizoo.models.hf_private import conversion_mapping, load_files
 from omnizoo.ops.experts import (
     Experts,
+    by_expert,
     combine,
     gather,
     grouped_matmul,
     matmul_per_expert,
     run_experts,
     sort_by_expert,
+    weigh,
 )
 from omnizoo.ops.precision import exact
 from omnizoo.ops.torch_private import Recomputation
@@ -169,10 +171,12 @@ def test_grouped_matmul_equals_its_twin_and_idle_experts_get_zeros(
 def test_biases_go_to_the_rows_of_their_expert() -> None:
     rows, counts = torch.randn(5, 4), torch.tensor([2, 0, 3])
     up, down, up_bias, down_bias = torch.randn(3, 4, 6), torch.randn(3, 6, 4), torch.randn(3, 6), torch.randn(3, 4)
-    out = run_experts(rows, counts, Experts(up, down, up_bias, down_bias, torch.relu))
+    weights, experts = torch.rand(5, 1), Experts(up, down, up_bias, down_bias, torch.relu)
+    out, weighed = run_experts(rows, counts, experts), run_experts(rows, counts, experts, weights)
     for row, expert, found in zip(rows, [0, 0, 2, 2, 2], out, strict=True):
         wanted = torch.relu(row @ up[expert] + up_bias[expert]) @ down[expert] + down_bias[expert]
         torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(weighed, out * weights)
 
 
 def test_pairs_of_one_expert_keep_the_order_of_tokens_and_combine_undoes_the_sorting() -> None:
@@ -182,7 +186,40 @@ def test_pairs_of_one_expert_keep_the_order_of_tokens_and_combine_undoes_the_sor
     assert pairs.counts.tolist() == [3, 1, 2, 0]
     hidden = torch.randn(3, 5)
     weights = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]])
-    torch.testing.assert_close(combine(gather(hidden, pairs), weights, pairs), hidden)
+    torch.testing.assert_close(combine(weigh(gather(hidden, pairs), by_expert(weights, pairs)), pairs), hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_choices_are_added_in_at_least_fp32_one_after_the_other(dtype: torch.dtype) -> None:
+    index = torch.rand(50, 9).argsort(1)[:, :6]
+    pairs = sort_by_expert(index, 9)
+    rows = torch.randn(300, 24).to(dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    one_by_one = torch.zeros(50, 24, dtype=exact)
+    for places in pairs.place.view(50, 6).unbind(1):
+        one_by_one += rows[places]
+    found = combine(rows, pairs).to(exact)
+    if dtype == exact:
+        assert torch.equal(found, one_by_one)
+    else:  # rounded once, half of the last digit at most; which way from the middle is up to the kernel
+        assert ((found - one_by_one).abs() <= 2.0**-8 * 2 ** one_by_one.abs().log2().floor() * 1.001).all()
+    none = sort_by_expert(index[:0], 9)
+    assert combine(rows[:0], none).shape == (0, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_any_precision_get_gradients_that_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    rows = torch.randn(40, 64).to(dtype).requires_grad_()
+    weights, grad = (
+        torch.rand(40, 1, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_(),
+        torch.randn(40, 64),
+    )
+    out = weigh(rows, weights)
+    assert out.dtype == dtype
+    out.backward(grad.to(dtype))
+    wanted = (rows.detach().double() * grad.to(dtype).double()).sum(1, keepdim=True)
+    torch.testing.assert_close(weights.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, (rows.double() * weights.double()).to(dtype))
 
 
 def test_an_ep_that_would_split_an_expert_is_refused_with_the_nearest_that_works() -> None:

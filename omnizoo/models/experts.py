@@ -23,15 +23,13 @@ from omnizoo.ops.experts import (
     gather,
     run_experts,
     sort_by_expert,
-    weigh_in_backward,
+    weigh,
 )
 from omnizoo.ops.graphs import edge
 from omnizoo.ops.quantised import Packed
 from omnizoo.ops.tiles import Tiles
 
 DISPATCHED = "dispatched"
-
-Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (rows ordered by local expert, their counts) -> rows
 
 
 def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -78,12 +76,13 @@ def _routed(
         out: torch.Tensor = dispatch(hidden_states, top_k_index, top_k_weights, compute)
     else:
         pairs = sort_by_expert(top_k_index, module.num_experts)
-        rows = compute(gather(hidden_states, pairs), pairs.counts)
-        out = combine(weigh_in_backward(rows, by_expert(top_k_weights, pairs)), top_k_weights, pairs)
+        rows = compute(gather(hidden_states, pairs), pairs.counts, by_expert(top_k_weights, pairs))
+        out = combine(rows, pairs)
     return out.to(hidden_states.dtype)
 
 
-def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    """`rows [N, H]` ordered by local expert, and what each is to be weighed with `[N, 1]` -> `[N, H]`, weighed."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def weights(name: str) -> torch.Tensor | Packed:
@@ -105,8 +104,9 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     activate = getattr(module, "compiled_activation", None) or expert_activation(module)
     experts = Experts(*matrices, activate, factors(up), factors("down_proj"))
     assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
-    out = run_experts(rows, counts, experts)
-    return module.post_expert_norm(out) if module.has_post_expert_norm else out
+    if module.has_post_expert_norm:
+        return weigh(module.post_expert_norm(run_experts(rows, counts, experts)), routing)
+    return run_experts(rows, counts, experts, routing)
 
 
 register_experts(DISPATCHED, dispatched)

@@ -75,28 +75,32 @@ def by_expert(weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     return gather(weights.reshape(-1, 1), replace(pairs, choices=1))
 
 
-def weigh_in_backward(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`rows [N, H]`, which `combine` will weigh with `weights [N, 1]`: here are the gradients of both.
-
-    They are made where rows are computed, so that rows need not be kept, or sent again, where they are combined.
-    """
-    same: torch.Tensor = _Weigh.apply(rows, weights)  # type: ignore[no-untyped-call]
-    return same
+def weigh(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`rows [N, C]` times `weights [N, 1]`, in the precision of the rows; gradients of weights are summed in fp32."""
+    weighed: torch.Tensor = _Weigh.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return weighed
 
 
-def combine(rows: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`rows [N, H]` in the order of experts -> `[T, H]`: each token's choices, weighted and added in a fixed order.
-
-    Its gradient is not weighted yet, and there is none of the weights: both are left to `weigh_in_backward`.
-    """
-    combined: torch.Tensor = _Combine.apply(rows, weights.detach(), pairs)  # type: ignore[no-untyped-call]
+def combine(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """`rows [N, H]` in the order of experts -> `[T, H]`: each token's choices, added in a fixed order."""
+    combined: torch.Tensor = _Combine.apply(rows, pairs)  # type: ignore[no-untyped-call]
     return combined
 
 
-def run_experts(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """`rows [N, H]` ordered by expert, `counts [E]` of them for each; an expert without rows has zeros as gradient."""
+def run_experts(
+    rows: torch.Tensor, counts: torch.Tensor, experts: Experts, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`rows [N, H]` ordered by expert, `counts [E]` of them for each; an expert without rows has zeros as gradient.
+
+    What comes is times `weights [N, 1]` if given: they enter before the second matmul, where rows are narrower. So
+    backward needs nothing of what it gives, and recomputation does not come as far as there.
+    """
     inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias, experts.up_factors)
-    return _linear(experts.activate(inner), counts, experts.down, experts.down_bias, experts.down_factors)
+    inner = experts.activate(inner)
+    if weights is None:
+        return _linear(inner, counts, experts.down, experts.down_bias, experts.down_factors)
+    out = _linear(weigh(inner, weights), counts, experts.down, None, experts.down_factors)
+    return out if experts.down_bias is None else out + weigh(_of_rows(experts.down_bias, counts, len(rows)), weights)
 
 
 def _linear(
@@ -113,7 +117,12 @@ def _linear(
     if factors is not None:
         narrow = grouped_matmul(rows.to(factors.first.dtype), counts, factors.first)
         out = out + (grouped_matmul(narrow, counts, factors.second) * factors.scaling).to(out.dtype)
-    return out if bias is None else out + bias.repeat_interleave(counts, 0, output_size=len(rows))
+    return out if bias is None else out + _of_rows(bias, counts, len(rows))
+
+
+def _of_rows(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """`bias [E, H]` -> `[N, H]`."""
+    return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
 def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -130,26 +139,17 @@ def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.T
     return torch.cat([group @ weight for group, weight in zip(groups, weights.unbind(), strict=True)])
 
 
-def add_choices(rows: torch.Tensor, pairs: Pairs, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """`rows [N, H]` -> `[T, H]`: of each token the rows of its choices, weighted by `[T, K]` if given, added one after
-    the other in at least fp32. Without autograd."""
-    places = pairs.place.view(-1, pairs.choices)
-    if pairs.choices == 1 and weights is None:
+def add_choices(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """`rows [N, H]` -> `[T, H]`: of each token the rows of its choices, added one after the other in at least fp32.
+    Without autograd."""
+    if pairs.choices == 1:
         return rows.index_select(0, pairs.place)
-    if weights is not None and weights.dtype != rows.dtype:  # no kernel takes both
-        return _add_one_by_one(rows, places, weights)
+    places = pairs.place.view(-1, pairs.choices)
     if not len(rows):
         return rows.new_zeros(len(places), rows.shape[1])
-    if weights is None and rows.dtype != _exact(rows):  # torch (2.13, on CPUs) adds what has no weights as it is
-        weights = torch.ones_like(places, dtype=rows.dtype)
-    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights)
-
-
-def _add_one_by_one(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    total = rows.new_zeros(len(places), rows.shape[1], dtype=_exact(rows))
-    for choice, at in enumerate(places.unbind(1)):
-        total.add_(rows.index_select(0, at) * weights[:, choice, None].to(total.dtype))
-    return total.to(rows.dtype)
+    # One kernel for all of it. Without weights, torch (2.13, on CPUs) would add bf16 up in bf16.
+    ones = None if rows.dtype == _exact(rows) else torch.ones_like(places, dtype=rows.dtype)
+    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=ones)
 
 
 def repeat_by_choice(tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
@@ -194,7 +194,7 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
-        return rows.view_as(rows)
+        return torch.mul(rows, weights, out=torch.empty_like(rows))
 
     @staticmethod
     @once_differentiable
@@ -210,11 +210,11 @@ class _Weigh(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         ctx.pairs = pairs
-        return add_choices(rows, pairs, weights)
+        return add_choices(rows, pairs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return repeat_by_choice(grad, ctx.pairs), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return repeat_by_choice(grad, ctx.pairs), None

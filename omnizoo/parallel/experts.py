@@ -22,7 +22,6 @@ from omnizoo.ops.experts import (
     repeat_by_choice,
     restore,
     sort_by_expert,
-    weigh_in_backward,
 )
 from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.exchange import exchange_rows
@@ -59,15 +58,14 @@ class Dispatch:
         hidden: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
-        compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         route: Route = self.recomputation.once(partial(self.route, index))
         pairs, arriving = route.pairs, route.arriving
         rows = exchange_rows(gather(hidden, pairs), route.sent, route.received, self.group)
         arrived = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group)
-        rows = restore(compute(gather(rows, arriving), arriving.counts), arriving)
-        rows = weigh_in_backward(rows, arrived)
-        out: torch.Tensor = _WayBack.apply(rows, weights.detach(), self, route)  # type: ignore[no-untyped-call]
+        rows = compute(gather(rows, arriving), arriving.counts, gather(arrived, arriving))
+        out: torch.Tensor = _WayBack.apply(restore(rows, arriving), self, route)  # type: ignore[no-untyped-call]
         return out
 
     def route(self, index: torch.Tensor) -> Route:
@@ -101,23 +99,23 @@ class _WayBack(torch.autograd.Function):
     selective recomputation keeps that."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch, route: Route) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, dispatch: Dispatch, route: Route) -> torch.Tensor:
         ctx.dispatch, ctx.route = dispatch, route
 
         def come_back() -> torch.Tensor:
             if dispatch.recomputation.is_for_gradients:
                 return rows.new_empty(len(route.pairs.order) // route.pairs.choices, rows.shape[1])
             arrived = exchange_rows(rows, route.received, route.sent, dispatch.group)
-            return add_choices(arrived, route.pairs, weights)
+            return add_choices(arrived, route.pairs)
 
         return dispatch.recomputation.once(come_back, large=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         route: Route = ctx.route
         rows = repeat_by_choice(grad, route.pairs)
-        return exchange_rows(rows, route.sent, route.received, ctx.dispatch.group), None, None, None
+        return exchange_rows(rows, route.sent, route.received, ctx.dispatch.group), None, None
 
 
 def check_experts(layout: Layout, experts: int) -> None:
