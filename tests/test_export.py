@@ -16,7 +16,7 @@ from processes import run_on_ranks
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, model_config, read_steps, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from weights import load, logits_of, train_and_keep_logits
+from weights import gives, load, train_and_keep_logits
 
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.cli.main import main
@@ -35,7 +35,7 @@ def test_an_export_gives_the_logits_of_the_trained_model_bit_for_bit(family: str
     assert main(["export", str(tmp_path / "run"), str(out)]) == 0
     model = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager", dtype="auto")
     assert model.dtype == torch.float32
-    assert torch.equal(logits_of(model), trained)
+    assert gives(model, trained)
     assert {file.suffix for file in out.iterdir()} <= {".json", ".safetensors", ".jinja"}  # nothing to unpickle
     assert model.config.model_type == family
     ours, theirs = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -231,5 +231,5 @@ def test_two_ranks_load_the_same_weights_in_half_the_memory_and_export_what_they
     assert result.code == 0, result.stdout + result.stderr
     assert main(["export", str(folders / "trained"), str(folders / "exported")]) == 0
     model = AutoModelForCausalLM.from_pretrained(folders / "exported", attn_implementation="eager")
-    assert torch.equal(logits_of(model), load_file(folders / "logits.safetensors")["logits"])
+    assert gives(model, load_file(folders / "logits.safetensors")["logits"])
     assert MISFIT in (folders / "misfit.2.0.txt").read_text()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from omnizoo.assembly.parallelize import parallelize
 from omnizoo.config.load import load_config
 from omnizoo.models.build import build_model
+from omnizoo.models.experts import expert_modules, use_dispatched
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process
 from omnizoo.training import run
@@ -20,6 +21,16 @@ PROBE = torch.arange(40).view(2, 20) * 7 % 512
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=PROBE, use_cache=False).logits
+
+
+def gives(model: Any, logits: torch.Tensor) -> bool:
+    """Whether they are the model's, bit for bit. Experts are computed as in training for that; as transformers computes
+    them, which weighs what they give and not what they give it from, logits are the same to rounding.
+    """
+    if expert_modules(model):
+        assert float((logits_of(model) - logits).norm() / logits.norm()) <= 1e-5
+        use_dispatched(model)
+    return torch.equal(logits_of(model), logits)
 
 
 def train_and_keep_logits(args: list[object]) -> torch.Tensor:
