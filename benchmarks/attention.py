@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from omnizoo.ops.attention import Boundaries, Pattern, _in_blocks, per_sample
+from omnizoo.ops.attention.packed import Boundaries, Pattern, _in_blocks, per_sample
 
 Kernel = Callable[..., torch.Tensor]
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import yaml
 
-from omnizoo.cli.dry_run import quiet
+from omnizoo.cli.plan import quiet
 from omnizoo.config.load import load_config
-from omnizoo.modalities.tally import causal_pairs
+from omnizoo.modalities.flop_count import causal_pairs
 from omnizoo.planning.devices import DEVICES
-from omnizoo.planning.expected import Counts, Expected, Shares, counts_of, expect
-from omnizoo.planning.simulate import Place, Result, simulate
+from omnizoo.planning.dry_run import Place, Result, simulate
+from omnizoo.planning.time_model import Counts, Expected, Shares, counts_of, expect
 from omnizoo.planning.traffic import Collective
 
 RUNS = Path(__file__).parent / "published_runs.csv"
@@ -58,8 +58,8 @@ def planned(name: str, ulysses: int, tokens: int, layers: int) -> dict[str, floa
         "model": {"config": model},
         "data": {"pack_tokens": tokens},
         # Of a few layers all weights would be kept: said, so that it is as with all layers.
-        "parallel": {"precision": "bf16", "recompute": "full", "ulysses": ulysses, "reshard_after_forward": True},
-        "train": {"steps": 10, "global_batch": WORLD // ulysses, "lr": 1e-5},
+        "parallel": {"recompute": "full", "ulysses": ulysses, "reshard_after_forward": True},
+        "train": {"steps": 10, "packs_per_step": WORLD // ulysses, "lr": 1e-5, "precision": "bf16"},
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"

@@ -17,14 +17,17 @@ from pathlib import Path
 import torch
 from peers.assets import make_assets
 
-from omnizoo.assembly.assemble import assemble
-from omnizoo.assembly.parallelize import parallelize
+from omnizoo.balancing.balancer import Balancer
+from omnizoo.balancing.prefetch import next_step
+from omnizoo.balancing.step_data import StepData
 from omnizoo.config.load import load_config
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.training.losses import Objective
-from omnizoo.training.optimizer import build_optimizer
-from omnizoo.training.step import StepData, next_step, train_step
+from omnizoo.parallelize.parallelize import parallelize_model
+from omnizoo.training.objective import build_objective
+from omnizoo.training.optimizers.build import build_optimizer
+from omnizoo.training.setup import build_bundle
+from omnizoo.training.step import train_step
 
 WARMUP = 2
 
@@ -35,17 +38,18 @@ class Contestant:
             {
                 "model": {"path": str(assets / name)},
                 "data": {"sources": [{"path": str(assets / "text.jsonl")}], "pack_tokens": 1024},
-                "train": {"global_batch": world, "lr": 1e-4, "schedule": "constant", "compile": compile_blocks},
+                "train": {"packs_per_step": world, "lr": 1e-4, "schedule": "constant", "compile": compile_blocks},
                 "parallel": {"recompute": recompute},
             },
             [],
         )
         mesh = build_mesh(config, process)
-        assembled = assemble(config)
+        assembled = build_bundle(config)
         self.loader = assembled.loader(mesh)
-        parallelize(assembled.model, mesh, config)
+        parallelize_model(assembled.model, mesh, config)
         self.optimizer = build_optimizer(assembled.model, config)
-        self.objective = Objective(assembled.model, mesh, config)
+        self.objective = build_objective(assembled.model, mesh, config)
+        self.balancer = Balancer(assembled.model, mesh, config)
         assembled.model.train()
         self.steps: list[tuple[float, float, int, float]] = []  # CPU seconds, seconds, tokens, loss
 
@@ -70,7 +74,7 @@ def cpu_seconds() -> float:
 def run(assets: Path, name: str, steps: int, recompute: str) -> None:
     plain, compiled = (Contestant(assets, name, on, recompute) for on in (False, True))
     for number in range(steps):
-        data = next_step(plain.loader, plain.objective)
+        data = next_step(plain.loader, plain.balancer)
         for each in (plain, compiled) if number % 2 else (compiled, plain):
             each.step(data)
     if process.rank:

@@ -11,9 +11,11 @@ import time
 
 import numpy as np
 
-from omnizoo.data.plan import plan_step
-from omnizoo.data.told import Known, Told, read_messages, write_message
-from omnizoo.modalities.base import Item, Port, Size
+from omnizoo.balancing.pack_metadata import PackTable, decode_messages, encode_message
+from omnizoo.balancing.step_plan import plan_step
+from omnizoo.data.packing.pack import Pack
+from omnizoo.data.token_fields import IGNORE_INDEX, make_columns
+from omnizoo.modalities.item import MediaItem, MediaSize, Port
 from omnizoo.parallel.layout import Layout
 
 PORTS = [Port("image", "encoder"), Port("audio", "encoder")]
@@ -30,14 +32,14 @@ def main() -> None:
     layout = Layout(dp_shard=args.ranks // args.ulysses, ulysses=args.ulysses)
     random = np.random.default_rng(0)
     packs = [random_pack(i, args.items * args.ulysses // args.packs, random) for i in range(layout.dp * args.packs)]
-    told = [Told.of(packs[rank :: args.ranks], PORTS, cost) for rank in range(args.ranks)]
-    messages = [np.frombuffer(write_message(each, NOTE), np.uint8) for each in told]
+    told = [PackTable.of(packs[rank :: args.ranks], PORTS, cost) for rank in range(args.ranks)]
+    messages = [np.frombuffer(encode_message(each, NOTE), np.uint8) for each in told]
     best: dict[str, float] = {}
     for _ in range(20):
         times = [time.perf_counter()]
-        write_message(Told.of(packs[0 :: args.ranks], PORTS, cost), NOTE)
+        encode_message(PackTable.of(packs[0 :: args.ranks], PORTS, cost), NOTE)
         times.append(time.perf_counter())
-        heard, _ = read_messages(messages)
+        heard, _ = decode_messages(messages)
         times.append(time.perf_counter())
         plan = plan_step(heard, layout, 1, [[port] for port in PORTS], cost)
         times.append(time.perf_counter())
@@ -52,7 +54,7 @@ def main() -> None:
     print(json.dumps(vars(args) | {"ms": figures, "imbalance": {k: round(v, 3) for k, v in plan.imbalance.items()}}))
 
 
-def random_pack(index: int, items: int, random: np.random.Generator) -> Known:
+def random_pack(index: int, items: int, random: np.random.Generator) -> Pack:
     """A pack of 16 samples, whose items take up to 64 places."""
     places = random.integers(4, 64, items)
     lengths = [int(places[i::16].sum() + 100) for i in range(16)]
@@ -60,14 +62,16 @@ def random_pack(index: int, items: int, random: np.random.Generator) -> Known:
     for i, length in enumerate(lengths):
         at = start
         for taken in places[i::16].tolist():
-            size = Size(taken, float(taken**2 + 100 * taken))
-            held.append(Item(PORTS[int(random.random() < 0.3)], size, ((at, taken),), False))
+            size = MediaSize(taken, float(taken**2 + 100 * taken))
+            held.append(MediaItem(PORTS[int(random.random() < 0.3)], size, ((at, taken),), False))
             at += taken
         start += length
-    return Known(index, lengths, 500, 500.0, False, held)
+    labels = np.where(np.arange(start) < 500, 0, IGNORE_INDEX)
+    columns = make_columns(input_ids=np.zeros(start), labels=labels)
+    return Pack(index, columns, lengths, [str(i) for i in range(len(lengths))], tuple(held))
 
 
-def cost(pack: Known) -> float:
+def cost(pack: Pack) -> float:
     return float(sum(length**2 + 1000 * length for length in pack.lengths))
 
 

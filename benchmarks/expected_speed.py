@@ -15,11 +15,11 @@ from typing import Any
 
 from calibrate import GIB, counts_in, numbers_of, on_a_line
 
-from omnizoo.cli.dry_run import PARTS_OF_A_STEP, quiet
+from omnizoo.cli.plan import PARTS_OF_A_STEP, quiet
 from omnizoo.config.load import load_config
 from omnizoo.planning.devices import read_device
-from omnizoo.planning.expected import CALIBRATION, expect
-from omnizoo.planning.simulate import Place, simulate
+from omnizoo.planning.dry_run import Place, simulate
+from omnizoo.planning.time_model import CALIBRATION, expect
 
 CUTS = (1, 2)  # layers that are planned
 

@@ -1,4 +1,4 @@
-"""What FSDP2's collectives cost between CPUs: gloo's own against plain messages (omnizoo/parallel/direct.py).
+"""Cost of FSDP2's collectives between CPUs: gloo's own against omnizoo/parallel/fsdp/cpu_collectives.py.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/gloo.py
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from omnizoo.parallel.direct import DirectAllGather, DirectReduceScatter
+from omnizoo.parallel.fsdp.cpu_collectives import DirectAllGather, DirectReduceScatter
 
 NUMBERS, ROUNDS = 6_300_000, 8  # 25 MB: two blocks of width 512
 

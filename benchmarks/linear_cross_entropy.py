@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from omnizoo.ops.cross_entropy import cross_entropy_sum
-from omnizoo.ops.linear_cross_entropy import LinearHead, linear_cross_entropy_sum
+from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
+from omnizoo.ops.loss.linear_cross_entropy import LinearHead, linear_cross_entropy_sum
 from omnizoo.ops.torch_private import TorchDispatchMode, tree_leaves
 
 

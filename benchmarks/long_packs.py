@@ -6,7 +6,7 @@
     python benchmarks/long_packs.py data                  # the loader's CPU seconds and memory for a pack of one row
 
 `small`: for each way to share a pack, the longest one whose dry run stays within the limit, then that step for real, on
-as many processes, with the memory of its tensors counted (`measure` of tests/dry_runs.py): for one way of each number
+as many processes, with the memory of its tensors counted (tests/support/dry_runs.py): for one way of each number
 of ranks, or with `--all` for every way. A pack is one text.
 """
 
@@ -49,8 +49,8 @@ SMALL = {
             "max_position_embeddings": 1048576,
         }
     },
-    "parallel": {"recompute": "full", "tile_tokens": 512, "reshard_after_forward": True, "precision": "fp32"},
-    "train": {"steps": 2, "global_batch": 1, "lr": 1e-3},
+    "parallel": {"recompute": "full", "tile_tokens": 512, "reshard_after_forward": True},
+    "train": {"steps": 2, "packs_per_step": 1, "lr": 1e-3, "precision": "fp32"},
 }
 
 
@@ -164,9 +164,9 @@ KEYS: dict[str, list[str]] = {
 
 def plan(lengths: Sequence[int], console: Console) -> None:
     """Peaks at two numbers of layers, and along the line through them at all layers."""
-    from omnizoo.cli.dry_run import quiet
+    from omnizoo.cli.plan import quiet
     from omnizoo.planning.devices import DEVICES
-    from omnizoo.planning.simulate import Place, simulate
+    from omnizoo.planning.dry_run import Place, simulate
 
     quiet()
     table = Table("tokens", "keys", "tokens per rank", "GiB", "host GiB", "at the peak, of 4 layers", box=None)
@@ -211,8 +211,8 @@ def data(lengths: Sequence[int], console: Console) -> None:
 def read(kind: str, tokens: int, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from omnizoo.data.deal import make_batch
-    from omnizoo.data.loader import build_loader
+    from omnizoo.balancing.batch import collate
+    from omnizoo.data.loading.loader import build_loader
 
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     stories = " ".join(json.loads(line)["text"] for line in (TOKENIZER.parent / "stories.jsonl").open(encoding="utf-8"))
@@ -235,8 +235,8 @@ def read(kind: str, tokens: int, folder: Path) -> None:
     loader = build_loader(loaded, tokenizer, 0, 1)
     begin = time.process_time()
     (pack,) = loader.next_step().packs
-    make_batch([pack])
-    found = {"tokens": len(pack.ids), "seconds": time.process_time() - begin}
+    collate([pack])
+    found = {"tokens": len(pack.columns["input_ids"]), "seconds": time.process_time() - begin}
     found["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     loader.close()
     (folder / "read.json").write_text(json.dumps(found))

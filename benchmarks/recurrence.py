@@ -13,7 +13,7 @@ import torch
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
-from omnizoo.ops.recurrence import Steps, carry
+from omnizoo.ops.linear_attention.recurrence import RecurrentInputs, run_recurrence
 
 
 def seconds(run: Callable[[], torch.Tensor], rounds: int) -> float:
@@ -35,15 +35,15 @@ def main() -> None:
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     decay, beta = ((sign * torch.rand(shape[:2])).requires_grad_() for sign in (-1, 1))
     rate, unit, scale = -torch.rand(args.heads), {"use_qk_l2norm_in_kernel": True}, args.width**-0.5
-    delta = Steps(q, k, v, decay, beta, is_delta=True, scale=scale, is_unit=True)
+    delta = RecurrentInputs(q, k, v, decay, beta, is_delta=True, scale=scale, is_unit=True)
     query, key, value = (x[None] for x in (q, k, v))
     runs: dict[str, tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]] = {
         "gated delta rule": (
-            lambda: carry(delta, [args.tokens])[0],
+            lambda: run_recurrence(delta, [args.tokens])[0],
             lambda: qwen3_5.torch_chunk_gated_delta_rule(query, key, value, g=decay[None], beta=beta[None], **unit)[0],
         ),
         "Mamba-2": (
-            lambda: carry(Steps(q, k, v, beta * rate, beta, is_delta=False), [args.tokens])[0],
+            lambda: run_recurrence(RecurrentInputs(q, k, v, beta * rate, beta, is_delta=False), [args.tokens])[0],
             lambda: mamba2.mamba2_chunk_scan(value, beta[None], rate, key, query, chunk_size=64),
         ),
     }

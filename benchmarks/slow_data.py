@@ -19,17 +19,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from omnizoo.assembly.parallelize import parallelize
+from omnizoo.balancing.balancer import Balancer
+from omnizoo.balancing.prefetch import Prefetcher, next_step
+from omnizoo.balancing.step_data import StepData
 from omnizoo.config.schema import Config
-from omnizoo.data.loader import build_loader
-from omnizoo.data.rows import RowSource
-from omnizoo.models.build import build_model, load_tokenizer
+from omnizoo.data.loading.loader import build_loader
+from omnizoo.data.sources.base import RowSource
+from omnizoo.models.build import build_model
+from omnizoo.models.read_config import load_tokenizer
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import process_group
-from omnizoo.training.ahead import Ahead
-from omnizoo.training.losses import Objective
-from omnizoo.training.optimizer import build_optimizer
-from omnizoo.training.step import StepData, next_step, train_step
+from omnizoo.parallelize.parallelize import parallelize_model
+from omnizoo.training.objective import build_objective
+from omnizoo.training.optimizers.build import build_optimizer
+from omnizoo.training.step import train_step
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "data" / "tiny" / "tokenizer"
 WARMUP, STEPS, TURNS = 3, 8, 3
@@ -73,14 +76,15 @@ def main() -> None:
             {
                 "model": {"config": MODEL, "tokenizer": str(TOKENIZER)},
                 "data": {"sources": [{"rows": "__main__:SlowRows", "options": {"seconds": 0.0}}], "pack_tokens": 1024},
-                "train": {"steps": 1000, "global_batch": 1},
+                "train": {"steps": 1000, "packs_per_step": 1},
             }
         )
         mesh = build_mesh(config, process)
-        model = build_model(config.model, config.parallel.precision)
-        parallelize(model, mesh, config)
+        model = build_model(config.model, config.train.precision)
+        parallelize_model(model, mesh, config)
         optimizer = build_optimizer(model, config)
-        objective = Objective(model, mesh, config)
+        objective = build_objective(model, mesh, config)
+        balancer = Balancer(model, mesh, config)
         model.train()
         for turn in range(TURNS):
             for workers, way, seconds in variants:
@@ -97,10 +101,10 @@ def main() -> None:
                         into += [time.perf_counter() - started] * (step >= WARMUP)
 
                 if way == "ahead":
-                    with Ahead(loader, objective, WARMUP + STEPS) as ahead:
+                    with Prefetcher(loader, balancer, WARMUP + STEPS) as ahead:
                         steps(ahead.next, times[workers, way, seconds])
                 else:
-                    steps(partial(next_step, loader, objective), times[workers, way, seconds])
+                    steps(partial(next_step, loader, balancer), times[workers, way, seconds])
                     loader.close()
             print(f"turn {turn + 1} of {TURNS}", flush=True)
     medians = {variant: statistics.median(values) for variant, values in times.items()}

@@ -92,12 +92,12 @@ def measure(folder: Path, processes: int, rounds: int) -> dict:
 def rank(folder: Path, rounds: int) -> None:
     from transformers.utils import logging
 
-    from omnizoo.assembly.parallelize import parallelize
     from omnizoo.config.load import load_config
     from omnizoo.models.build import build_model
+    from omnizoo.parallel.fsdp.sharded_tensors import local_bytes
     from omnizoo.parallel.mesh import build_mesh
     from omnizoo.parallel.process import process_group
-    from omnizoo.parallel.shard import local_bytes
+    from omnizoo.parallelize.parallelize import parallelize_model
 
     logging.disable_progress_bar()
     given = {"model": {"path": str(folder)}, "data": {"sources": [{"path": "none.jsonl"}]}}
@@ -123,7 +123,7 @@ def rank(folder: Path, rounds: int) -> None:
                 dist.barrier()
                 seen[part], seen[part + "_cpu"] = time.perf_counter(), time.process_time()
 
-            parallelize(model, mesh, config, done=done)
+            parallelize_model(model, mesh, config, done=done)
             # Weights may still be pages of the file, which the first update of a run would copy: write to each now.
             with torch.no_grad():
                 for parameter in model.parameters():

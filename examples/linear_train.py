@@ -20,7 +20,7 @@ def main(path: str, overrides: list[str]) -> None:
 
         # The untouched Hugging Face class on meta.
         tokenizer = omnizoo.load_tokenizer(config.model)
-        model = omnizoo.build_model(config.model, config.parallel.precision)
+        model = omnizoo.build_model(config.model, config.train.precision)
 
         # Rows -> packs, media decoded: the same packs at the same step for any layout.
         media = omnizoo.read_modalities(model, config.model)
@@ -28,25 +28,27 @@ def main(path: str, overrides: list[str]) -> None:
         config = omnizoo.count_steps(config, loader.reader, mesh)  # of train.epochs, if that is set
 
         # Shards, then weights.
-        origin = omnizoo.find(config, checkpoints, mesh)
-        omnizoo.parallelize(model, mesh, config, load=origin.checkpoint is None)
+        origin = omnizoo.find_checkpoint(config, checkpoints, mesh)
+        omnizoo.parallelize_model(model, mesh, config, load=origin.checkpoint is None)
         optimizer = omnizoo.build_optimizer(model, config)
 
-        objective = omnizoo.Objective(model, mesh, config)
-        start, state = 0, omnizoo.load(origin, model, optimizer)
+        # Packs are assigned to ranks by cost; losses are means over the whole step.
+        balancer = omnizoo.Balancer(model, mesh, config)
+        objective = omnizoo.build_objective(model, mesh, config)
+        start, state = 0, omnizoo.load_checkpoint(origin, model, optimizer)
         if state:
             start = state["step"]
             loader.load_state_dict(state["loader"])
 
         for step in range(start + 1, config.train.steps + 1):
-            data = omnizoo.next_step(loader, objective)
+            data = omnizoo.next_step(loader, balancer)
             result = omnizoo.train_step(objective, optimizer, data, step)
             if mesh.is_first:
                 print(f"step {step}/{config.train.steps}  loss {result.loss:.6f}  grad norm {result.grad_norm:.4f}")
 
         lanes = mesh.gather(loader.state_dict())
         state = {"run": origin.run, "loader": omnizoo.merge_states(lanes) if mesh.is_first else None}
-        omnizoo.save(checkpoints, config.train.steps, model, optimizer, state, mesh, config, tokenizer)
+        omnizoo.save_checkpoint(checkpoints, config.train.steps, model, optimizer, state, mesh, config, tokenizer)
 
 
 if __name__ == "__main__":

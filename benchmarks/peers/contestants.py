@@ -30,7 +30,7 @@ def ours(*more: str, by: tuple[str, ...] = ("-m", "omnizoo")) -> tuple[str, ...]
     fixed = {
         "data.pack_tokens": str(TOKENS),
         "train.steps": "{steps}",
-        "train.global_batch": "{processes}",
+        "train.packs_per_step": "{processes}",
         "train.lr": "1e-4",
         "train.schedule": "constant",
         "train.grad_clip": "1.0",

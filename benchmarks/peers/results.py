@@ -250,9 +250,9 @@ def draw(records: list[Record]) -> str:
         most = max(shown.values())
         key: Callable[[str], float] = shown.__getitem__
         for name in sorted(shown, key=key, reverse=True):
-            long, colour = width * shown[name] / most, "#2a6fbb" if name == OURS else "#a9b4c0"
+            long, color = width * shown[name] / most, "#2a6fbb" if name == OURS else "#a9b4c0"
             lines.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
-            lines.append(f'<rect x="{left}" y="{y}" width="{long:.0f}" height="{bar - 3}" fill="{colour}"/>')
+            lines.append(f'<rect x="{left}" y="{y}" width="{long:.0f}" height="{bar - 3}" fill="{color}"/>')
             lines.append(f'<text x="{left + long + 6:.0f}" y="{y + 11}">{shown[name]:.0f}</text>')
             y += bar
         y += gap - bar

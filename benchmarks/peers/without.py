@@ -1,4 +1,4 @@
-"""OmniZoo with one of its optimisations taken out: `without.py direct|clip ARGUMENTS OF OMNIZOO ...`.
+"""OmniZoo without one of its optimizations: `without.py direct|clip ARGUMENTS OF OMNIZOO ...`.
 
 direct: FSDP2's collectives by gloo itself, instead of messages between ranks. clip: a pass over all gradients clips
 them, instead of the update. Others have keys or environment variables, and need no file.
@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import omnizoo.cli.main
-import omnizoo.parallel.shard
+import omnizoo.parallel.fsdp.shard
 import omnizoo.training.step
 
 
@@ -16,7 +16,10 @@ def nothing(*_: Any) -> bool:
     return False
 
 
-PLACES = {"direct": (omnizoo.parallel.shard, "set_collectives"), "clip": (omnizoo.training.step, "step_unless")}
+PLACES = {
+    "direct": (omnizoo.parallel.fsdp.shard, "set_collectives"),
+    "clip": (omnizoo.training.step, "try_fused_step"),
+}
 
 if __name__ == "__main__":
     _, which, *rest = sys.argv

@@ -8,8 +8,7 @@ MLflow, Trackio and the like go the same way: begin in `on_start`, write in `on_
 import csv
 from pathlib import Path
 
-from omnizoo import Logger
-from omnizoo.training.callbacks import End, Start, Step
+from omnizoo import EndEvent, Logger, StartEvent, StepEvent
 
 
 class CsvLogger(Logger):
@@ -18,7 +17,7 @@ class CsvLogger(Logger):
     def __init__(self, columns: list[str] | None = None, name: str = "metrics.csv") -> None:
         self.columns, self.name = columns or ["loss", "grad_norm", "lr", "tokens_seen"], name
 
-    def on_start(self, event: Start) -> None:
+    def on_start(self, event: StartEvent) -> None:
         """Steps past the checkpoint that the run goes on from are about to run again: their lines are dropped."""
         path = event.run / self.name
         kept = self._read(path, event.step) if event.step else []
@@ -26,10 +25,10 @@ class CsvLogger(Logger):
         self.writer = csv.writer(self.file)
         self.writer.writerows([["step", *self.columns], *kept])
 
-    def on_step(self, event: Step) -> None:
+    def on_step(self, event: StepEvent) -> None:
         self.writer.writerow([event.step, *(event.metrics.get(name) for name in self.columns)])
 
-    def on_end(self, event: End) -> None:
+    def on_end(self, event: EndEvent) -> None:
         self.file.close()
 
     @staticmethod

@@ -26,10 +26,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from sklearn.svm import SVC
 
-from omnizoo.assembly.writer import Writer, load_writer
-from omnizoo.modalities.base import Sampling
-from omnizoo.training.metrics import RunFolder
-from omnizoo.training.report import Section, write_report
+from omnizoo import ChatModel, ReportSection, RunFolder, Sampling, load_chat_model, write_report
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Judge:
         return NUMBERS[int(self.machine.predict(values.reshape(1, -1))[0])]
 
 
-def ask(writer: Writer, judge: Judge, task: Task, row: dict[str, Any], seed: int) -> Answer:
+def ask(writer: ChatModel, judge: Judge, task: Task, row: dict[str, Any], seed: int) -> Answer:
     *question, answer = row["messages"]
     expected = " ".join(part["text"] for part in answer["content"] if part["type"] == "text")
     draws = task.name.startswith("draw")
@@ -126,7 +123,7 @@ def accuracy(answers: list[Answer]) -> float:
 
 def main(run: Path, data: Path) -> int:
     torch.set_num_threads(1)  # ops this small are slower on two
-    writer, judge, console = load_writer(run / "model"), Judge(), Console()
+    writer, judge, console = load_chat_model(run / "model"), Judge(), Console()
     results: dict[str, list[Answer]] = {}
     for task in TASKS:
         rows = pyarrow.parquet.read_table(data / "held_out" / f"{task.name}.parquet").to_pylist()
@@ -144,9 +141,9 @@ def main(run: Path, data: Path) -> int:
     console.print(f"The judge of drawings reads {judge.accuracy:.1%} of held-out handwriting.")
     figures = {task.name: accuracy(results[task.name]) for task in TASKS}
     (run / "examination.json").write_text(json.dumps(figures, indent=2) + "\n")
-    sections = [Section("Examination on unseen digits and voices", bars(results))]
+    sections = [ReportSection("Examination on unseen digits and voices", bars(results))]
     for name, title in (("draw", "Drawn from a word"), ("draw_spoken", "Drawn from speech")):
-        sections.append(Section(f"{title} (framed: the judge reads another digit)", grid(results[name])))
+        sections.append(ReportSection(f"{title} (framed: the judge reads another digit)", grid(results[name])))
     console.print(f"report: {write_report(RunFolder(run), sections)}")
     missed = [task.asks for task in TASKS if task.goal and figures[task.name] < task.goal]
     if missed:

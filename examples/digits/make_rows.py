@@ -25,7 +25,7 @@ from sklearn.model_selection import train_test_split
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from omnizoo.modalities.codes import fit_patch_codebook, save_patch_codebook
+from omnizoo import fit_patch_codebook, save_patch_codebook
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 NUMBERS += ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"]
@@ -78,8 +78,8 @@ def tilted(picture: Array, rng: np.random.Generator) -> Array:
     angle, slant, scale = rng.uniform(-0.17, 0.17), rng.uniform(-0.15, 0.15), rng.uniform(0.9, 1.1)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     matrix = turn @ np.array([[1, 0], [slant, 1]]) / scale
-    centre = np.full(2, 3.5)
-    moved: Array = affine_transform(picture, matrix, centre - matrix @ centre + rng.uniform(-0.4, 0.4, 2), order=1)
+    center = np.full(2, 3.5)
+    moved: Array = affine_transform(picture, matrix, center - matrix @ center + rng.uniform(-0.4, 0.4, 2), order=1)
     return moved
 
 
@@ -179,8 +179,8 @@ def main(folder: Path) -> None:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / split / f"{task}.parquet")
             print(f"{split}/{task}.parquet: {len(rows):,} rows")
     write_tokenizer(folder / "tokenizer")
-    grey = [np.rint(picture * (255 / 16)).astype(np.uint8) for picture in plain]
-    save_patch_codebook(folder / "codebook", fit_patch_codebook(grey, PATCH, CODES, seed=0), PATCH, size=8)
+    gray = [np.rint(picture * (255 / 16)).astype(np.uint8) for picture in plain]
+    save_patch_codebook(folder / "codebook", fit_patch_codebook(gray, PATCH, CODES, seed=0), PATCH, size=8)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 
-from omnizoo.assembly.writer import Writer, load_writer
-from omnizoo.modalities.base import Sampling
+from omnizoo import ChatModel, Sampling, load_chat_model
 
 BASE, OLD, NEW = "runs/digits/model", "runs/digits_data/held_out/listen.parquet", "runs/new_voice_data/held_out.parquet"
 FASTER = 1.6
@@ -56,7 +55,7 @@ def make_rows(folder: Path) -> None:
         print(f"{folder}/{split}.parquet: {len(rows):,} rows")
 
 
-def understood(writer: Writer, file: str) -> float:
+def understood(writer: ChatModel, file: str) -> float:
     """How many of the clips in `file` the model names."""
     right = []
     for each in pyarrow.parquet.read_table(file).to_pylist():
@@ -69,7 +68,7 @@ def understood(writer: Writer, file: str) -> float:
 
 def examine(adapter: Path) -> int:
     torch.set_num_threads(1)  # ops this small are slower on two
-    writer, files = load_writer(BASE), {"the new voice": NEW, "the voices of the demo": OLD}
+    writer, files = load_chat_model(BASE), {"the new voice": NEW, "the voices of the demo": OLD}
     before = {name: understood(writer, file) for name, file in files.items()}
     weights = sum(parameter.numel() for parameter in writer.model.parameters())
     adapted = PeftModel.from_pretrained(writer.model, adapter)  # puts its layers into the model that it is given

@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import omnizoo
-from omnizoo.config.errors import UserError
-from omnizoo.config.model_section import Model
-from omnizoo.config.schema import Config
-from omnizoo.config.train_section import Optimizer
-from omnizoo.parallel.mesh import Mesh
-from omnizoo.training.forward import Local, forward
+from omnizoo import Config, LocalBatch, Mesh, ModelSection, OptimizerSection, UserError, run_model
 
 
 class Distillation(omnizoo.Loss):
@@ -28,20 +23,23 @@ class Distillation(omnizoo.Loss):
         self.folder, self.temperature = teacher, temperature
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        own = {"model": Model(path=self.folder, attention=config.model.attention), "optimizer": Optimizer()}
+        own = {
+            "model": ModelSection(path=self.folder, attention=config.model.attention),
+            "optimizer": OptimizerSection(),
+        }
         config = config.model_copy(update=own)
-        self.teacher = omnizoo.build_model(config.model, config.parallel.precision).requires_grad_(False)
-        omnizoo.parallelize(self.teacher, mesh, config)
+        self.teacher = omnizoo.build_model(config.model, config.train.precision).requires_grad_(False)
+        omnizoo.parallelize_model(self.teacher, mesh, config)
         self.teacher.eval()
 
     @torch.no_grad()
-    def soft_targets(self, batch: Local, vocabulary: int) -> torch.Tensor:
-        logits, _ = forward(self.teacher, batch)
+    def soft_targets(self, batch: LocalBatch, vocabulary: int) -> torch.Tensor:
+        logits, _ = run_model(self.teacher, batch)
         if logits.shape[1] != vocabulary:
             raise UserError(f"the teacher {self.folder} has {logits.shape[1]} tokens, and the student {vocabulary}")
         return F.log_softmax(logits.float() / self.temperature, dim=1)
 
-    def of_logits(self, logits: torch.Tensor, batch: Local) -> torch.Tensor:
+    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         soft = self.soft_targets(batch, logits.shape[1])
         student = F.log_softmax(logits.float() / self.temperature, dim=1)
         # The square keeps the gradients as large as those of cross entropy, whatever the temperature.

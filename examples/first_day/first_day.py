@@ -86,7 +86,7 @@ def text(folder: Path) -> None:
     model, rows, out = save_text_model(folder / "model"), write_alpaca(folder / "sums.csv"), folder / "first.yaml"
     omnizoo("new", model, rows, "--out", out)
     settings(out, train__epochs=12, train__lr=3e-3, log__dir=str(folder / "run"), data__pack_tokens=128)
-    settings(out, evaluation__samples=4, evaluation__metrics=["accuracy", "exact_match"], train__global_batch=4)
+    settings(out, evaluation__samples=4, evaluation__metrics=["accuracy", "exact_match"], train__packs_per_step=4)
     omnizoo("data", "inspect", out, "--out", folder / "samples.html")
     omnizoo("train", out)
     omnizoo("eval", folder / "run")
@@ -116,8 +116,8 @@ def composed(folder: Path) -> None:
             "eval_sources": [{"path": str(rows), "take": "every 10th"}],
             "pack_tokens": 128,
         },
-        "train": {"epochs": 6, "global_batch": 4, "lr": 3e-3, "eval_every": 20},
-        "evaluation": {"samples": 4, "metrics": ["accuracy"]},
+        "train": {"epochs": 6, "packs_per_step": 4, "lr": 3e-3},
+        "evaluation": {"every": 20, "samples": 4, "metrics": ["accuracy"]},
         "log": {"dir": str(folder / "run")},
     }
     path = folder / "composed.yaml"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from omnizoo.config.train_section import Train
+from omnizoo import TrainSection
 
 
 class Lion(torch.optim.Optimizer):
@@ -36,7 +36,7 @@ class Lion(torch.optim.Optimizer):
                 state["momentum"].lerp_(p.grad, 1 - later)
 
 
-def inverse_root(train: Train, step: int) -> float:
+def inverse_root(train: TrainSection, step: int) -> float:
     """Linear warmup, then falling with the root of the step; `step` counts from 1."""
     warmup = max(1, train.warmup_steps)
     return train.lr * min(step / warmup, (warmup / step) ** 0.5)

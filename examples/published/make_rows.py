@@ -37,17 +37,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def canvas(height: int, width: int, colour: str, at: int) -> np.ndarray[Any, Any]:
+def canvas(height: int, width: int, color: str, at: int) -> np.ndarray[Any, Any]:
     pixels = np.full((height, width, 3), 245, np.uint8)
-    pixels[height // 4 : 3 * height // 4, max(at, 0) : max(at, 0) + width // 4] = COLOURS[colour]
+    pixels[height // 4 : 3 * height // 4, max(at, 0) : max(at, 0) + width // 4] = COLOURS[color]
     return pixels
 
 
 def draw(folder: Path, dice: random.Random, number: int) -> tuple[str, str]:
-    colour, (height, width) = dice.choice(list(COLOURS)), dice.choice([(32, 32), (40, 72), (96, 48), (64, 64)])
+    color, (height, width) = dice.choice(list(COLOURS)), dice.choice([(32, 32), (40, 72), (96, 48), (64, 64)])
     name = f"image{number}.png"
-    Image.fromarray(canvas(height, width, colour, dice.randrange(width // 2))).save(folder / name)
-    return name, f"a {colour} square"
+    Image.fromarray(canvas(height, width, color, dice.randrange(width // 2))).save(folder / name)
+    return name, f"a {color} square"
 
 
 def play(folder: Path, dice: random.Random, number: int) -> tuple[str, str]:
@@ -59,34 +59,34 @@ def play(folder: Path, dice: random.Random, number: int) -> tuple[str, str]:
 
 
 def film(folder: Path, dice: random.Random, number: int) -> tuple[str, str]:
-    colour, direction, frames = dice.choice(list(COLOURS)), dice.choice(list(DIRECTIONS)), dice.choice([8, 16, 24])
+    color, direction, frames = dice.choice(list(COLOURS)), dice.choice(list(DIRECTIONS)), dice.choice([8, 16, 24])
     name = f"video{number}.mp4"
     with av.open(str(folder / name), "w") as container:
         stream = container.add_stream("mpeg4", rate=FPS)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         for step in range(frames):
             at = 24 + DIRECTIONS[direction] * step
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(canvas(48, 64, colour, at), format="rgb24")))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(canvas(48, 64, color, at), format="rgb24")))
         container.mux(stream.encode())
-    return name, f"a {colour} square that moves {direction}"
+    return name, f"a {color} square that moves {direction}"
 
 
 def stage(folder: Path, dice: random.Random, number: int) -> tuple[str, str]:
     """A clip with its own sound."""
-    colour, tone, frames = dice.choice(list(COLOURS)), dice.choice(list(TONES)), dice.choice([8, 16])
+    color, tone, frames = dice.choice(list(COLOURS)), dice.choice(list(TONES)), dice.choice([8, 16])
     name = f"scene{number}.mp4"
     with av.open(str(folder / name), "w") as container:
         stream, track = container.add_stream("mpeg4", rate=FPS), container.add_stream("aac", rate=16_000)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         for step in range(frames):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(canvas(48, 64, colour, 8 + step), format="rgb24")))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(canvas(48, 64, color, 8 + step), format="rgb24")))
         container.mux(stream.encode())
         wave = 0.3 * np.sin(2 * np.pi * TONES[tone] * np.arange(frames * 16_000 // FPS)[None] / 16_000)
         heard = av.AudioFrame.from_ndarray(wave.astype(np.float32), format="fltp", layout="mono")
         heard.sample_rate = 16_000
         container.mux(track.encode(heard))
         container.mux(track.encode())
-    return name, f"a {colour} square and a {tone} tone"
+    return name, f"a {color} square and a {tone} tone"
 
 
 def rows(made: dict[str, list[tuple[str, str]]], dice: random.Random, count: int) -> list[dict[str, Any]]:

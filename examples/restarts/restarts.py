@@ -7,12 +7,12 @@ A schedule is a pure function of the step, so there is nothing to save and nothi
 
 import math
 
-from omnizoo.config.train_section import Train
+from omnizoo import TrainSection
 
 CYCLES = 4
 
 
-def restarts(train: Train, step: int) -> float:
+def restarts(train: TrainSection, step: int) -> float:
     """The learning rate of `step`, which counts from 1. Warmup is the schedule's own business, too."""
     cycle = max(1, train.steps // CYCLES)
     cosine = 0.5 * (1 + math.cos(math.pi * ((step - 1) % cycle) / cycle))

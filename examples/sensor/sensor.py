@@ -1,15 +1,14 @@
 """A modality of one's own, in and out: time series. Everything a user writes to train on it is in this file."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from omnizoo.modalities.base import Decoder, Encoder, Inputs, Sampling, Size
-from omnizoo.modalities.item import BadMedia, Media
+from omnizoo import BadMedia, CustomFlops, Decoder, Encoder, Inputs, Media, MediaSize, Sampling
 
 
 class Series:
@@ -17,12 +16,12 @@ class Series:
 
     patch: int
 
-    def measure(self, media: Media) -> Size:
+    def measure(self, media: Media) -> MediaSize:
         values = media.value
         if not isinstance(values, list | np.ndarray) or len(values) == 0 or len(values) % self.patch:
             raise BadMedia(f"a series is a list of numbers, as many as a multiple of {self.patch}")
         places = len(values) // self.patch
-        return Size(places, cost=float(places))
+        return MediaSize(places, cost=float(places))
 
     def prepare(self, media: Media) -> Inputs:
         values = torch.as_tensor(np.asarray(media.value, np.float32))
@@ -30,7 +29,7 @@ class Series:
             raise BadMedia("a series with values that are not finite")
         return {"values": values.view(-1, self.patch)}
 
-    def blank(self) -> Inputs:
+    def dummy_input(self) -> Inputs:
         return {"values": torch.zeros(1, self.patch)}
 
 
@@ -45,15 +44,16 @@ class SeriesEncoder(Series, Encoder):
         return features
 
 
-class SeriesDecoder(Series, Decoder):
+class SeriesDecoder(Series, CustomFlops, Decoder):
     """Predicts the next `patch` values at a time, `horizon` in all, as their mean (squared error)."""
-
-    entering = ("enter",)
 
     def __init__(self, width: int, patch: int = 8, horizon: int = 16) -> None:
         super().__init__()
         self.patch, self.horizon = patch, horizon
         self.enter, self.head = nn.Linear(patch, width), nn.Linear(width, patch)
+
+    def modules_run_by(self, method: Literal["embed", "loss"]) -> list[nn.Module]:
+        return [self.enter if method == "embed" else self.head]
 
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
         return torch.cat([item["values"] for item in items])

@@ -8,8 +8,7 @@ The same command goes on from there. Callbacks live on the first rank; what they
 
 import time
 
-from omnizoo import Callback
-from omnizoo.training.callbacks import Ask, Start, Step
+from omnizoo import Callback, Request, StartEvent, StepEvent
 
 
 class TimeBudget(Callback):
@@ -18,8 +17,8 @@ class TimeBudget(Callback):
             raise ValueError(f"minutes is {minutes}; expected a number > 0")
         self.seconds = 60 * minutes
 
-    def on_start(self, event: Start) -> None:
+    def on_start(self, event: StartEvent) -> None:
         self.until = time.monotonic() + self.seconds
 
-    def on_step(self, event: Step) -> Ask:
+    def on_step(self, event: StepEvent) -> Request:
         return "stop" if time.monotonic() >= self.until else None

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: safetensors in the family's published key layout, config, tokenizer."""
+"""Export a checkpoint as a Hugging Face folder: safetensors with the published names, config and tokenizer."""
 
 import os
 import shutil
@@ -11,23 +11,23 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel
 
-from omnizoo.checkpoint import folder, manifest, tensors
-from omnizoo.checkpoint.start import checkpoints_in, is_checkpoint
+from omnizoo.checkpoint import manifest, tensor_files
+from omnizoo.checkpoint.resume import best_checkpoint, resolve_checkpoint
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.model_section import Model
-from omnizoo.modalities.frozen import Frozen
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.modalities.decoders.precomputed_speech import VOICES, write_pickled_voices
+from omnizoo.modalities.frozen_tokenizer import Frozen
 from omnizoo.modalities.processor_files import PROCESSOR_FILES
-from omnizoo.modalities.spoken import VOICES, write_pickled_voices
-from omnizoo.models.adapter import Attached, merge
-from omnizoo.models.adapter_files import write_folder
-from omnizoo.models.artefact import read_json
-from omnizoo.models.build import load_tokenizer, read_generation_config, read_model_config
+from omnizoo.models.adapters.lora import AdapterInfo, merge
+from omnizoo.models.adapters.peft_files import write_folder
+from omnizoo.models.export_files import set_dtype
 from omnizoo.models.hf_private import auto_class, kept_in_fp32, tied_sources
-from omnizoo.models.published_files import set_dtype
+from omnizoo.models.read_config import load_tokenizer, read_generation_config, read_model_config
+from omnizoo.models.untrusted_folders import read_json
 
-MOST_IN_A_FILE = "5GB"  # of weights, as published models are split
-# Gives the model and the weights that the adapter of a checkpoint was trained on; assembly/adapters.py has it.
-Base = Callable[[Path, Model], tuple[PreTrainedModel, dict[str, torch.Tensor]]]
+MOST_IN_A_FILE = "5GB"  # maximum size of a weight file, as in published models
+# Returns the base model that the adapter of a checkpoint was trained on, and its weights (see merge_adapter.py).
+Base = Callable[[Path, ModelSection], tuple[PreTrainedModel, dict[str, torch.Tensor]]]
 
 
 def export(
@@ -40,91 +40,129 @@ def export(
     best: bool = False,
     base: Base | None = None,
 ) -> "Exported":
-    """Write `checkpoint` (a step folder, or a folder of them: the newest or `best`) to `out`.
+    """Write a checkpoint to `out`, as a folder that `from_pretrained` and inference engines load.
 
-    `from_pretrained` and inference engines load the result. Of a module of the user's own, it is the weights and the
-    tokenizer; `huggingface_hub.load_torch_model(module, out)` loads them. `dtype` None is the precision that the
-    weights were published in, or of drawn ones that of the master weights. `ema` takes the moving average of the
-    weights that were trained.
-    Code that the checkpoint names is imported only if it is allowed here: nothing in the checkpoint can allow it.
-    Of a run with an adapter it is a folder of PEFT's; with `base`, which gives the weights it was trained on, it is the
-    whole model with the adapter merged in.
+    For a user's own module, the folder contains the weights and the tokenizer; load it with
+    `huggingface_hub.load_torch_model(module, out)`. For a run with an adapter, it is a PEFT folder.
+
+    Args:
+        checkpoint: A checkpoint, or a run folder, whose newest checkpoint is exported.
+        out: A new or empty folder.
+        dtype: Precision of the weights. None keeps the precision of the model that training started from, or that of
+            the master weights if they were initialized randomly.
+        ema: Export the moving average of the trained weights.
+        allow_code: Python modules that the checkpoint may name. Nothing in the checkpoint can allow them.
+        trust_remote_code: Run Python code inside the checkpoint's model folder.
+        best: Export the best checkpoint of the run folder instead of the newest.
+        base: Returns the base model of the adapter and its weights; the adapter is merged into them.
+
+    Returns:
+        A description of the exported folder.
+
+    Raises:
+        UserError: If the checkpoint is damaged or lacks what was requested, or if `out` is not empty.
     """
     source = best_checkpoint(checkpoint) if best else resolve_checkpoint(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; give a new folder")
-    folder_of_model = source / "model"
-    is_own = not (folder_of_model / "config.json").is_file()  # a module of the user's own
-    spec = Model(
-        config=str(folder_of_model),
-        tokenizer=str(folder_of_model) if is_own else None,
+    model_folder = source / "model"
+    is_user_module = not (model_folder / "config.json").is_file()
+    spec = ModelSection(
+        config=str(model_folder),
+        tokenizer=str(model_folder) if is_user_module else None,
         allow_code=list(allow_code),
         trust_remote_code=trust_remote_code,
     )
-    record = _adapter_of(source)
-    if base is not None and record is None:
+    adapter = _adapter_of(source)
+    if base is not None and adapter is None:
         raise UserError(f"--merge: {source} has no adapter; leave --merge out")
-    model = None if is_own or record else _build(spec, source)
-    saved = tensors.on_meta(source / "tensors")
-    wanted = saved if model is None else tensors.model_tensors(model)
-    weights = {
-        name: torch.empty(tensor.shape, dtype=saved.get(name, tensor).dtype)
-        for name, tensor in wanted.items()
-        if name.startswith(tensors.MODEL)
-    }
-    tensors.read(weights, source / "tensors")
-    if ema:
-        averaged = {name: tensors.AVERAGE + name.removeprefix(tensors.MODEL) for name in weights}
-        averaged = {name: average for name, average in averaged.items() if average in saved}
-        if not averaged:
-            raise UserError(f"--ema: {source} holds no average of the weights; train with optimizer.ema")
-        tensors.read({average: weights[name] for name, average in averaged.items()}, source / "tensors")
-    state = {name.removeprefix(tensors.MODEL): tensor for name, tensor in weights.items()}
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    if record is not None and (lacking := sorted(record.found.trained - set(state))):
-        raise UserError(f"{source}: its adapter has {lacking[0]}, which is not among the weights")
-    if base is not None and record is not None:
-        model, whole = base(source, spec)
-        merge(model, whole, record.found, state)
-        state = whole
+
+    model = None if is_user_module or adapter else _build(spec, source)
+    state = _read_weights(source, model, ema)
+    if adapter is not None:
+        if lacking := sorted(adapter.found.trained - set(state)):
+            raise UserError(f"{source}: its adapter has {lacking[0]}, which is not among the weights")
+        if base is not None:
+            model, base_state = base(source, spec)
+            merge(model, base_state, adapter.found, state)
+            state = base_state
     if model is not None:
-        dtype = dtype or _published_dtype(folder_of_model)
+        dtype = dtype or _published_dtype(model_folder)
     state = cast(state, dtype, _kept(model))
     parameters: Counter[str] = Counter()
-    for tensor in state.values():  # which saving takes apart
+    for tensor in state.values():  # counted before saving, which removes entries
         parameters[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-    if record is not None and model is None:
-        partial.mkdir(parents=True)
-        write_folder(partial, record.found, state, record.path, record.base)
-    elif model is None:
-        partial.mkdir(parents=True)
-        save_torch_state_dict(state, partial, max_shard_size=MOST_IN_A_FILE)
+
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    if model is not None:
+        kind = type(model).__name__
+        _write_model(partial, model, state, dtype, model_folder)
     else:
-        set_dtype(model.config, dtype or next(t.dtype for t in state.values() if t.is_floating_point()))
-        if (folder_of_model / "generation_config.json").is_file():
-            model.generation_config = read_generation_config(folder_of_model)
-        tied = tied_sources(model)
-        state = {tied.get(name, name): tensor for name, tensor in state.items()}
-        model.save_pretrained(partial, state_dict=state, max_shard_size=MOST_IN_A_FILE)
-        for name in PROCESSOR_FILES:
-            if (folder_of_model / name).is_file():
-                shutil.copyfile(folder_of_model / name, partial / name)
-        if (folder_of_model / VOICES).is_file():
-            shutil.copyfile(folder_of_model / VOICES, partial / VOICES)
-            write_pickled_voices(folder_of_model / VOICES, partial)
+        kind = "an adapter, for PEFT" if adapter else "a module of your own"
+        _write_weights(partial, state, adapter)
     load_tokenizer(spec).save_pretrained(partial)
     if out.exists():
         out.rmdir()
     os.rename(partial, out)
-    kinds = "an adapter, for PEFT" if record is not None else "a module of your own"
-    return Exported(source, out, kinds if model is None else type(model).__name__, parameters)
+    return Exported(source, out, kind, parameters)
+
+
+def _read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dict[str, torch.Tensor]:
+    """Return the weights of `model`, or all weights of the checkpoint, by their names in the model."""
+    saved = tensor_files.on_meta(source / "tensors")
+    wanted = saved if model is None else tensor_files.model_tensors(model)
+    weights = {
+        name: torch.empty(tensor.shape, dtype=saved.get(name, tensor).dtype)
+        for name, tensor in wanted.items()
+        if name.startswith(tensor_files.MODEL)
+    }
+    tensor_files.read(weights, source / "tensors")
+    if ema:
+        averages = {
+            tensor_files.AVERAGE + name.removeprefix(tensor_files.MODEL): tensor for name, tensor in weights.items()
+        }
+        averages = {name: tensor for name, tensor in averages.items() if name in saved}
+        if not averages:
+            raise UserError(f"--ema: {source} holds no average of the weights; train with optimizer.ema")
+        tensor_files.read(averages, source / "tensors")
+    return {name.removeprefix(tensor_files.MODEL): tensor for name, tensor in weights.items()}
+
+
+def _write_weights(folder: Path, state: dict[str, torch.Tensor], adapter: "Record | None") -> None:
+    """Write a PEFT folder, or the weights of a user's own module."""
+    folder.mkdir(parents=True)
+    if adapter is not None:
+        write_folder(folder, adapter.found, state, adapter.path, adapter.base)
+    else:
+        save_torch_state_dict(state, folder, max_shard_size=MOST_IN_A_FILE)
+
+
+def _write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    model_folder: Path,
+) -> None:
+    """Write config, weights and the processor files of the checkpoint's `model_folder`."""
+    set_dtype(model.config, dtype or next(t.dtype for t in state.values() if t.is_floating_point()))
+    if (model_folder / "generation_config.json").is_file():
+        model.generation_config = read_generation_config(model_folder)
+    tied = tied_sources(model)
+    state = {tied.get(name, name): tensor for name, tensor in state.items()}
+    model.save_pretrained(folder, state_dict=state, max_shard_size=MOST_IN_A_FILE)
+    for name in (*PROCESSOR_FILES, VOICES):
+        if (model_folder / name).is_file():
+            shutil.copyfile(model_folder / name, folder / name)
+    if (model_folder / VOICES).is_file():
+        write_pickled_voices(model_folder / VOICES, folder)
 
 
 def cast(
     state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, kept: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """`state` in `dtype`, but for whole numbers and what is `kept` in its own precision."""
+    """Convert `state` to `dtype`, except integer tensors and the tensors named in `kept`."""
     return {
         name: tensor if dtype is None or name in kept or not tensor.is_floating_point() else tensor.to(dtype)
         for name, tensor in state.items()
@@ -132,7 +170,7 @@ def cast(
 
 
 def _kept(model: PreTrainedModel | None) -> set[str]:
-    """What the authors of a model compute with in fp32 whatever the rest is in, and frozen tokenisers."""
+    """Return the tensors that keep their precision: those that transformers keeps in fp32, and frozen tokenizers."""
     if model is None:
         return set()
     frozen = [f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen)]
@@ -140,7 +178,7 @@ def _kept(model: PreTrainedModel | None) -> set[str]:
 
 
 def _published_dtype(folder_of_model: Path) -> torch.dtype | None:
-    """As the config.json of a checkpoint has it."""
+    """Return the dtype in the config.json of a model folder; None if there is none."""
     fields = read_json(folder_of_model / "config.json")
     found = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
     return found if isinstance(found, torch.dtype) else None
@@ -148,15 +186,15 @@ def _published_dtype(folder_of_model: Path) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, from where."""
+    """The result of an export."""
 
     checkpoint: Path
     out: Path
-    kind: str  # the class of the model, or what else it is
-    parameters: Mapping[str, int]  # by their precision
+    kind: str  # class of the model, or a description of an adapter or user module
+    parameters: Mapping[str, int]  # number of parameters by dtype
 
     def lines(self) -> Iterator[str]:
-        """For the terminal."""
+        """Yield the lines to print on the terminal."""
         shown = ", ".join(sorted(self.parameters, key=lambda dtype: -self.parameters[dtype]))
         yield f"wrote {self.out}: {self.kind}, {sum(self.parameters.values()) / 1e6:.1f} M parameters in {shown}"
         yield f"  from {self.checkpoint}"
@@ -170,30 +208,30 @@ def _size(count: int) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint tells of its adapter, and of the base that it does not hold."""
+    """The adapter of a checkpoint, and the base model, which the checkpoint does not contain."""
 
-    found: Attached
-    path: str | None
-    base: str  # hash
+    found: AdapterInfo
+    path: str | None  # model folder of the base
+    base: str  # hash of the base
 
 
 def has_adapter(checkpoint: Path) -> bool:
-    """Of a checkpoint, or the newest one of a run."""
+    """Whether a checkpoint, or the newest checkpoint of a run folder, has an adapter."""
     return _adapter_of(resolve_checkpoint(checkpoint)) is not None
 
 
 def _adapter_of(source: Path) -> Record | None:
     try:
         fields = manifest.read_state(source, manifest.read(source)).get("adapter")
-        return None if fields is None else Record(Attached.of(fields), fields["path"], str(fields["base"]))
+        return None if fields is None else Record(AdapterInfo.of(fields), fields["path"], str(fields["base"]))
     except (manifest.Damage, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
             f"{source}: state.json does not tell of an adapter as it should: {named_line(error)}"
         ) from error
 
 
-def _build(spec: Model, source: Path) -> PreTrainedModel:
-    """The model of a checkpoint, on meta."""
+def _build(spec: ModelSection, source: Path) -> PreTrainedModel:
+    """Build the model of a checkpoint on the meta device."""
     config = read_model_config(spec)
     builder = auto_class(config, spec.trust_remote_code)
     if builder is None:
@@ -202,32 +240,3 @@ def _build(spec: Model, source: Path) -> PreTrainedModel:
         model = builder.from_config(config, trust_remote_code=spec.trust_remote_code)
     assert isinstance(model, PreTrainedModel)
     return model
-
-
-def resolve_checkpoint(checkpoint: Path) -> Path:
-    """The step folder that `checkpoint` is, or the newest intact one of a run."""
-    if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is not a folder; give a checkpoint (step_...) or a run folder")
-    if is_checkpoint(checkpoint):
-        if (reason := folder.damage(checkpoint)) is not None:
-            raise UserError(f"{checkpoint} is not a complete checkpoint: {reason}")
-        return checkpoint
-    newest, passed = folder.newest_intact(checkpoints_in(checkpoint))
-    if newest is None:
-        reasons = "".join(f"; {path.name}: {reason}" for path, reason in passed.items())
-        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...){reasons}")
-    return newest
-
-
-def best_checkpoint(run: Path) -> Path:
-    """The checkpoint that `best.json` names, if it is of the same run and intact."""
-    if not run.is_dir() or is_checkpoint(run):
-        raise UserError(f"--best: {run} is not the folder of a run; give that, or leave --best out")
-    directory = checkpoints_in(run)
-    found = folder.read_best(directory)
-    if found is None:
-        raise UserError(f"--best: {directory} has no {folder.BEST}, which runs with checkpoint.best: eval/loss write")
-    source = folder.folder_of(directory, found.step)
-    if folder.owner(source) != found.run:
-        raise UserError(f"--best: {directory / folder.BEST} names {source.name} of run {found.run}, which is not there")
-    return resolve_checkpoint(source)

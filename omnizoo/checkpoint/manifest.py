@@ -1,11 +1,11 @@
-"""What a checkpoint consists of: every file with its size and hash, the step, the run. Any changed byte is found.
+"""The manifest of a checkpoint: size and hash of every file, the step and the run. It detects any changed byte.
 
-The manifest is text that we write in one way only, with a hash of itself in it: a manifest that would not be written
-like this is not ours. xxh3 is not a signature: it finds damage, not forgery.
+A manifest contains a hash of itself and has exactly one valid text for its content. Any other text is rejected as
+damaged. xxh3 is not a cryptographic hash: it detects damage, not forgery.
 """
 
+import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,9 +14,8 @@ from typing import Any
 import xxhash
 
 NAME = "manifest.json"
-FORMAT = 2  # 1 had sizes only
+FORMAT = 2  # version 1 had sizes but no hashes
 HASH = "xxh3_128"
-CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class File:
 class Manifest:
     run: str  # id of the run that wrote it
     step: int
-    files: Mapping[str, File]  # by path below the checkpoint's folder, with slashes
+    files: Mapping[str, File]  # by path relative to the checkpoint folder, with slashes
 
     def text(self) -> str:
         files = {name: {"bytes": file.bytes, HASH: file.hash} for name, file in sorted(self.files.items())}
@@ -38,7 +37,7 @@ class Manifest:
 
 
 class Damage(Exception):  # noqa: N818 (it is passed over where there is a checkpoint before)
-    """Why a folder cannot be trusted as a checkpoint: the file, and what is wrong with it."""
+    """A checkpoint is damaged. The message names the file and the reason."""
 
 
 def hash_bytes(data: bytes) -> str:
@@ -46,26 +45,19 @@ def hash_bytes(data: bytes) -> str:
 
 
 def hash_file(path: Path) -> File:
-    """In chunks: as fast as the disk, and in little memory."""
-    digest, size = xxhash.xxh3_128(), 0
+    """Return the size and hash of a file. The file is read in chunks."""
     with open(path, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(CHUNK, os.fstat(file.fileno()).st_size + 1)))
-        while read := file.readinto(buffer):
-            digest.update(buffer[:read])
-            size += read
-    return File(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return File(file.tell(), digest.hexdigest())
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, if it is one that we wrote; otherwise Damage."""
-    try:
-        text = (folder / NAME).read_bytes()
-    except OSError as error:
-        raise Damage(f"{NAME} cannot be read ({error.strerror})") from None
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Damage(f"{NAME} is not JSON") from None
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        Damage: If it is missing or damaged, or has another format.
+    """
+    text, fields = _read_json(folder / NAME)
     if isinstance(fields, dict) and "format" not in fields and set(fields) == {"step", "files"}:
         raise Damage(f"{NAME} has no checksums: it was written before OmniZoo had them, and cannot be checked")
     if isinstance(fields, dict) and isinstance(found := fields.get("format"), int) and found > FORMAT:
@@ -83,8 +75,23 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
+def _read_json(path: Path) -> tuple[bytes, Any]:
+    """Return the bytes of a file and the JSON value in it."""
+    try:
+        text = path.read_bytes()
+        return text, json.loads(text)
+    except OSError as error:
+        raise Damage(f"{path.name} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise Damage(f"{path.name} is not JSON") from None
+
+
 def check_outside(folder: Path, manifest: Manifest) -> None:
-    """Everything that can be seen without reading large files: names, sizes, strangers, and that steps agree."""
+    """Check everything that does not require reading large files.
+
+    Raises:
+        Damage: If a file is missing, has the wrong size or is not in the manifest, or if the folder has another step.
+    """
     if folder.name.startswith("step_") and folder.name != f"step_{manifest.step:08d}":
         raise Damage(f"{NAME} is of step {manifest.step}, the folder is called {folder.name}")
     places = {str(parent) for name in manifest.files for parent in PurePosixPath(name).parents}
@@ -112,13 +119,12 @@ def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
 
 
 def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """`state.json`, which must be of the same step as the manifest."""
-    try:
-        state = json.loads((folder / "state.json").read_bytes())
-    except OSError as error:
-        raise Damage(f"state.json cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise Damage("state.json is not JSON") from None
+    """Return the content of `state.json`.
+
+    Raises:
+        Damage: If it cannot be read, or has another step than the manifest.
+    """
+    _, state = _read_json(folder / "state.json")
     if not isinstance(state, dict) or "step" not in state:
         raise Damage("state.json has no step")
     if state["step"] != manifest.step:
@@ -127,8 +133,5 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def below(folder: Path) -> set[str]:
-    """Every file, folder and link in `folder`, as a path with slashes relative to it."""
-    names = set()
-    for place, folders, files in os.walk(folder):
-        names |= {str(PurePosixPath(Path(place, name).relative_to(folder))) for name in (*folders, *files)}
-    return names
+    """Return all files, folders and links in `folder`, as relative paths with slashes."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}

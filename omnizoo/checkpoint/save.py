@@ -1,8 +1,9 @@
-"""Saving and loading the whole state of a run, under any layout."""
+"""Save and load the complete state of a run. A checkpoint can be loaded on any layout."""
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,17 +13,17 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
-from omnizoo.checkpoint import folder, manifest, tensors
-from omnizoo.checkpoint.start import Origin
-from omnizoo.config.errors import UserError
-from omnizoo.config.load import save_config
+from omnizoo.checkpoint import folder, manifest, retention, tensor_files
+from omnizoo.checkpoint.resume import StartingPoint
+from omnizoo.config.errors import UserError, first_line, named_line
 from omnizoo.config.schema import Config
+from omnizoo.config.yaml_file import save_config
 from omnizoo.modalities.processor_files import processor_files
-from omnizoo.models.base_identity import check_base_identity
-from omnizoo.models.build import tokenizer_folder
-from omnizoo.models.omni import save_model_config
-from omnizoo.models.published_files import write_processor
-from omnizoo.parallel.agree import agree
+from omnizoo.models.adapters.base_identity import check_base_identity
+from omnizoo.models.export_files import write_processor
+from omnizoo.models.media.composed import save_model_config
+from omnizoo.models.read_config import tokenizer_folder
+from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,10 @@ T = TypeVar("T")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. Those before it are intact."""
+    """A checkpoint could not be written. Earlier checkpoints are not affected."""
 
 
-def save(
+def save_checkpoint(
     directory: Path,
     step: int,
     model: nn.Module,
@@ -44,9 +45,26 @@ def save(
     config: Config,
     tokenizer: Any,
 ) -> Path:
-    """Write checkpoint `step` from all ranks, rank 0's `state` (JSON-able) with it. SaveError on all ranks or none.
+    """Write a checkpoint. Collective: all ranks must call it.
 
-    `state["run"]` is the id of the run (`Origin.run`).
+    Saving is atomic. Afterwards, checkpoints beyond `checkpoint.keep` are removed.
+
+    Args:
+        directory: Folder of the checkpoints of the run.
+        step: Number of completed steps, which names the checkpoint.
+        model: The sharded model.
+        optimizer: The optimizer of the model.
+        state: JSON-serializable state; that of rank 0 is written. `state["run"]` is the id of the run
+            (`StartingPoint.run`).
+        mesh: The device mesh.
+        config: The config of the run.
+        tokenizer: Tokenizer to store for exports.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        SaveError: If writing failed on any rank. The error is raised on all ranks.
     """
     partial, final = folder.partial_of(directory, step), folder.folder_of(directory, step)
 
@@ -56,8 +74,8 @@ def save(
             (partial / "model").mkdir(parents=True)
 
     def write() -> dict[str, manifest.File]:
-        named = tensors.model_tensors(model) | tensors.optimizer_tensors(model, optimizer)
-        return tensors.write(named, partial / "tensors")
+        named = tensor_files.model_tensors(model) | tensor_files.optimizer_tensors(model, optimizer)
+        return tensor_files.write(named, partial / "tensors")
 
     def finish() -> None:
         if mesh.is_first:
@@ -69,7 +87,8 @@ def save(
                 if getattr(model, "generation_config", None) is not None:
                     model.generation_config.save_pretrained(partial / "model")
             tokenizer.save_pretrained(partial / "model")
-            for file in processor_files(tokenizer_folder(config.model)):  # of a model that has none of its own
+            # For a model without processor files, keep those that were read next to the tokenizer.
+            for file in processor_files(tokenizer_folder(config.model)):
                 if not (partial / "model" / file.name).exists():
                     shutil.copyfile(file, partial / "model" / file.name)
             written = {f"tensors/{name}": file for files in shards for name, file in files.items()}
@@ -80,56 +99,78 @@ def save(
     _on_all(mesh, finish, partial)
     if mesh.is_first:
         try:
-            folder.prune(directory, config.checkpoint.keep, final)
+            retention.prune(directory, config.checkpoint.keep, final)
         except OSError as error:
             logger.warning("older checkpoints in %s cannot be removed: %s", directory, error)
     return final
 
 
-def load(
-    origin: Origin, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
+def load_checkpoint(
+    origin: StartingPoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
 ) -> dict[str, Any]:
-    """Fill model and optimizer from where the run starts, whatever layout wrote it; returns what `save` was given as
-    `state`. Empty for a run that begins: then the optimizer is new, and the model gets weights or nothing.
+    """Load the checkpoint that a run starts from, whatever layout wrote it. Collective: all ranks must call it.
 
-    Without an `optimizer` it is the weights alone. `base` is the hash of the base of an adapter: the checkpoint must be
-    of the same.
+    Args:
+        origin: Where the run starts, from `find_checkpoint`.
+        model: The sharded model to fill.
+        optimizer: The optimizer to fill; None to load weights only.
+        base: Hash of an adapter's base model. The checkpoint must have the same.
+
+    Returns:
+        The `state` that `save_checkpoint` received; empty for a new run.
+
+    Raises:
+        UserError: If the checkpoint cannot be read, or belongs to another base model.
     """
     if origin.checkpoint is None:
         return {}
-    named = tensors.model_tensors(model)
+    named = tensor_files.model_tensors(model)
     if not origin.weights_only and optimizer is not None:
-        named |= tensors.optimizer_tensors(model, optimizer)
-    try:
-        tensors.read(named, origin.checkpoint / "tensors")
-        state = manifest.read_state(origin.checkpoint, manifest.read(origin.checkpoint))
-    except (CheckpointException, SafetensorError, OSError, manifest.Damage) as error:
-        raise UserError(f"checkpoint {origin.checkpoint} cannot be read: {_reason(error)}") from error
+        named |= tensor_files.optimizer_tensors(model, optimizer)
+    with _read_errors(origin.checkpoint):
+        tensor_files.read(named, origin.checkpoint / "tensors")
+    state = _read_state(origin.checkpoint)
     if base is not None:
         check_base_identity(state.get("adapter", {}).get("base"), base, f"checkpoint {origin.checkpoint}")
     if origin.weights_only:
         if optimizer is not None:
-            tensors.begin_average(optimizer)
+            tensor_files.begin_average(optimizer)
         return {}
     return state
 
 
-def _save_errors(work: Callable[[], T]) -> Callable[[], T]:
-    """Whatever fails while saving is a SaveError: libraries raise what they like (tokenizers a bare Exception)."""
+def read_saved_state(origin: StartingPoint) -> dict[str, Any]:
+    """Return the `state` of the checkpoint that a run resumes from, without reading tensors. Empty for a new run."""
+    if origin.checkpoint is None or origin.weights_only:
+        return {}
+    return _read_state(origin.checkpoint)
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    with _read_errors(checkpoint):
+        return manifest.read_state(checkpoint, manifest.read(checkpoint))
+
+
+@contextmanager
+def _read_errors(checkpoint: Path) -> Iterator[None]:
+    """Context manager: raise a `UserError` if the checkpoint cannot be read."""
+    try:
+        yield
+    except (CheckpointException, SafetensorError, OSError, manifest.Damage) as error:
+        raise UserError(f"checkpoint {checkpoint} cannot be read: {_reason(error)}") from error
+
+
+def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
+    """Run `work` on all ranks. If it fails on any rank, remove `partial` and raise a `SaveError` on all ranks."""
 
     def saving() -> T:
         try:
             return work()
         except (CheckpointException, Exception) as error:  # CheckpointException is a BaseException
-            raise SaveError(_reason(error)) from error
+            raise SaveError(_reason(error)) from error  # libraries raise any class: tokenizers raises a bare Exception
 
-    return saving
-
-
-def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
-    """Do `work`; if any rank failed, clean up and raise on every rank, so that all of them take the same way on."""
     try:
-        return agree(mesh, _save_errors(work), SaveError)
+        return sync_errors(mesh, saving, SaveError)
     except SaveError:
         if mesh.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -137,8 +178,8 @@ def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: of a distributed failure, the first rank's own."""
+    """Return a one-line reason; for a distributed failure, that of the first rank in its list."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
-        return " ".join(f"rank {rank}: {cause}".split())
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        return f"rank {rank}: {first_line(cause)}"
+    return named_line(error)

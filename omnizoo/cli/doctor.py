@@ -1,19 +1,22 @@
-"""`omnizoo doctor`: what this machine has, what it lacks for training, and what would make training faster.
+"""`omnizoo doctor`: check this machine and its packages.
 
-Package facts come from metadata alone, so that a broken installation is described rather than a reason to crash.
+Package versions are read from metadata, so a broken installation is reported instead of crashing the command.
 """
 
+import argparse
 import json
 import os
 import platform
 import shutil
 import time
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+
+from omnizoo.config.versions import installed_versions
 
 KERNELS = {
     "triton": "the kernels that torch.compile generates on GPUs",
@@ -25,13 +28,17 @@ KERNELS = {
 EXTRAS = {"media": "decoding of media files", "wandb": "logging to Weights & Biases (`log.wandb`)"}
 BACKENDS = ("gloo", "nccl", "xccl", "hccl")
 LEAST_SHARED_GB = 1
-SLOW_BF16 = 5  # times slower than fp32: emulated, not computed
+SLOW_BF16 = 5  # ratio of fp32 to bf16 speed above which bf16 is probably emulated
 
 
-def doctor(as_json: bool) -> int:
-    """Print what is found here; 0 if training can run."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the results of all checks. Returns 0 if training can run, 1 otherwise."""
     facts = examine()
-    if as_json:
+    if args.json:
         print(json.dumps(facts, indent=2))
     else:
         _print(facts)
@@ -40,6 +47,7 @@ def doctor(as_json: bool) -> int:
 
 def examine() -> dict[str, Any]:
     packages = _packages()
+    installed = installed_versions(KERNELS)
     facts: dict[str, Any] = {
         "omnizoo": version("omnizoo"),
         "python": platform.python_version(),
@@ -48,7 +56,7 @@ def examine() -> dict[str, Any]:
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 2**30, 1),
         "packages": packages,
-        "kernels": {name: _version(name) if find_spec(name) else None for name in KERNELS},
+        "kernels": {name: installed.get(name) if find_spec(name) else None for name in KERNELS},
         "extras": {extra: all(p["ok"] for p in _packages(extra)) for extra in EXTRAS},
         "warnings": [],
         "problems": [
@@ -67,21 +75,14 @@ def examine() -> dict[str, Any]:
 
 
 def _packages(extra: str = "") -> list[dict[str, Any]]:
-    """Installed against needed, for OmniZoo itself or for one of its extras."""
+    """Return the installed and required version of each dependency of OmniZoo, or of one of its extras."""
     found = []
     for needed in map(Requirement, requires("omnizoo") or []):
         if (needed.marker is None) if not extra else (needed.marker and needed.marker.evaluate({"extra": extra})):
-            installed = _version(needed.name)
+            installed = installed_versions([needed.name]).get(needed.name)
             ok = installed is not None and needed.specifier.contains(installed, prereleases=True)
             found.append({"name": needed.name, "needed": str(needed.specifier), "installed": installed, "ok": ok})
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:
@@ -91,7 +92,7 @@ def _cpu_name() -> str:
 
 
 def _compute(warnings: list[str]) -> dict[str, Any]:
-    """Devices, collective backends, and how fast a matmul is."""
+    """Return devices, collective backends and matmul speed."""
     import torch
 
     from omnizoo.ops.device import EXPANDABLE, allocator_settings, device_name, pick_device
@@ -100,7 +101,7 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
         size = 512 if device.type == "cpu" else 4096
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         seconds = []
-        for _ in range(4):  # the first one warms up
+        for _ in range(4):  # the first iteration is a warm-up
             start = time.perf_counter()
             matrix @ matrix
             if device.type != "cpu":
@@ -114,9 +115,7 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
     ]
     fp32, bf16 = gflops(torch.float32), gflops(torch.bfloat16)
     if fp32 > SLOW_BF16 * bf16:
-        warnings.append(
-            f"bf16 is {fp32 / bf16:.0f}x slower than fp32 on this device; train with parallel.precision: fp32"
-        )
+        warnings.append(f"bf16 is {fp32 / bf16:.0f}x slower than fp32 on this device; train with train.precision: fp32")
     settings = allocator_settings()
     if devices and settings is not None and EXPANDABLE not in settings:
         warnings.append(f"the allocator is set to {settings!r}; add {EXPANDABLE}, or packs of many lengths leave gaps")
@@ -124,7 +123,7 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
         warnings.append(f"/dev/shm has {shared} GiB, through which loader workers (data.workers) hand over their packs")
     return {
         "device": device.type,
-        # What a run does here unless its config says otherwise.
+        # Defaults of a run on this machine.
         "defaults": {"precision": "bf16" if devices else "fp32", "tf32": bool(devices), "allocator": settings},
         "shared_memory_gb": shared,
         "devices": [
@@ -163,7 +162,7 @@ def _print(facts: dict[str, Any]) -> None:
             facts["device"],
             "" if facts["devices"] else "no accelerator with a collective backend was found",
         )
-        row("precision", facts["defaults"]["precision"], "unless parallel.precision says otherwise")
+        row("precision", facts["defaults"]["precision"], "unless train.precision says otherwise")
         row("backends", ", ".join(name for name, available in facts["backends"].items() if available))
         row("matmul", f"{facts['gflops']['fp32']} GFLOP/s in fp32", f"{facts['gflops']['bf16']} GFLOP/s in bf16")
     table.add_section()

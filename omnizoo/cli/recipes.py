@@ -1,23 +1,29 @@
-"""`omnizoo recipes`: the zoo as a table, every mark with the test behind it."""
+"""`omnizoo recipes`: list the model families with a recipe, and the test for each supported capability."""
 
+import argparse
 import logging
 
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
-
-from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
 
 
-def recipes() -> int:
-    transformers_logging.set_verbosity(logging.CRITICAL)  # its own default configs are not what is asked about
-    table = Table(title="recipes", title_justify="left")
-    for column in ("family", "models", "kind", "lines", *CAPABILITIES):
-        table.add_column(column)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no arguments: the command has none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    from transformers.utils import logging as transformers_logging
+
+    from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
+
+    transformers_logging.set_verbosity(logging.CRITICAL)  # warnings about default configs are irrelevant here
+    columns = ("family", "models", "kind", "own lines", "shared lines", *CAPABILITIES)
+    table = Table(*columns, title="recipes", title_justify="left")
     for entry in families():
         marks = ["yes" if entry.proof(capability) else "" for capability in CAPABILITIES]
         kind = ("omni, " if entry.is_omni else "") + ("MoE" if entry.is_moe else "dense")
-        table.add_row(entry.family, entry.recipe.about, kind, str(entry.lines), *marks)
+        lines = (str(entry.lines), str(entry.shared_lines))
+        table.add_row(entry.family, entry.recipe.about, kind, *lines, *marks)
     console = Console()
     console.print(table)
     layouts = ", ".join(f"{name}: {layout}" for name, layout in CAPABILITIES.items())

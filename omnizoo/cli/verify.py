@@ -1,8 +1,8 @@
-"""`omnizoo verify`: proves that every layout of the user's own config computes what one process does."""
+"""`omnizoo verify`: check that every layout of a config gives the same results as one process."""
 
+import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,81 +10,90 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from omnizoo.cli.render_file import render_file
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 
 if TYPE_CHECKING:
+    from omnizoo.parallel.layout import Layout
     from omnizoo.verification.compare import Verdict
 
 MOST_RANKS = 128
 
 
-@dataclass(frozen=True)
-class Trying:
-    """What is tried, and on what."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--world", metavar="N", type=int, default=4, help="number of ranks (default: 4)")
+    parser.add_argument("--layouts", default="all", help="`all`, `few`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "fp64", "bf16"),
+        default="fp32",
+        help="fp64 has hardly any rounding; bf16 is compared with fp32, by the error of one process in bf16",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="KIND",
+        default="cpu",
+        help="device of the ranks: cpu (default), or the accelerator of this machine (cuda, ...), one for each rank",
+    )
+    parser.add_argument(
+        "--families",
+        help="model types of transformers to use instead of the config's model: a list, `all` recipes, or `many`",
+    )
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="file for the results as a Markdown table")
 
-    world: int
-    layouts: str
-    precision: str
-    device: str
 
+def run(args: argparse.Namespace) -> int:
+    """Compare layouts with one process. Returns 0 if all of them agree, 1 otherwise.
 
-def verify(
-    path: str,
-    overrides: list[str],
-    world: int,
-    layouts: str,
-    precision: str,
-    device: str = "cpu",
-    families: str | None = None,
-    markdown: Path | None = None,
-) -> int:
-    """0 if all layouts agree with one process, 1 if one does not.
-
-    A config that cannot be trained is an error. Of several families, one that cannot be trained is listed with the
-    reason, and the others are tried.
+    A config that cannot be trained raises an error. With several families, a family that cannot be trained is listed
+    with the reason, and the remaining families are compared.
     """
-    if not 1 <= world <= MOST_RANKS:
-        raise UserError(f"--world is {world}; expected 1 to {MOST_RANKS} ranks, which run on this machine")
-    if families is not None and not all(name.strip() for name in families.split(",")):
-        raise UserError(f"--families is {families!r}; expected `all`, or names with commas between them")
-    config, trying = load_config(path, overrides), Trying(world, layouts, precision, device)
-    names = family_names(families) if families else []
-    configs = dict.fromkeys(names, config) or {Path(path).stem: config}
+    if not 1 <= args.world <= MOST_RANKS:
+        raise UserError(f"--world is {args.world}; expected 1 to {MOST_RANKS} ranks, which run on this machine")
+    if args.families is not None and not all(name.strip() for name in args.families.split(",")):
+        raise UserError(f"--families is {args.families!r}; expected `all`, or names with commas between them")
+    config = load_config(args.config, args.overrides)
+    families = family_names(args.families) if args.families else []
     console = Console()
     if not console.is_terminal:
         console.width = 200
-    found: dict[str, list[Verdict]] = {}
+
+    verdicts: dict[str, list[Verdict]] = {}
     refused: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name, own in configs.items():
-            folder = Path(temporary) / name
+        for name in families or [Path(args.config).stem]:
+            family = name if families else None
             try:
-                found[name] = try_layouts(own, name if names else None, trying, folder, console)
+                verdicts[name] = try_layouts(config, family, args, Path(temporary) / name, console)
             except UserError as error:
-                if not names:
+                if family is None:
                     raise
                 refused[name] = str(error)
                 console.print(f"{name} is refused: {error}\n", soft_wrap=True, highlight=False, markup=False)
             else:
-                show(name, found[name], console)
-            if markdown is not None:
-                markdown.write_text(as_markdown(found, refused, world, precision))
-    verdicts = [verdict for each in found.values() for verdict in each]
-    agree = sum(verdict.passed for verdict in verdicts)
-    console.print(f"{agree} of {len(verdicts)} layouts of {world} ranks agree with one process ({precision})")
+                show(name, verdicts[name], console)
+            if args.markdown is not None:
+                args.markdown.write_text(as_markdown(verdicts, refused, args.world, args.precision))
+
+    passed = [verdict.passed for of_family in verdicts.values() for verdict in of_family]
+    console.print(
+        f"{sum(passed)} of {len(passed)} layouts of {args.world} ranks agree with one process ({args.precision})"
+    )
     if refused:
         console.print(f"refused, each with its reason above: {', '.join(refused)}", soft_wrap=True)
-    return int(agree < len(verdicts))
+    return int(not all(passed))
 
 
 def family_names(wanted: str) -> list[str]:
+    """Return the model types in `--families`."""
     from omnizoo.recipes.zoo import MANY
     from omnizoo.recipes.zoo import families as zoo
     from omnizoo.verification.prepare import check_family
 
-    # Families that read more than text need rows and settings of their own: examples/published has them.
+    # Multimodal families need their own rows and settings, which are in examples/published.
     known = {"all": [entry.family for entry in zoo() if not entry.is_omni], "many": list(MANY)}
     names = known.get(wanted) or [name.strip() for name in wanted.split(",")]
     for name in names:
@@ -92,38 +101,48 @@ def family_names(wanted: str) -> list[str]:
     return names
 
 
-def try_layouts(config: Config, family: str | None, trying: Trying, folder: Path, console: Console) -> list["Verdict"]:
+def try_layouts(
+    config: Config, family: str | None, args: argparse.Namespace, folder: Path, console: Console
+) -> list["Verdict"]:
+    """Compare each layout in `args` with one process, for the config's model or for a `family`."""
     from transformers.utils import logging as transformers_logging
 
-    from omnizoo.training.probe import FAILURES
     from omnizoo.verification.compare import failed, verdict_of
-    from omnizoo.verification.conditioning import decide
-    from omnizoo.verification.prepare import prepare, with_family
-    from omnizoo.verification.world import RankError
+    from omnizoo.verification.fp64_check import recheck_in_fp64
+    from omnizoo.verification.rank_processes import RankError
 
-    transformers_logging.set_verbosity_error()  # it would warn of ids that the shrunken vocabulary lacks
-    if family is None:
-        chosen = prepare(config, trying.world, trying.layouts, trying.precision, folder, trying.device)
-    else:
-        config = with_family(config, family)
-        try:
-            chosen = prepare(config, trying.world, trying.layouts, trying.precision, folder, trying.device)
-        except FAILURES as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{family} cannot be trained in one process: {named_line(error)}") from error
+    # Silences warnings about token ids outside the vocabulary of the small copy.
+    transformers_logging.set_verbosity_error()
+    config, layouts = prepare_trial(config, family, args, folder)
     verdicts = []
-    for layout in track(chosen, description=family or "", console=console, transient=True):
+    for layout in track(layouts, description=family or "", console=console, transient=True):
         try:
-            verdict = verdict_of(folder, layout, trying.device)
-            if trying.precision == "fp32":
-                verdict = decide(config, layout, folder, verdict, trying.device)
+            verdict = verdict_of(folder, layout, args.device)
+            if args.precision == "fp32":
+                verdict = recheck_in_fp64(config, layout, folder, verdict, args.device)
             verdicts.append(verdict)
         except RankError as error:
             if family is None:
                 raise
             verdicts.append(failed(layout, str(error)))
     return verdicts
+
+
+def prepare_trial(
+    config: Config, family: str | None, args: argparse.Namespace, folder: Path
+) -> tuple[Config, Sequence["Layout"]]:
+    """Train in one process as the reference. Returns the config of the trial and the layouts to compare."""
+    from omnizoo.modalities.build import BUILDING_ERRORS
+    from omnizoo.verification.prepare import prepare, with_family
+
+    if family is not None:
+        config = with_family(config, family)
+    try:
+        return config, prepare(config, args.world, args.layouts, args.precision, folder, args.device)
+    except BUILDING_ERRORS as error:
+        if family is None or isinstance(error, UserError):
+            raise
+        raise UserError(f"{family} cannot be trained in one process: {named_line(error)}") from error
 
 
 def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
@@ -142,31 +161,14 @@ def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
             console.print(f"{v.layout} agrees {v.note}", soft_wrap=True)
 
 
-def as_markdown(found: dict[str, list["Verdict"]], refused: dict[str, str], world: int, precision: str) -> str:
-    """What was found, as a page: a line per family."""
-    agreeing = [name for name, verdicts in found.items() if all(verdict.passed for verdict in verdicts)]
-    lines = [
-        "# Families",
-        "",
-        f"{len(found) + len(refused)} families of causal language models: {len(agreeing)} agree with one process on "
-        f"every layout tried, {len(found) - len(agreeing)} do not, {len(refused)} are refused, with the reason that "
-        "`omnizoo train` gives. Largest relative differences of three steps, shrunken models, "
-        f"{world} ranks, {precision}.",
-        "",
-        "This page is written by `omnizoo verify examples/text_tiny.yaml --families many --layouts few --markdown "
-        "docs/families.md` (`make verify-all`).",
-        "",
-        "| family | layouts | loss | gradient | norm | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, verdicts in found.items():
-        if name in agreeing:
-            outcome = " ".join(["agrees", *(v.note for v in verdicts if v.note)])
-        else:
-            outcome = "; ".join(f"{v.layout}: {v.reason}" for v in verdicts if v.reason)
-        figures = [f"{max(getattr(v, key) for v in verdicts):.0e}" for key in ("loss", "gradient", "grad_norm")]
-        cells = [f"`{name}`", ", ".join(v.layout for v in verdicts), *figures, outcome]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "| refused | why |", "|---|---|"]
-    lines += [f"| `{name}` | {reason.replace('|', chr(92) + '|')} |" for name, reason in refused.items()]
-    return "\n".join(lines) + "\n"
+def as_markdown(verdicts: dict[str, list["Verdict"]], refused: dict[str, str], world: int, precision: str) -> str:
+    """Return the results as a Markdown page with one line per family."""
+    agreeing = [name for name, tried in verdicts.items() if all(verdict.passed for verdict in tried)]
+    return render_file(
+        "families.md.jinja",
+        verdicts=verdicts,
+        refused=refused,
+        agreeing=agreeing,
+        world=world,
+        precision=precision,
+    )

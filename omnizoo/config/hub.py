@@ -1,4 +1,7 @@
-"""Names of the Hugging Face hub, where a folder was expected: nothing is downloaded, but how to is said."""
+"""Hints about Hugging Face Hub names in keys that expect a folder.
+
+Nothing is downloaded; the hint contains the command to do so.
+"""
 
 import re
 from pathlib import Path
@@ -7,7 +10,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def hub_hint(name: str, kind: str) -> str:
-    """What to do about something that may be a name of the Hugging Face hub; "" if it looks like a path."""
+    """Return a hint for a `name` that may be on the Hugging Face Hub; empty if it looks like a path."""
     if not HUB_NAME.fullmatch(name) or Path(name.partition("/")[0]).exists():
         return ""
     if kind == "dataset":

@@ -1,123 +1,112 @@
-"""The config schema: one frozen section per room (`*_section.py`), every key typed, documented and with its default.
+"""The config schema: all sections, and checks across them. Every key has a type and a description.
 
-A run is a function of this config without `parallel` (and without `log`): the layout never changes what is computed.
-`docs/configuration.md` and `omnizoo train --help` are generated from these fields.
+The results of a run depend on all sections except `parallel` and `log`: the layout never changes the results.
+`docs/configuration.md` and `omnizoo train --help` are generated from the fields.
 """
 
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import model_validator
 
-from omnizoo.config.data_section import Data, fitting_lanes
-from omnizoo.config.loss_kinds import OF_ROUTERS, PREFERENCES
-from omnizoo.config.model_section import Model
-from omnizoo.config.run_sections import Checkpoint, Evaluation, Log, Parallel
-from omnizoo.config.section import Section
-from omnizoo.config.train_section import Optimizer, Router, Train
-
-
-def _value_of(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
+from omnizoo.config.sections.base import ConfigSection
+from omnizoo.config.sections.checkpoint import CheckpointSection
+from omnizoo.config.sections.data import DataSection, fitting_lanes
+from omnizoo.config.sections.evaluation import EvaluationSection
+from omnizoo.config.sections.log import LogSection
+from omnizoo.config.sections.loss_options import OF_ROUTERS, PREFERENCES
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.config.sections.optimizer import OptimizerSection
+from omnizoo.config.sections.parallel import ParallelSection
+from omnizoo.config.sections.train import LossSettings, TrainSection
 
 
-def _packs_of(tokens: int, pack_tokens: Any) -> int:
-    if type(pack_tokens) is not int or pack_tokens < 1:
-        return 1  # which is a mistake of its own
-    packs, rest = divmod(tokens, pack_tokens)
-    if rest:
-        near = " or ".join(f"{n * pack_tokens}" for n in (packs, packs + 1) if n)
-        raise ValueError(
-            f"train.batch_tokens is {tokens}, and a step has whole packs of data.pack_tokens {pack_tokens}; expected "
-            f"{near}"
-        )
-    return packs
+class Config(ConfigSection):
+    model: ModelSection
+    """the model: weights from `model.path`, or random initialization of `model.config`"""
 
+    data: DataSection
+    """sources of rows, and how rows become packs"""
 
-class Config(Section):
-    model: Model = Field(description="what is trained: weights from `model.path`, or random ones from `model.config`")
-    data: Data = Field(description="what it is trained on, and how rows become packs")
-    parallel: Parallel = Field(
-        default_factory=Parallel, description="how it is spread over processes; the numbers do not depend on it"
-    )
-    train: Train = Field(default_factory=Train, description="the loop: length, batch, learning rate, evaluation")
-    evaluation: Evaluation = Field(
-        default_factory=Evaluation, description="what is looked at on held-out data besides the loss"
-    )
-    optimizer: Optimizer = Field(
-        default_factory=Optimizer, description="what updates the weights, and which of them how"
-    )
-    router: Router = Field(default_factory=Router, description="routers of a mixture of experts, besides their losses")
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")
-    log: Log = Field(default_factory=Log, description="the run folder and what is written about the run")
+    parallel: ParallelSection = ParallelSection()
+    """layout of ranks, and memory savings; results do not depend on it"""
+
+    train: TrainSection = TrainSection()
+    """length of the run, batch, learning rate, losses, precision"""
+
+    evaluation: EvaluationSection = EvaluationSection()
+    """held-out losses, generated responses, metrics, early stopping"""
+
+    optimizer: OptimizerSection = OptimizerSection()
+    """optimizer and parameter groups"""
+
+    checkpoint: CheckpointSection = CheckpointSection()
+    """saving and resuming"""
+
+    log: LogSection = LogSection()
+    """run folder, console, profiles and callbacks"""
 
     @property
     def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
-        """What becomes of rows with preferences, by the losses: one of them must read these, and if all do, there is
-        nothing to learn from other rows."""
+        """Whether rows with preferences can be used; "required" if no loss uses other rows."""
         kinds = {loss.kind for loss in self.train.losses}
         if kinds.isdisjoint(PREFERENCES):
             return "refused"
-        produces = any(modality.decoder is not None for modality in self.model.modalities.values())
-        return "allowed" if kinds - {*PREFERENCES, *OF_ROUTERS} or produces else "required"
+        has_decoder = any(modality.decoder is not None for modality in self.model.modalities.values())
+        return "allowed" if self.learns_answers or has_decoder else "required"
 
     @property
     def learns_answers(self) -> bool:
-        """Good answers of preferences are also learnt by losses of single tokens: what decoders produce, too."""
+        """Whether the good responses of preferences are also targets of token losses."""
         return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *OF_ROUTERS})
 
     @property
     def single_answers(self) -> bool:
-        """Answers are judged one by one, each by its label, and not in pairs."""
+        """Whether each response has a label, instead of being compared in pairs."""
         return any(loss.kind == "kto" for loss in self.train.losses)
 
     @property
     def known_answers(self) -> bool:
-        """Answers are told apart by their content: a loss keeps on disk what it has once computed of them."""
+        """Whether responses need a content hash, because a loss caches reference values on disk."""
         return any(loss.kind in PREFERENCES and loss.options.get("reference_cache") for loss in self.train.losses)
-
-    def without_cache(self) -> "Config":
-        """For trials with other weights: losses keep nothing on disk of what they compute of answers."""
-        losses = [
-            loss.model_copy(update={"options": {k: v for k, v in loss.options.items() if k != "reference_cache"}})
-            if loss.kind in PREFERENCES
-            else loss
-            for loss in self.train.losses
-        ]
-        return self.model_copy(update={"train": self.train.model_copy(update={"losses": losses})})
 
     @property
     def mismatched_answers(self) -> bool:
-        """Besides its own answer, each prompt needs that of another row: a loss compares with how likely it is."""
+        """Whether each prompt also gets the response of another row, for the KTO baseline."""
         return any(loss.kind == "kto" and loss.options.get("baseline") != "zero" for loss in self.train.losses)
+
+    def without_cache(self) -> "Config":
+        """Return a config whose losses cache nothing on disk, for trials with other weights."""
+        return self.changed(train={"losses": [_without_cache(loss) for loss in self.train.losses]})
+
+    def changed(self, **sections: dict[str, Any]) -> "Config":
+        """Return a copy of the config with other values.
+
+        Args:
+            sections: Section -> {key: value}. The values are not validated.
+        """
+        updates = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=updates)
 
     @model_validator(mode="before")
     @classmethod
-    def _settled(cls, value: Any) -> Any:
-        """What follows from other keys: packs of a step from `train.batch_tokens`, and lanes that fit them."""
+    def _derive_defaults(cls, value: Any) -> Any:
+        """Set the packs per step from `train.tokens_per_step`, and a number of lanes that fits them."""
         if not isinstance(value, dict):
             return value
-        data, train = value.get("data"), value.get("train")
-        tokens, batch = (_value_of(train, key) for key in ("batch_tokens", "global_batch"))
-        if train is not None and type(tokens) is int and tokens > 0:
-            if isinstance(train, dict) and batch is not None:
-                raise ValueError(
-                    "train.batch_tokens and train.global_batch are both set; one follows from the other, so keep one"
-                )
-            batch = _packs_of(tokens, _value_of(data, "pack_tokens") or Data.model_fields["pack_tokens"].default)
-            changed = {"global_batch": batch}
-            value = value | {"train": train | changed if isinstance(train, dict) else train.model_copy(update=changed)}
+        value = _with_packs_per_step(value)
+        data = value.get("data")
         if isinstance(data, dict) and "lanes" not in data:
-            default = Train.model_fields["global_batch"].default
-            value |= {"data": data | {"lanes": fitting_lanes(batch if type(batch) is int and batch > 0 else default)}}
+            packs = _value_of(value.get("train"), "packs_per_step")
+            is_valid = type(packs) is int and packs > 0
+            default = TrainSection.model_fields["packs_per_step"].default
+            value |= {"data": data | {"lanes": fitting_lanes(packs if is_valid else default)}}
         return value
 
     @model_validator(mode="after")
-    def _one_name_each(self) -> "Config":
+    def _check_loss_names(self) -> "Config":
         for i, loss in enumerate(self.train.losses):
-            if (modality := self.model.modalities.get(loss.label)) is not None and modality.decoder is not None:
+            modality = self.model.modalities.get(loss.label)
+            if modality is not None and modality.decoder is not None:
                 raise ValueError(
                     f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as the loss of that decoder is; give it "
                     "another `name`"
@@ -125,7 +114,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _profiles_steps_it_has(self) -> "Config":
+    def _check_profile(self) -> "Config":
         steps = self.log.profiled
         if steps and self.train.epochs is None and steps.start > self.train.steps:
             raise ValueError(
@@ -134,7 +123,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _reads_every_row(self) -> "Config":
+    def _check_epochs(self) -> "Config":
         weights = [source.weight for source in self.data.sources]
         if self.train.epochs is not None and len(set(weights)) > 1:
             listed = ", ".join(f"{weight:g}" for weight in weights)
@@ -145,17 +134,58 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _evaluates_on_something(self) -> "Config":
-        if self.train.eval_every and not self.data.eval_sources:
+    def _check_evaluation(self) -> "Config":
+        every = self.evaluation.every
+        if every and not self.data.eval_sources:
             raise ValueError(
-                f"train.eval_every is {self.train.eval_every}, but data.eval_sources is empty: there is nothing to "
-                "evaluate on; name held-out data there, or set train.eval_every: 0"
+                f"evaluation.every is {every}, but data.eval_sources is empty: there is nothing to evaluate on; name "
+                "held-out data there, or set evaluation.every: 0"
             )
-        if not self.train.eval_every:
-            for key, is_set in (("checkpoint.best", self.checkpoint.best), ("train.early_stop", self.train.early_stop)):
-                if is_set is not None:
-                    raise ValueError(
-                        f"{key} goes by evaluations, but train.eval_every is 0: there are none; set train.eval_every "
-                        f"and data.eval_sources, or unset {key}"
-                    )
+        users = {"checkpoint.best": self.checkpoint.best, "evaluation.early_stop": self.evaluation.early_stop}
+        for key, setting in users.items():
+            if setting is not None and not every:
+                raise ValueError(
+                    f"{key} needs evaluations, but evaluation.every is 0; set evaluation.every and data.eval_sources, "
+                    f"or unset {key}"
+                )
         return self
+
+
+def _value_of(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
+
+
+def _without_cache(loss: LossSettings) -> LossSettings:
+    if loss.kind not in PREFERENCES:
+        return loss
+    options = {name: value for name, value in loss.options.items() if name != "reference_cache"}
+    return loss.model_copy(update={"options": options})
+
+
+def _with_packs_per_step(value: dict[str, Any]) -> dict[str, Any]:
+    """Set `train.packs_per_step` if `train.tokens_per_step` is set, which must be a multiple of `data.pack_tokens`."""
+    train: Any = value.get("train")
+    tokens = _value_of(train, "tokens_per_step")
+    if type(tokens) is not int or tokens <= 0:
+        return value
+    if isinstance(train, dict) and train.get("packs_per_step") is not None:
+        raise ValueError(
+            "train.tokens_per_step and train.packs_per_step are both set; one follows from the other, so keep one"
+        )
+
+    pack_tokens = _value_of(value.get("data"), "pack_tokens") or DataSection.model_fields["pack_tokens"].default
+    changes = {"packs_per_step": _packs_of(tokens, pack_tokens)}
+    return value | {"train": train | changes if isinstance(train, dict) else train.model_copy(update=changes)}
+
+
+def _packs_of(tokens: int, pack_tokens: Any) -> int:
+    if type(pack_tokens) is not int or pack_tokens < 1:
+        return 1  # the error is reported for data.pack_tokens
+    packs, rest = divmod(tokens, pack_tokens)
+    if rest:
+        near = " or ".join(f"{n * pack_tokens}" for n in (packs, packs + 1) if n)
+        raise ValueError(
+            f"train.tokens_per_step is {tokens}, and a step has whole packs of data.pack_tokens {pack_tokens}; "
+            f"expected {near}"
+        )
+    return packs

@@ -1,11 +1,12 @@
-"""Versions of the packages whose private names OmniZoo calls: those it was tested with, and what is said of others.
+"""Tested versions of the packages whose private APIs OmniZoo calls, and messages about other versions.
 
-`pyproject.toml` has the same ranges. Inside of them a private name may still move with a patch release, so those that
-are called are looked at when a model is built, and one that moved is a line, not a traceback in the middle of a run.
+`pyproject.toml` has the same ranges. A patch release may still change a private API. The signatures are therefore
+checked when a model is built, so that a change is reported as one line instead of a traceback during a run.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,19 +16,27 @@ TESTED = {"torch": ("2.13.0", "2.13.0"), "transformers": ("5.21.1", "5.23.0"), "
 Signature = tuple[Callable[..., Any], Sequence[str]]  # a function, and the names of its first parameters
 
 
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each package that is installed."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
 def advice(package: str) -> str:
-    """What is installed, what was tested, and how to get it."""
+    """Return a sentence with the installed version, the tested versions and the command to install one of them."""
     first, last = TESTED[package]
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
+    installed = installed_versions([package]).get(package)
+    if installed is None:
         return f"{package} is not installed; pip install '{package}=={last}'"
     tested = first if first == last else f"{first} to {last}"
     return f"{package} {installed} is installed, and omnizoo was tested with {tested}; pip install '{package}=={last}'"
 
 
 def explain_import(error: ImportError) -> str | None:
-    """In one line, an import that failed since a package is of another version; None if it is none of these."""
+    """Explain a failed import of a tested package in one line; None for other packages."""
     package = (error.name or "").partition(".")[0]
     if package not in TESTED:
         return None
@@ -35,7 +44,15 @@ def explain_import(error: ImportError) -> str | None:
 
 
 def check_signatures(package: str, called: Mapping[str, Signature]) -> None:
-    """`called`: by name, what is called of `package` and by which parameters."""
+    """Check that private functions still have the expected parameters.
+
+    Args:
+        package: The package that the functions belong to.
+        called: Function name -> (function, names of its first parameters).
+
+    Raises:
+        UserError: If the parameters of a function differ.
+    """
     for name, (function, expected) in called.items():
         found = list(inspect.signature(function).parameters)[: len(expected)]
         if found != list(expected):

@@ -1,4 +1,4 @@
-"""From a name in the config to a module: built-in encoders and decoders, or a class of the user's."""
+"""Build encoders and decoders from their names in the config: built-in classes or plugins."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -10,43 +10,42 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from transformers import AutoConfig, PretrainedConfig
 
-from omnizoo.config.doors import CODE_ERRORS, check_call, resolve_class
-from omnizoo.config.errors import UserError
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.plugins import CODE_ERRORS, check_call, resolve_class
 from omnizoo.modalities.base import Decoder, Encoder
 
 BUILT_IN = {
     "encoder": {
-        "vision": "omnizoo.modalities.image:VisionEncoder",
-        "audio": "omnizoo.modalities.audio:AudioEncoder",
-        "video": "omnizoo.modalities.video:VideoEncoder",
+        "vision": "omnizoo.modalities.encoders.image:VisionEncoder",
+        "audio": "omnizoo.modalities.encoders.audio:AudioEncoder",
+        "video": "omnizoo.modalities.encoders.video:VideoEncoder",
     },
     "decoder": {
-        "image_tokens": "omnizoo.modalities.codes:ImageCodes",
-        "audio_codec": "omnizoo.modalities.codec:AudioCodec",
-        "flow": "omnizoo.modalities.flow:FlowHead",
+        "image_tokens": "omnizoo.modalities.decoders.image_tokens:ImageCodes",
+        "audio_codec": "omnizoo.modalities.decoders.audio_codec:AudioCodec",
+        "flow": "omnizoo.modalities.decoders.flow:FlowHead",
     },
 }
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-RESERVED = ("config", "folder", "projector")  # given by other keys
-LARGEST = 2**31  # of the numbers that built-in parts take
+RESERVED = ("config", "folder", "projector")  # set by separate config keys, not by options
+LARGEST = 2**31  # upper bound of numeric options of built-in modules
 MOST_LAYERS = 10_000
 
-# What constructors raise for arguments that cannot be: of transformers, of torch, of a user's own class.
+# Raised by the constructors of transformers, torch and plugins for invalid arguments.
 BUILDING_ERRORS = (*CODE_ERRORS, StrictDataclassError)
 
 
 def explain(error: BaseException) -> str:
-    """An error of somebody else's code in one line: what it says, and where it was raised."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, StrictDataclassError):  # its first line names a check, the second says what is wrong
-        return lines[-1] if lines else type(error).__name__
-    said = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    """Return the message of an error in third-party code, and where it was raised, in one line."""
+    if isinstance(error, StrictDataclassError):  # the first line names the check, the last one states the problem
+        return str(error).strip().rpartition("\n")[2].strip()
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{said} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else said
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return named_line(error) + place
 
 
 def check_code(role: str, kind: str, key: str, allowed: Sequence[str]) -> None:
-    """Refuse to import what a folder names and the user does not allow; nothing is imported to find out."""
+    """Raise a `UserError` if a model folder names a plugin that the user does not allow. Imports nothing."""
     module, colon, _ = kind.partition(":")
     if kind in BUILT_IN[role] or not colon:
         return
@@ -59,10 +58,16 @@ def check_code(role: str, kind: str, key: str, allowed: Sequence[str]) -> None:
 
 
 def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder | Decoder:
-    """The encoder or decoder that `spec` (kind, options, config, folder, projector) describes; `key` is its name.
+    """Build the encoder or decoder that `spec` describes.
 
-    What is built around a Hugging Face model also gets `config`, `folder` and `projector`, as far as they are given.
-    A class of the user's is imported: see `check_code` for a `spec` that is not the user's own.
+    Modules around a Hugging Face model also receive `config`, `folder` and `projector`, if they are set. A plugin is
+    imported: call `check_code` first if `spec` does not come from the user.
+
+    Args:
+        role: `encoder` or `decoder`.
+        width: Width of the foundation.
+        spec: Has the keys `kind`, `options`, `config`, `folder` and `projector`.
+        key: Config key of the module, for error messages.
     """
     kind = spec["kind"]
     target = BUILT_IN[role].get(kind, kind)
@@ -74,7 +79,7 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
     contract: type[Encoder | Decoder] = Encoder if role == "encoder" else Decoder
     cls = resolve_class(target, f"{key}.kind", contract, "a class that is called as Class(width, **options)")
     given = {name: spec[name] for name in ("config", "folder", "projector") if spec.get(name) is not None}
-    if "model_type" in given.get("config", {}):  # others are the class's own
+    if "model_type" in given.get("config", {}):  # without it, the class parses the config
         given["config"] = hf_config(given["config"], key)
     options = spec.get("options", {})
     given |= options
@@ -82,7 +87,7 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
     _check_options(cls, options, f"{key}.options", is_built_in=kind in BUILT_IN[role])
     try:
         built: Encoder | Decoder = cls(width, **given)
-    except UserError as error:  # a part knows its role, and not whose it is
+    except UserError as error:  # the message starts with the role; complete it to the config key
         known = str(error).startswith((f"{role}.", f"{role}:", "projector."))
         raise UserError(f"{key.removesuffix(role)}{error}" if known else f"{key}: {error}") from error
     except BUILDING_ERRORS as error:
@@ -91,7 +96,10 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
 
 
 def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in: bool) -> None:
-    """Options against the types that the class declares; those of our own are sizes and rates, so above 0."""
+    """Check the options against the types that the class declares.
+
+    Numeric options of built-in classes must be above 0.
+    """
     declared = [vars(base)["__init__"] for base in reversed(cls.__mro__[:-1]) if "__init__" in vars(base)]
     hints = {name: hint for init in declared for name, hint in get_type_hints(init).items()}
     for name, value in options.items():
@@ -102,21 +110,17 @@ def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in:
         except ValidationError as error:
             wanted = error.errors()[0]["msg"].lower()
             raise UserError(f"{key}.{name} is {repr(value)[:60]}; {wanted}") from error
-        except PydanticUserError:  # a type of the user's own
+        except PydanticUserError:  # pydantic cannot validate a type that a plugin defines
             continue
-        if not is_built_in or isinstance(value, bool):
-            continue
-        numbers = [value] if isinstance(value, int | float) else []
-        if any(number <= 0 or number > (MOST_LAYERS if name == "layers" else LARGEST) for number in numbers):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_built_in and is_number and not 0 < value <= (MOST_LAYERS if name == "layers" else LARGEST):
             raise UserError(f"{key}.{name} is {value}; expected a number above 0 that a model can have")
 
 
 def hf_config(fields: dict[str, Any], key: str) -> PretrainedConfig:
-    """A Hugging Face config from a mapping with its `model_type`."""
-    rest = dict(fields)
-    model_type = rest.pop("model_type")
+    """Build a Hugging Face config from a mapping that contains `model_type`."""
     try:
-        config: PretrainedConfig = AutoConfig.for_model(model_type, **rest)
+        config: PretrainedConfig = AutoConfig.for_model(**fields)
     except BUILDING_ERRORS as error:
         raise UserError(f"{key}.config: {explain(error)}") from error
     return config

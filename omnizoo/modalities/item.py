@@ -1,73 +1,95 @@
-"""A raw item of a row, before anything is decoded: where its bytes or values are, and how to say so in an error."""
+"""Media items, their sizes, and the ports that they pass through."""
 
-import io
-import mimetypes
-import stat
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-# Python's own table lacks these, and a system's may have them or not.
-for suffix, kind in {
-    ".flac": "audio/flac",
-    ".ogg": "audio/ogg",
-    ".m4a": "audio/mp4",
-    ".mkv": "video/x-matroska",
-}.items():
-    mimetypes.add_type(kind, suffix)
+from omnizoo.modalities.media import Media
 
-
-WELL_KNOWN = ("image", "audio", "video")  # what datasets call media, whether or not a model reads them
+Ids = npt.NDArray[np.int32]
+Inputs = dict[str, torch.Tensor]  # a prepared item: the tensors that `encode` or `targets` needs
+Role = Literal["encoder", "decoder", "follower"]
 
 
-class BadMedia(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
-    """An item that cannot be used; the message is the reason. Whoever reads the row adds where it is."""
+class NestedRun(NamedTuple):
+    """A run of placeholder tokens that belong to a nested item, such as the audio of a video."""
 
-
-def kind_of_file(mode: int) -> str:
-    """What is no regular file, in words."""
-    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return names.get(stat.S_IFMT(mode), "a device")
+    modality: str
+    num_placeholders: int
 
 
 @dataclass(frozen=True)
-class Media:
-    """One item as its row gives it: a path, encoded bytes, or plain values (numbers, lists, mappings, arrays)."""
+class MediaSize:
+    """Size and cost of an item, known before it is decoded."""
+
+    num_placeholders: int  # number of tokens in the sequence
+    cost: float  # FLOPs of `encode` (and its backward if trained) or of `targets`, used to balance ranks
+    targets: int | None = None  # decoders: contribution to the loss count; None for `num_placeholders`
+    num_residual_targets: int = 0  # contribution to the loss count of "residual" (`MultiLossDecoder`)
+    # Text, runs of placeholder tokens and runs of nested items, such as ("<0.5 s>", 64, "<1.5 s>", 64). () for one run.
+    layout: tuple[str | int | NestedRun, ...] = ()
+    inside: Mapping[str, "MediaSize"] = field(default_factory=dict)  # by modality: nested items of the same media
+    shape: tuple[float, ...] = ()  # for models with positions on several axes, such as M-RoPE
+
+    def part(self, share: float) -> "MediaSize":
+        """Return the size of a part of the item that contains the fraction `share` of it."""
+        return replace(self, num_placeholders=round(self.num_placeholders * share), cost=self.cost * share)
+
+
+class Port(NamedTuple):
+    """The encoder, decoder or follower of a modality."""
 
     modality: str
-    value: Path | bytes | Any
-    options: dict[str, Any]  # whatever else the row says about the item: start and end of a clip, sampling rate, ...
-    seed: int = 0  # a function of the run's seed, the epoch, the row and the item: for augmentation and noise
+    role: Role
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """A media item. Its spans are positions in a sample, then in its pack, then in its micro-batch."""
+
+    port: Port  # encoder, decoder or follower that processes the item
+    size: MediaSize
+    spans: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each run of placeholder tokens
+    is_target: bool  # whether the model predicts the item
+    raw: Media | None = None  # the item of the row; None after preparation
+    inputs: Inputs | None = None  # the prepared item, on the rank that prepared it
+    has_targets: bool = True  # False if only the log-likelihood of a target is used, not its loss
+    answer: int | None = None  # followers: index of the assistant message
+    notes: Inputs = field(default_factory=dict)  # followers: tensors derived from the conversation
 
     @property
-    def name(self) -> str:
-        """How errors call it."""
-        if isinstance(self.value, Path):
-            return str(self.value)
-        return f"{self.modality} given as {type(self.value).__name__}"
+    def media(self) -> Media:
+        assert self.raw is not None, "asked of an item that was prepared already"
+        return self.raw
 
-    def open(self) -> BinaryIO:
-        """Its bytes as a file, at their beginning."""
-        if isinstance(self.value, bytes):
-            if not self.value:
-                raise BadMedia(f"{self.name} is empty")
-            return io.BytesIO(self.value)
-        if not isinstance(self.value, Path):
-            raise BadMedia(f"{self.name}: a path or encoded bytes were expected")
-        try:
-            about = self.value.stat()
-            if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer, and a device may never end
-                raise BadMedia(f"{self.name} is {kind_of_file(about.st_mode)}, not a file")
-            if about.st_size == 0:
-                raise BadMedia(f"{self.name} is empty")
-            return open(self.value, "rb")
-        except OSError as error:
-            raise BadMedia(f"{self.name}: {error.strerror or error}") from None
+    @property
+    def targets(self) -> int:
+        """The contribution of this item to the loss count."""
+        return (self.size.targets or self.size.num_placeholders) if self.is_target and self.has_targets else 0
 
-    @cached_property
-    def random(self) -> np.random.Generator:
-        """The item's own stream of random numbers: the same on every layout, on resume, and for any loader worker."""
-        return np.random.Generator(np.random.PCG64(self.seed))
+    def cut(self, parts: Sequence[tuple[MediaSize, Inputs]]) -> list["MediaItem"]:
+        """Split this prepared item into parts, each with its spans.
+
+        If the item occurs several times in the sequence, each part has spans in every occurrence.
+        """
+        tokens = np.concatenate([np.arange(first, first + count) for first, count in self.spans] or [np.zeros(0, int)])
+        ends = np.cumsum([size.num_placeholders for size, _ in parts])
+        copies = tokens.reshape(-1, ends[-1])
+        items = []
+        for (size, inputs), places in zip(parts, np.split(copies, ends[:-1], axis=1), strict=True):
+            own = places.reshape(-1)
+            runs = np.split(own, np.flatnonzero(np.diff(own) != 1) + 1)
+            spans = tuple((int(run[0]), len(run)) for run in runs if len(run))
+            items.append(replace(self, size=size, spans=spans, raw=None, inputs=inputs))
+        return items
+
+    def moved(self, by: int, **changes: Any) -> "MediaItem":
+        """Return the item with its spans shifted by `by` tokens, and with `changes` to other fields."""
+        return replace(self, spans=tuple((first + by, count) for first, count in self.spans), **changes)

@@ -1,12 +1,45 @@
-"""The files by which a published folder says how its media are prepared, for transformers' own processors."""
+"""Files of a model folder that configure the media processors of transformers."""
 
+import json
 from pathlib import Path
+from typing import Any
 
-CHAT_TEMPLATE = "chat_template.json"  # of a processor; a tokenizer writes its own, as chat_template.jinja
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", CHAT_TEMPLATE)
+from omnizoo.config.errors import UserError
+
+CHAT_TEMPLATE = "chat_template.json"  # template of a processor; a tokenizer has chat_template.jinja
+NESTED = "processor_config.json"  # may contain the settings of all processors
+PROCESSOR_FILES = (NESTED, "preprocessor_config.json", "video_preprocessor_config.json", CHAT_TEMPLATE)
 
 
 def processor_files(folder: str | Path | None) -> list[Path]:
-    """Those that a folder has, but for the chat template."""
+    """Return the processor files in a folder, except the chat template."""
     names = [name for name in PROCESSOR_FILES if name != CHAT_TEMPLATE]
     return [Path(folder) / name for name in names if (Path(folder) / name).is_file()] if folder else []
+
+
+def processor_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
+    """Return the settings of a processor in a model folder and the name of their file; {} if there are none.
+
+    As in transformers, settings nested in `processor_config.json` take precedence over those in a separate file.
+
+    Args:
+        folder: The model folder.
+        kind: `image_processor`, `feature_extractor` or `video_processor`.
+    """
+    own_file = "video_preprocessor_config.json" if kind == "video_processor" else "preprocessor_config.json"
+    contents = {file.name: read_json_object(file) for file in processor_files(folder)}
+    for name in (NESTED, own_file):
+        nested = contents.get(name, {}).get(kind)
+        if isinstance(nested, dict):
+            return nested, f"{folder}/{name}"
+    return contents.get(own_file, {}), f"{folder}/{own_file}"
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a JSON object.")
+    return content

@@ -1,14 +1,15 @@
-"""Every private name of transformers that OmniZoo relies on (config/versions.py: checked on which versions).
-tests/test_private.py sees them move, and `check_names` when a model is built.
+"""All private names of transformers that OmniZoo uses (checked versions: config/versions.py).
 
-Public ways were tried first: `from_pretrained` cannot fill a model that FSDP2 has already sharded, and builds masks and
-buffers that packing must not have.
+tests/test_private_names.py fails if one of them changes, and so does `check_names` when a model is built. Public
+functions do not suffice: `from_pretrained` cannot fill a model that FSDP2 has sharded, and builds masks and buffers
+that break packing.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -44,24 +44,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
 from omnizoo.config.versions import check_signatures
+from omnizoo.models.untrusted_folders import open_weights
 
-PACKED = "packed"  # the name of our attention in transformers' interface
-# The same, for towers: they attend in one call by a name with "flash" in it, else once per item, whose lengths they
-# read from the device. Language models do not get it: some of them pad values for what they take for flash attention.
+PACKED = "packed"  # name of our attention in transformers' attention interface
+# Name of the same attention for encoders. With "flash" in the name, encoders attend in one call. Otherwise they make
+# one call per item and read its length from the device. Language models do not use this name: some of them pad values
+# for flash attention.
 PACKED_TOWER = "packed_flash"
 
 
 @cache
 def check_names() -> None:
-    """Refuse a transformers whose private functions are not those that are called here."""
-    loader = PreTrainedModel._load_pretrained_model
+    """Check that the private functions of transformers have the signatures that this file expects."""
     check_signatures(
         "transformers",
         {
-            "_load_pretrained_model": (
-                loader,
-                ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
-            ),
             "_adjust_missing_and_unexpected_keys": (
                 PreTrainedModel._adjust_missing_and_unexpected_keys,
                 ("self", "loading_info"),
@@ -78,18 +75,26 @@ def check_names() -> None:
 
 
 def block_class_names(model: nn.Module) -> set[str]:
-    """Classes that the model's authors declare indivisible: its blocks. A user's own module may declare them, too."""
+    """Return the class names of the model's blocks (`_no_split_modules`). User modules may declare them, too."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
+def count_owners(model: nn.Module) -> Counter[int]:
+    """Return the number of modules that own each parameter, by its id. Tied parameters have several owners."""
+    return Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+
+
 def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that the model's authors compute with in fp32 where the rest is in bf16, by name."""
+    """Return the parameters, by name, that the model's authors keep in fp32 in a bf16 run."""
     wanted = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return {name: p for name, p in model.named_parameters() if any(part in name for part in wanted)}
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """By its own word; hybrids do not give it, and are known by what the code of their layers calls."""
+    """Whether the model uses transformers' attention interface.
+
+    Hybrid models do not declare it, so the code of their layers is searched for the call.
+    """
     codes = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
     return bool(model._supports_attention_backend) or (
         carries_state(model) and any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
@@ -97,14 +102,18 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
 
 
 def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """transformers' builder of models that write text, for this config; None if there is none. Of a config with parts,
-    the builder of the whole: the other one may build its language model alone, and leave the rest of the files."""
+    """Return transformers' auto class of text-generating models for this config, or None.
+
+    For a config with sub-configs, prefer the multimodal auto class: the causal one may build only the language model
+    and ignore the other weights.
+    """
     remote = getattr(config, "auto_map", None) or {}
     builders = (AutoModelForCausalLM, AutoModelForMultimodalLM)
     for builder in builders[::-1] if config.sub_configs else builders:
         if type(config) in builder._model_mapping or (trust_remote_code and builder.__name__ in remote):
             return builder
-    # Some families that read sound are filed among sequence-to-sequence models only; those that only speak apart.
+    # transformers registers some audio-input families only as sequence-to-sequence models, and speech-only families
+    # only as text-to-waveform models.
     for other in (AutoModelForSeq2SeqLM, AutoModelForTextToWaveform):
         if config.sub_configs and type(config) in other._model_mapping and not config.is_encoder_decoder:
             return other
@@ -112,7 +121,10 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
 
 
 def loader_of(builder: Any, config: PretrainedConfig) -> Any:
-    """Its `from_pretrained`. Where a family has one of its own, that of all models: Qwen2.5-Omni's unpickles a file."""
+    """Return the `from_pretrained` of the config's class.
+
+    If the family overrides it, return the common implementation instead: Qwen2.5-Omni's version unpickles a file.
+    """
     known = builder._model_mapping.get(type(config), None)
     kind = known[0] if isinstance(known, tuple) else known
     common = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
@@ -122,14 +134,17 @@ def loader_of(builder: Any, config: PretrainedConfig) -> Any:
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that attends over the tokens of a pack: itself, unless it has others beside it."""
+    """Return the submodule that attends over the tokens of a pack: the model itself, unless it has other components."""
     text = type(model.config.get_text_config())
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is text)
 
 
 def text_embedding(model: PreTrainedModel) -> nn.Module:
-    """The table of the tokenizer's ids. A model may call that of something else its input embedding: then it is the
-    one of its own tables that is as large as its config says of the text."""
+    """Return the embedding of the tokenizer's ids.
+
+    The input embedding of some models belongs to another vocabulary. For those, return the child table with
+    `text_vocab_size` rows.
+    """
     found = model.get_input_embeddings()
     rows = getattr(model.config, "text_vocab_size", None)
     tables = [part for part in model.children() if isinstance(part, nn.Embedding) and part.num_embeddings == rows]
@@ -137,7 +152,7 @@ def text_embedding(model: PreTrainedModel) -> nn.Module:
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
-    """What gives the hidden states that the head sees: a part of the model, which need not be the one it names so."""
+    """Return the module that produces the hidden states for the head. It may differ from `base_model`."""
     if model.base_model is not model:
         return model.base_model
     parts = (part for part in model.children() if isinstance(part, PreTrainedModel) and part.config is model.config)
@@ -145,12 +160,12 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 
 
 def attention_name(model: nn.Module) -> str:
-    """A user's own module is taken to attend as it was told to."""
+    """Return the attention implementation of a model. A user module is assumed to use packed attention."""
     return str(language_model(model).config._attn_implementation) if isinstance(model, PreTrainedModel) else PACKED
 
 
 def most_positions(model: nn.Module) -> int | None:
-    """How long a sample may be for what the model was trained on, if its config says so."""
+    """Return the longest sample that the model was trained for, or None if its config does not contain it."""
     if not isinstance(model, PreTrainedModel):
         return None
     most = getattr(language_model(model).config, "max_position_embeddings", None)
@@ -158,18 +173,18 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def attend_packed(tower: PreTrainedModel) -> None:
-    """Let `tower` attend in one call per layer; it hands over the boundaries of its items itself."""
+    """Let `tower` attend in one call per layer. The encoder passes the boundaries of its items."""
     tower.config._attn_implementation = PACKED_TOWER
 
 
 def carries_state(model: PreTrainedModel) -> bool:
-    """True for recurrent models (state-space and the like)."""
+    """Whether the model has recurrent layers, such as state-space layers."""
     return bool(model._is_stateful)
 
 
 @contextmanager
 def rules_on_meta() -> Iterator[None]:
-    """Let models built on meta apply their rules for initial weights, which transformers leaves out there."""
+    """Context manager: models built on meta run their weight initialization, which transformers skips there."""
 
     def init_weights(self: PreTrainedModel) -> None:
         self.initialize_weights()
@@ -182,27 +197,34 @@ def rules_on_meta() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loaded:
-    missing: set[str]  # parameters and persistent buffers of the model that the files do not have
-    unexpected: set[str]  # keys of the files that the model does not have
-    mismatched: dict[str, str]  # by name: "shape in file, shape in model"
-    unconverted: dict[str, str] = field(default_factory=dict)  # what cannot be made of the files' weights, and why
+    """Result of loading weights from files."""
+
+    missing: set[str]  # parameters and persistent buffers of the model that the files lack
+    unexpected: set[str]  # keys of the files that the model lacks
+    mismatched: dict[str, str]  # "shape in file, shape in model" by name
+    unconverted: dict[str, str] = field(default_factory=dict)  # weights that cannot be converted, with the reason
 
 
 def conversion_mapping(model: nn.Module) -> list[Any]:
-    """How published keys become the model's own. Ask before `fully_shard`, which renames the classes it looks at."""
+    """Return the conversions from published keys to the model's names.
+
+    Must be called before `fully_shard`, which renames the classes that transformers looks up.
+    """
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """Of weights with two names, those that `named_parameters` calls by another one than files do, with that."""
+    """Return tied weights whose name in `named_parameters` differs from the name in files, with the name in files."""
     own = {name for name, _ in model.named_parameters()}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {target: source for target, source in tied.items() if target in own and source not in own}
 
 
 class PublishedKeys:
-    """How a model's own weights become those of its published files, as `save_pretrained` writes them. Make it before
-    `fully_shard`, which renames the classes that transformers looks at."""
+    """Conversion of a model's weights to published names and shapes, as `save_pretrained` writes them.
+
+    Must be created before `fully_shard`, which renames the classes that transformers looks up.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         known = get_model_conversion_mapping(model, add_legacy=False) if isinstance(model, PreTrainedModel) else []
@@ -211,7 +233,7 @@ class PublishedKeys:
         self.tied = tied_sources(model)
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
-        """`names` of weights, those together that only make sense together in the files."""
+        """Group the `names` of weights that must be converted together."""
         conversions = [conversion for conversion in self.conversions[::-1] if isinstance(conversion, WeightConverter)]
         converters: list[Any] = [conversion.reverse_transform() for conversion in conversions]
         groups: dict[str, list[str]] = {}
@@ -221,7 +243,7 @@ class PublishedKeys:
         return list(groups.values())
 
     def convert(self, model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A group of weights by their published names."""
+        """Return a group of weights under their published names."""
         weights = {self.tied.get(name, name): weight for name, weight in weights.items()}
         if not self.conversions:
             return weights
@@ -231,10 +253,9 @@ class PublishedKeys:
         return converted
 
 
-def drop_prefix(files: list[Path], model: PreTrainedModel) -> list[Any]:
-    """For a model that is published as part of a larger one: its keys there begin with that part's name."""
+def drop_prefix(keys: Collection[str], model: PreTrainedModel) -> list[Any]:
+    """Return a renaming for a model whose files belong to a larger model, where its keys have a prefix."""
     own = set(model.state_dict())
-    keys = {key for file in files for key in _keys(file)}
     name = min(own)
     for key in sorted(keys):
         prefix = key.removesuffix(name)
@@ -243,36 +264,26 @@ def drop_prefix(files: list[Path], model: PreTrainedModel) -> list[Any]:
     return []
 
 
-def _keys(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
-
-
 def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], device: torch.device) -> Loaded:
-    """Fill `model` (on meta, sharded or not) from safetensors; of a sharded parameter only this rank's part is read,
-    unless it takes the whole to convert what is published: one such parameter at a time."""
+    """Fill `model` (on meta, sharded or not) from safetensors.
+
+    Each rank reads only its local shard of a parameter. Parameters that cannot be converted shard by shard are read in
+    full, one at a time.
+    """
     load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping, ignore_mismatched_sizes=True)
     sharded = _made_whole(model, mapping)
-    names = names_in_model(model, files, mapping) if sharded else {}
-    together: dict[str, list[str]] = {}  # keys of the files, by the parameter that they are the first to become
-    for key, name in names.items():
-        if name in sharded:
-            together.setdefault(name, []).append(key)
-    apart = {key for keys in together.values() for key in keys}
-    with ExitStack() as opened:
-        tensors: dict[str, Any] = {}
-        for file in files:
-            pointer = opened.enter_context(safe_open(file, framework="pt"))
-            tensors |= {key: pointer.get_slice(key) for key in pointer.keys()}  # noqa: SIM118 - not a dict
+    with open_weights(files) as weights:
+        names = names_in_model(model, weights, mapping)
+        shapes = {names[key]: tuple(weight.get_shape()) for key, weight in weights.items()}
+        by_parameter: dict[str, dict[str, Any]] = {name: {} for name in sharded}
+        others: dict[str, Any] = {}
+        for key, weight in weights.items():
+            by_parameter.get(names[key], others)[key] = weight
         infos = []
-        for keys in together.values():
-            own = {key: tensors[key] for key in keys}
-            infos.append(convert_and_load_state_dict_in_model(model, own, load_config)[0])
+        for group in (*by_parameter.values(), others):
+            infos.append(convert_and_load_state_dict_in_model(model, group, load_config)[0])
             _shard_again(model, sharded)
-        rest = {key: tensor for key, tensor in tensors.items() if key not in apart}
-        infos.append(PreTrainedModel._load_pretrained_model(model, rest, None, load_config)[0])
-    _shard_again(model, sharded)
-    for name, before in sharded.items():  # not in the files, or of another shape there
+    for name, before in sharded.items():  # absent from the files, or with a different shape
         _replace(model, name, before)
     info = infos[-1]
     for other in infos[:-1]:
@@ -282,26 +293,27 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
         info.conversion_errors |= other.conversion_errors
     if info.error_msgs:
         raise RuntimeError(f"weights could not be converted: {info.error_msgs}")
-    # transformers gives a traceback, what was raised, and which step it was.
+    # The message of transformers consists of a traceback, the exception and the conversion step.
     reasons = {name: (text.splitlines()[-2:] or [""])[0] for name, text in info.conversion_errors.items()}
     model._adjust_missing_and_unexpected_keys(info)
     tied = set(model.all_tied_weights_keys)
-    # transformers compares shards; a user knows the whole shapes.
-    shapes = {name: model.get_parameter_or_buffer(name).shape for name, _, _ in info.mismatched_keys}
-    published = {name: key for key, name in names_in_model(model, files, mapping).items()} if shapes else {}
-    mismatched = {
-        name: f"{_shape_in(files, published.get(name, name))} in the files, {tuple(shape)} in the model"
-        for name, shape in shapes.items()
-    }
+    # transformers compares local shards; the message reports full shapes.
+    mismatched = {}
+    for name, _, _ in info.mismatched_keys:
+        here = tuple(model.get_parameter_or_buffer(name).shape)
+        mismatched[name] = f"{shapes.get(name, 'another shape')} in the files, {here} in the model"
     return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched, reasons)
 
 
 def _made_whole(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
-    """Make sharded parameters whole (on meta) that published ones cannot be converted for in parts; what they were.
+    """Replace sharded parameters by full ones on meta if their conversion does not work shard by shard.
 
-    transformers (5.22.2) reads a rank's part of what is published first and converts it then, which gives other rows
-    without a word where weights are cut up, joined along the dim that ranks share, or put in another order:
-    tests/test_conversions.py.
+    transformers (5.22.2) reads a rank's shard of the published weights and then converts it. The result is silently
+    wrong if weights are split, concatenated along the sharded dim, or permuted:
+    tests/models/weights/test_conversions.py.
+
+    Returns:
+        The original sharded parameters, by name.
     """
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
     patterns = [(re.compile(pattern), each) for each in converters for pattern in each.target_patterns]
@@ -317,13 +329,13 @@ def _made_whole(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
 
 
 def _converts_in_parts(converter: Any, parameter: Any) -> bool:
-    """True where converting a rank's part of published weights gives that rank's part of the parameter."""
+    """Whether converting a rank's shard of the published weights gives that rank's shard of the parameter."""
     axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     split = {placement.dim for placement, ranks in axes if ranks > 1 and hasattr(placement, "dim")}
     if not split:
         return True
     if not parameter.to_local().numel():
-        return False  # transformers cannot stack no experts
+        return False  # transformers cannot stack zero experts
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
             continue
@@ -334,7 +346,7 @@ def _converts_in_parts(converter: Any, parameter: Any) -> bool:
 
 
 def _shard_again(model: PreTrainedModel, sharded: dict[str, Any]) -> None:
-    """Keep this rank's part of each of `sharded` that has been loaded whole, and take it out of them."""
+    """Replace parameters that were loaded in full by this rank's local shard, and remove them from `sharded`."""
     for name in [name for name in sharded if not model.get_parameter(name).is_meta]:
         loaded, before = model.get_parameter(name), sharded.pop(name)
         part = DtensorShardOperation(before).shard_tensor(loaded.data, device=loaded.device, dtype=loaded.dtype)
@@ -345,56 +357,54 @@ def _shard_again(model: PreTrainedModel, sharded: dict[str, Any]) -> None:
 
 
 def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replace the parameter `name` of `model`."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, parameter)
 
 
-def names_in_model(model: PreTrainedModel, files: list[Path], mapping: list[Any]) -> dict[str, str]:
-    """What the keys of published files are called in `model`."""
+def names_in_model(model: PreTrainedModel, keys: Iterable[str], mapping: list[Any]) -> dict[str, str]:
+    """Return the name in `model` of each key of published files."""
     renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
     own, prefix = model.state_dict(), model.base_model_prefix
     names = {}
-    for key in (key for file in files for key in _keys(file)):
+    for key in keys:
         names[key] = rename_source_key(key, renamings, converters, prefix, own)[0]
-        if names[key] not in own and key in own:  # files may have the model's own names already
+        if names[key] not in own and key in own:  # files may already use the model's names
             names[key] = rename_source_key(key, [], [], prefix, own)[0]
     return names
 
 
-def _shape_in(files: list[Path], name: str) -> str:
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 - not a dict
-                return str(tuple(tensors.get_slice(name).get_shape()))
-    return "another shape"
-
-
 def retie(model: PreTrainedModel) -> None:
-    """Make tied weights one parameter again after loading has replaced their source."""
+    """Tie weights again after loading has replaced their source."""
     for target, source in model.all_tied_weights_keys.items():
         module, _, name = target.rpartition(".")
         setattr(model.get_submodule(module), name, model.get_parameter(source))
 
 
 def is_experts(module: nn.Module) -> bool:
-    """True for a module that holds all experts of a layer behind transformers' experts interface."""
+    """Whether a module contains all experts of a layer and uses transformers' experts interface."""
     return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
 
 
+def expert_modules(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that contain all experts of a layer, by name. Empty for a dense model."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
 def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
-    """Make `forward(module, hidden, index, weights)` a choice of `set_experts_implementation`."""
+    """Register `forward(module, hidden, index, weights)` as an option of `set_experts_implementation`."""
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
 
 def expert_activation(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What an expert does between its two matmuls."""
+    """Return the function between the two matmuls of an expert."""
     activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
     return activate
 
 
 def routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
-    """Router modules by name, each with the place of the logits in what it returns."""
+    """Return router modules by name, each with the index of the logits in its output."""
     found: dict[str, tuple[nn.Module, int]] = {}
     for prefix, part in model.named_modules():
         declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])

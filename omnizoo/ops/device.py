@@ -1,6 +1,6 @@
-"""Facts about the device under a run: which one a process uses, its collective backend, its peak FLOP/s, its memory.
+"""The device of a process: selection, collective backend, peak FLOP/s, memory, and copies to and from it.
 
-Nothing here talks to other ranks; `backend_for` only names what `torch.distributed` should be started with.
+No function in this file communicates with other ranks.
 """
 
 import logging
@@ -13,15 +13,15 @@ import torch
 
 from omnizoo.config.errors import UserError
 
-PLANNED = "planned"  # the device of a dry run, which has shapes but no memory; it stands for an accelerator
+PLANNED = "planned"  # the device type of a dry run, which simulates an accelerator with fake tensors
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
-BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # ROCm calls itself cuda, and its RCCL nccl
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}  # torch names ROCm devices cuda, and RCCL nccl
 
-# Dense peaks in TFLOP/s from the vendors' data sheets, matched against the whole device name, so that a cut-down one
-# (laptop, MIG slice, "4090 D") is unknown rather than wrong. bf16 accumulates in fp32, no sparsity; fp32 is not TF32.
-# AMD's fp32 is its matrix unit, and an MI250X is two devices to torch: half a card each. Ascend 910B is left out: one
-# name covers several chips, and no public data sheet tells them apart.
+# Dense peak TFLOP/s from the vendors' data sheets. The pattern must match the full device name, so that a reduced
+# variant (laptop, MIG slice, "4090 D") is unknown instead of wrong. bf16 accumulates in fp32, without sparsity; fp32 is
+# not TF32. The fp32 number of AMD is for its matrix cores, and torch shows an MI250X as two devices, each with half the
+# peak. Ascend 910B is missing, because the name covers several chips that no public data sheet distinguishes.
 PEAK_TFLOPS = {
     r"NVIDIA A100.*": {"bf16": 312.0, "fp32": 19.5},
     r"NVIDIA (H100|H800) PCIe": {"bf16": 756.0, "fp32": 51.0},
@@ -37,8 +37,16 @@ PEAK_TFLOPS = {
 
 
 def pick_device(local_rank: int, wanted: str | None = None) -> torch.device:
-    """The accelerator of this process (made the current one), or the CPU where there is none to train on; or the kind
-    that is `wanted`."""
+    """Select the device of this process, and make an accelerator the current device.
+
+    Args:
+        local_rank: Rank within the node, which is the index of the accelerator.
+        wanted: Device type to use. By default an accelerator, or the CPU if the machine has none with a collective
+            backend.
+
+    Raises:
+        UserError: If the machine has no device of type `wanted`, or fewer devices than ranks.
+    """
     if wanted == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -57,47 +65,44 @@ def pick_device(local_rank: int, wanted: str | None = None) -> torch.device:
             f"process(es) here (`--nproc {count}`), and let each of them see every device"
         )
     if allocator_settings() is None:
-        # Packs differ in length, and blocks of fixed sizes would leave gaps. Read when the device is first used.
+        # Packs differ in length, so segments of fixed sizes would fragment the memory. torch reads the variable when
+        # the device is first used.
         os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
 
 
 def allocator_settings() -> str | None:
-    """What the user has set for the allocator of the device's memory; None: nothing."""
+    """Return the user's settings for the device allocator, or None if no such variable is set."""
     return next((os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ), None)
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend for `init_process_group`; CPU tensors keep theirs (checkpoints, object collectives)."""
+    """Return the backend for `init_process_group`. CPU tensors (checkpoints, object collectives) always use gloo."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether it is the CPU itself, which nothing has to be moved to and nothing waits for."""
+    """Whether `device` is the CPU, so that no copies and no host syncs are needed."""
     return device.type == "cpu"
 
 
 def use_tensor_cores(device: torch.device) -> None:
-    """In a run in bf16, for the matmuls that stay in fp32 (routers, norms of gradients): TF32 where the device has it.
+    """Allow TF32 for matmuls in fp32, where the device supports it. Has no effect on CPUs.
 
-    Not on the CPU, and not in a run that asks for fp32."""
+    It is meant for bf16 runs, in which routers and gradient norms stay in fp32. Runs in fp32 must not call it.
+    """
     if not is_host(device):
         torch.set_float32_matmul_precision("high")
 
 
 def has_flash(device: torch.device) -> bool:
-    """Whether torch has flash attention with `cu_seqlens` there, for half precision."""
+    """Whether torch has flash attention with `cu_seqlens` for bf16 and fp16 on `device`."""
     return device.type in ("cuda", PLANNED)
 
 
-def has_cpu_flash(device: torch.device) -> bool:
-    """Whether it has torch's flash attention for CPUs, one block at a time."""
-    return device.type == "cpu"
-
-
 def has_triton(device: torch.device) -> bool:
-    """Whether packages with kernels for linear attention and short convolutions may be asked for theirs there."""
+    """Whether the optional kernels for linear attention and short convolutions support `device`."""
     return device.type in ("cuda", PLANNED)
 
 
@@ -105,8 +110,8 @@ def has_float64(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda", PLANNED)
 
 
-class Reading:
-    """Numbers on their way to the host. Work that the device is given in the meantime does not wait for them."""
+class HostCopy:
+    """An asynchronous copy of a tensor to the host, which does not delay work that is launched after it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._arrival = tensor.to("cpu", non_blocking=True), None
@@ -115,6 +120,7 @@ class Reading:
             self._arrival.record()
 
     def values(self) -> list[float]:
+        """Wait for the copy and return its values."""
         if self._arrival is not None:
             self._arrival.synchronize()
         numbers: list[float] = self._host.tolist()
@@ -122,14 +128,14 @@ class Reading:
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor`, of the host, where `device` can fetch it while the host goes on; itself where there is no need."""
+    """Return `tensor` in pinned memory, for asynchronous copies to `device`, or unchanged if that is not needed."""
     return tensor if device.type in ("cpu", PLANNED) or tensor.device.type != "cpu" else tensor.pin_memory()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy on `device`, which the host does not wait for; on the host, the tensor itself.
+    """Return an asynchronous copy on `device`, without a host sync, or the tensor itself if `device` is the CPU.
 
-    It goes by the stream that computes: what comes after it there finds it complete, and memory is never used twice.
+    The copy is enqueued on the compute stream. Later operators on that stream run after it, so no event is needed.
     """
     return pinned(tensor, device).to(device, dtype or tensor.dtype, non_blocking=True)
 
@@ -139,11 +145,12 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak FLOP/s of `device` at `precision` (as in `parallel.precision`); None where it is not known."""
+    """Return the dense peak FLOP/s of `device` at `precision` (as in `train.precision`), or None if unknown."""
     return peak_flops_of(device_name(device), precision)
 
 
 def peak_flops_of(name: str, precision: str) -> float | None:
+    """Return the dense peak FLOP/s of the device with this name, or None if unknown."""
     for pattern, tflops in PEAK_TFLOPS.items():
         if re.fullmatch(pattern, name) and "MIG" not in name and precision in tflops:
             return tflops[precision] * 1e12
@@ -151,9 +158,9 @@ def peak_flops_of(name: str, precision: str) -> float | None:
 
 
 def memory_gb(device: torch.device) -> float:
-    """GiB: the most ever allocated on an accelerator; on the CPU, what this process holds now.
+    """Return the peak of allocated memory on an accelerator, or the current memory of this process on CPUs, in GiB.
 
-    Not the CPU peak: `ru_maxrss` survives fork and exec, so a rank would report the peak of what launched it.
+    The peak on CPUs is not available: `ru_maxrss` survives fork and exec, so it may be that of the launcher.
     """
     if device.type == "cpu":
         return float(psutil.Process().memory_info().rss) / 2**30
@@ -161,7 +168,7 @@ def memory_gb(device: torch.device) -> float:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that the device has, whoever uses them now; of the CPU, what this container may use."""
+    """Return the total memory of the device in bytes, or on CPUs the memory limit of this container."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -171,5 +178,5 @@ def total_memory(device: torch.device) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that the host has left."""
+    """Return the available memory of the host in bytes."""
     return min(int(psutil.virtual_memory().available), total_memory(torch.device("cpu")))

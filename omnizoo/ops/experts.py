@@ -1,7 +1,9 @@
-"""Mixture-of-experts math on one device: order (token, choice) pairs by expert, run each expert on its rows, combine.
+"""Mixture-of-experts math on one device: sort (token, choice) pairs by expert, run each expert on its rows, combine.
 
-`grouped_matmul` picks the kernel; `matmul_per_expert` is the plain torch twin it is tested against, and what runs where
-torch's own grouped matmul does not: float64, and widths that are not multiples of 16 bytes.
+`grouped_matmul` selects the kernel. `matmul_per_expert` is the plain torch reference in tests. It also runs where
+torch's grouped matmul does not: in float64, and for widths that are not multiples of 16 bytes.
+
+Shapes: T tokens, K choices (experts per token), N = T x K pairs, E experts, H hidden width, I expert width.
 """
 
 from collections.abc import Callable
@@ -12,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from omnizoo.ops.quantised import Packed, multiply
+from omnizoo.ops.quantization import Packed, multiply
 
 PARTS = 8
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What an adapter adds to the weights `[E, A, B]` of E experts, never multiplied out."""
+    """The adapter matrices of E experts with weights `[E, A, B]`. Their product is never computed."""
 
     first: torch.Tensor  # [E, A, rank]
     second: torch.Tensor  # [E, rank, B]
@@ -30,7 +32,7 @@ class Factors:
 class Experts:
     """The weights of E experts, applied as `rows @ up`, `activate`, `@ down`."""
 
-    up: torch.Tensor | Packed  # [E, H, U]; U is twice I where a gate is fused in
+    up: torch.Tensor | Packed  # [E, H, U]; U is 2 x I if the gate is fused with the up projection, else I
     down: torch.Tensor | Packed  # [E, I, H]
     up_bias: torch.Tensor | None  # [E, U]
     down_bias: torch.Tensor | None  # [E, H]
@@ -41,16 +43,16 @@ class Experts:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The N = T x K (token, choice) pairs, ordered by expert; pairs of one expert stay in the order of the tokens."""
+    """The N = T x K (token, choice) pairs, sorted by expert. The pairs of one expert are in token order."""
 
-    order: torch.Tensor  # [N]: which pair is at a place
-    place: torch.Tensor  # [N]: at which place a pair is
-    counts: torch.Tensor  # [E]: pairs of each expert
+    order: torch.Tensor  # [N], index of the pair at each sorted position
+    place: torch.Tensor  # [N], sorted position of each pair; the inverse of `order`
+    counts: torch.Tensor  # [E], number of pairs of each expert
     choices: int  # K
 
 
 def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
-    """`index [T, K]`: the experts each token chose. No host sync."""
+    """Sort the (token, choice) pairs of `index [T, K]`, the expert ids that each token chose, without a host sync."""
     chosen = index.flatten()
     order = chosen.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -59,41 +61,42 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
 
 
 def gather(hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`hidden [T, H]` -> `[N, H]`: each token once per choice, in the order of experts."""
-    rows: torch.Tensor = _Gather.apply(hidden, pairs)  # type: ignore[no-untyped-call]
+    """Return the rows `[N, H]` of `hidden [T, H]`, each token once per choice, sorted by expert."""
+    rows: torch.Tensor = _Permute.apply(hidden, pairs, repeat_by_choice, add_choices)  # type: ignore[no-untyped-call]
     return rows
 
 
-def restore(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`rows [N, H]` from the order of experts to the order of tokens."""
-    restored: torch.Tensor = _Restore.apply(rows, pairs)  # type: ignore[no-untyped-call]
-    return restored
-
-
 def by_expert(weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`weights [T, K]` -> `[N, 1]`, in the order of experts."""
+    """Return the routing weights `[T, K]` as `[N, 1]`, sorted by expert."""
     return gather(weights.reshape(-1, 1), replace(pairs, choices=1))
 
 
 def weigh(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`rows [N, C]` times `weights [N, 1]`, in the precision of the rows; gradients of weights are summed in fp32."""
+    """Return `rows [N, C]` times `weights [N, 1]`, in the dtype of the rows. Weight gradients are summed in fp32."""
     weighed: torch.Tensor = _Weigh.apply(rows, weights)  # type: ignore[no-untyped-call]
     return weighed
 
 
 def combine(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`rows [N, H]` in the order of experts -> `[T, H]`: each token's choices, added in a fixed order."""
-    combined: torch.Tensor = _Combine.apply(rows, pairs)  # type: ignore[no-untyped-call]
+    """Return the sum `[T, H]` over each token's choices of `rows [N, H]`, sorted by expert. The order is fixed."""
+    combined: torch.Tensor = _Permute.apply(rows, pairs, add_choices, repeat_by_choice)  # type: ignore[no-untyped-call]
     return combined
 
 
 def run_experts(
     rows: torch.Tensor, counts: torch.Tensor, experts: Experts, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`rows [N, H]` ordered by expert, `counts [E]` of them for each; an expert without rows has zeros as gradient.
+    """Run each expert on its rows. An expert without rows gets a gradient of zeros.
 
-    What comes is times `weights [N, 1]` if given: they enter before the second matmul, where rows are narrower. So
-    backward needs nothing of what it gives, and recomputation does not come as far as there.
+    Args:
+        rows: `[N, H]`, sorted by expert.
+        counts: `[E]`, number of rows of each expert.
+        experts: The weights of this rank's experts.
+        weights: `[N, 1]`, routing weights that multiply the output. They are applied before the second matmul, where
+            rows are narrower. Backward then does not need the output of that matmul, so recomputation stops before it.
+
+    Returns:
+        The outputs `[N, H]`, sorted by expert.
     """
     inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias, experts.up_factors)
     inner = experts.activate(inner)
@@ -110,6 +113,7 @@ def _linear(
     bias: torch.Tensor | None,
     factors: Factors | None,
 ) -> torch.Tensor:
+    """Apply one projection of the experts, with its adapter and bias, to `rows` sorted by expert."""
     if isinstance(weights, Packed):
         out = multiply(rows, weights, lambda each, whole: grouped_matmul(each, counts, whole))
     else:
@@ -121,12 +125,12 @@ def _linear(
 
 
 def _of_rows(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
-    """`bias [E, H]` -> `[N, H]`."""
+    """Return the expert's bias for each row: `[E, H]` -> `[N, H]`."""
     return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
 def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`rows [N, A]`, `weights [E, A, B]` -> `[N, B]`."""
+    """Multiply the rows of each expert by its weights: `rows [N, A]`, `weights [E, A, B]` -> `[N, B]`."""
     aligned = all(width * rows.element_size() % 16 == 0 for width in weights.shape[1:])
     if aligned and len(rows) and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return F.grouped_mm(rows, weights, offs=counts.cumsum(0, dtype=torch.int32))
@@ -134,26 +138,26 @@ def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tens
 
 
 def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    # `unbind`, not `weights[e]`: its backward writes each gradient once, not E gradients of all experts.
+    """Return the same as `grouped_matmul`, with one matmul per expert."""
+    # The backward of `unbind` writes each gradient once. That of `weights[e]` would allocate all experts E times.
     groups = rows.split(counts.tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights.unbind(), strict=True)])
 
 
 def add_choices(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`rows [N, H]` -> `[T, H]`: of each token the rows of its choices, added one after the other in at least fp32.
-    Without autograd."""
+    """Sum the rows of each token's choices, `[N, H]` -> `[T, H]`, in order and in fp32 or better, without autograd."""
     if pairs.choices == 1:
         return rows.index_select(0, pairs.place)
     places = pairs.place.view(-1, pairs.choices)
     if not len(rows):
         return rows.new_zeros(len(places), rows.shape[1])
-    # One kernel for all of it. Without weights, torch (2.13, on CPUs) would add bf16 up in bf16.
+    # `embedding_bag` gathers and adds in one kernel. Without weights, torch 2.13 sums bf16 in bf16 on CPUs.
     ones = None if rows.dtype == _exact(rows) else torch.ones_like(places, dtype=rows.dtype)
     return F.embedding_bag(places, rows, mode="sum", per_sample_weights=ones)
 
 
 def repeat_by_choice(tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """`[T, H]` -> `[N, H]`, in the order of experts. Without autograd."""
+    """Repeat each token once per choice, sorted by expert, `[T, H]` -> `[N, H]`, without autograd."""
     return tokens.index_select(0, pairs.order // pairs.choices)
 
 
@@ -161,36 +165,28 @@ def _exact(rows: torch.Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
 
-# Permutations know their inverse, so their backward is a gather too: no atomic additions (which would make the sum over
-# choices depend on timing), and faster than the scatter autograd would do. Pairs are not saved by `save_for_backward`:
-# whatever is, recomputation has to come as far as there.
+# The backward of a permutation is the inverse permutation, so it is a gather too. Autograd's backward would be a
+# scatter, which is slower, and whose atomic additions would make the sum over choices depend on timing. `pairs` is not
+# saved by `save_for_backward`, because recomputation would then have to run up to this operator.
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        ctx.pairs = pairs
-        return repeat_by_choice(hidden, pairs)
+class _Permute(torch.autograd.Function):
+    """Apply `permute` in forward and its inverse `reverse` in backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return add_choices(grad, ctx.pairs), None
-
-
-class _Restore(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        ctx.pairs = pairs
-        return rows.index_select(0, pairs.place)
+    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs, permute: Any, reverse: Any) -> Any:
+        ctx.pairs, ctx.reverse = pairs, reverse
+        return permute(rows, pairs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.index_select(0, ctx.pairs.order), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.reverse(grad, ctx.pairs), None, None, None
 
 
 class _Weigh(torch.autograd.Function):
+    """Multiply rows by weights, see `weigh`."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
@@ -201,20 +197,8 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, weights = ctx.saved_tensors
         grad_weights = None
-        if ctx.needs_input_grad[1]:  # a part of the rows at a time: products in fp32 are twice as large as they are
+        if ctx.needs_input_grad[1]:  # chunk by chunk, because the fp32 products take twice the memory of bf16 rows
             parts = zip(rows.chunk(PARTS), grad.chunk(PARTS), strict=True)
             products = [(part.to(_exact(rows)) * g).sum(1, keepdim=True) for part, g in parts]
             grad_weights = torch.cat(products).to(weights.dtype)
         return torch.mul(grad, weights, out=torch.empty_like(rows)), grad_weights
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        ctx.pairs = pairs
-        return add_choices(rows, pairs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return repeat_by_choice(grad, ctx.pairs), None

@@ -1,8 +1,8 @@
-"""Computing in another precision than what is around.
+"""Context managers and hooks that control the precision of a computation.
 
-`exact` keeps a float64 run in float64: models cast to a hard-coded float32 for norms, rotary angles and softmax, whose
-rounding would hide small bugs from the proofs that float64 is for; the mode widens those casts, from outside.
-`compute_in` is for a part whose weights are kept in a precision of its own.
+`keep_precision` keeps a float64 run in float64. Models cast to a hard-coded float32 for norms, rotary angles and
+softmax, and its rounding would hide small bugs from the tests that use float64; the mode widens those casts without
+changes to the models. `compute_in` runs one submodule in another precision than the modules around it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,10 @@ from omnizoo.ops.torch_private import tree_leaves, tree_map_only
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Inside it, asking torch for float32 gives float64. Recomputation in backward must enter it anew."""
+    """Mode in which torch functions use float64 wherever float32 is requested.
+
+    Recomputation in backward must enter the mode again.
+    """
 
     def __torch_function__(
         self,
@@ -35,14 +38,19 @@ def _widen(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def exact(precision: str) -> AbstractContextManager[Any]:
-    """The mode for `fp64`, nothing for any other precision."""
+def keep_precision(precision: str) -> AbstractContextManager[Any]:
+    """Return the `KeepFloat64` mode for `fp64`, and an empty context for any other precision."""
     return KeepFloat64() if precision == "fp64" else nullcontext()
 
 
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in float32, or unchanged if it is in float64."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let `module` see its floats in `dtype`, and whoever calls it get back what it gave in."""
-    outer: list[torch.dtype] = []  # of the call in progress
+    """Register hooks that cast the inputs of `module` to `dtype`, and its outputs back to the dtype of the caller."""
+    outer: list[torch.dtype] = []  # the caller's dtype, for each call in progress
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]

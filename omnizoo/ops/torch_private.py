@@ -1,8 +1,11 @@
-"""Private names of torch, used from here only: attention kernels that hand out the log-sum-exp and take it back, maps
-over nested arguments, calls past function modes, and what a dry run needs: fake tensors, a device made of Python,
+"""All uses of private APIs of torch.
+
+They cover attention kernels that return the log-sum-exp, maps over nested arguments, calls without function modes,
+internals of FSDP2, recomputation and torch.compile, and for dry runs: fake tensors, a device implemented in Python, and
 collectives that send nothing.
 
-Checked on torch 2.13.0. A test compares the schemas below with torch's own, so that another version fails loudly.
+Checked on torch 2.13.0. A test compares the schemas of these kernels with those of the installed torch, and fails if
+they have changed.
 """
 
 from collections import Counter, deque
@@ -38,56 +41,59 @@ from torch.utils.checkpoint import (
 )
 
 T = TypeVar("T")
+Replacement = tuple[Any, str, Any]  # (object, name of an attribute, temporary value)
 
-# What torch asks its dispatch modes for the device of a fake tensor with: more often than for all else together.
+# The operator by which torch gets the device of a fake tensor. Dispatch modes receive it more often than all other
+# operators together, so they handle it first.
 DEVICE_OF = torch.ops.prim.device.default
 
-SCHEMAS = {
-    "_scaled_dot_product_flash_attention_for_cpu": (
-        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
-        "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"
-    ),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, "
-        "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-    ),
-    "_flash_attention_forward": (
-        "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
-        "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
-        "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None, Tensor? block_table=None, "
-        "int? num_splits=None) -> (Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, "
-        "Tensor debug_attn_mask)"
-    ),
-    "_flash_attention_backward": (
-        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
-        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor rng_state, "
-        "Tensor unused, *, float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-}
+
+@contextmanager
+def replaced(*attributes: Replacement) -> Iterator[None]:
+    """Context manager: set `owner.name` to `value` for each (owner, name, value), and restore it at the end."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
+    try:
+        for owner, name, value in attributes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a key that is equal for tensors that share a storage. It is valid while the storage is alive."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def without_function_modes() -> AbstractContextManager[None]:
-    """Inside it, torch's functions do what they say, whatever `TorchFunctionMode` is on."""
+    """Return a context manager in which no `TorchFunctionMode` is active."""
     return torch._C.DisableTorchFunction()
 
 
 def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """As `module.to` does for all tensors alike: parameters, gradients and buffers become what `change` makes of them,
-    and modules with a way of their own to be moved are told."""
+    """Replace every parameter, gradient and buffer of `module` by `change(tensor)`.
+
+    As in `module.to`, submodules that override `_apply` are respected.
+    """
     module._apply(change)
 
 
 def free_gathered_buffer(unit: Any) -> None:
-    """Let a unit of FSDP2 free what it has received as soon as its weights are in place. It would keep that until the
-    next unit has received its own, for streams that work at the same time, which a CPU does not have."""
+    """Make an FSDP2 unit free its all-gather buffer as soon as its weights are copied out of it.
+
+    By default FSDP2 keeps the buffer until the next unit has been gathered, because streams overlap. CPUs have no
+    streams.
+    """
     unit._set_unshard_async_op(True)
 
 
 def use_in_place(unit: Any) -> None:
-    """Let a unit of FSDP2 that one rank has for itself compute with its shards, which are the whole weights, and take
-    gradients as they are: torch 2.13 copies all of both. What has to be cast, or brought to the device, is as ever."""
+    """Make an FSDP2 unit with a single rank use its shards, which are the full weights, without copies.
+
+    torch 2.13 copies the weights in the all-gather and the gradients in the reduce-scatter. Weights that must be cast
+    or moved to the device are still copied.
+    """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.init_all_gather_outputs = partial(_take_shard, parameter, parameter.init_all_gather_outputs)
@@ -98,40 +104,67 @@ def use_in_place(unit: Any) -> None:
 def _take_shard(
     parameter: Any, own: Callable[..., None], sizes: list[int], dtypes: list[torch.dtype], ranks: int, device: Any
 ) -> None:
+    """Use the shard as the output of the all-gather if it needs no cast or copy; else call `own`, the original."""
     data = parameter._sharded_param_data
     is_whole = data.untyped_storage().nbytes() == data.nbytes and list(sizes) == [data.numel()]
     if not is_whole or dtypes != [data.dtype] or data.device != device or hasattr(data, "fsdp_pre_all_gather"):
         own(sizes, dtypes, ranks, device)
     elif not _is_shard(parameter):
         parameter.all_gather_outputs = [data]
-        vars(parameter).pop("_unsharded_param", None)  # of a copy, or of what the weights were before they were moved
+        vars(parameter).pop("_unsharded_param", None)  # it refers to a copy, or to the weights before they were moved
 
 
 def _is_shard(parameter: Any) -> bool:
+    """Whether the output of the all-gather is the shard, instead of a copy."""
     outputs = parameter.all_gather_outputs
     return len(outputs) == 1 and outputs[0] is parameter._sharded_param_data
 
 
 def _free_copy(parameter: Any, own: Callable[[], None]) -> None:
+    """Free the gathered weights by `own`, the original method, unless they are the shard."""
     if not _is_shard(parameter):
         own()
 
 
-def _take_gradients(group: Any, own: Callable[..., None], *unused: Any) -> None:
+def _take_gradients(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """Move gradients from the gathered weights of `group` to its shards, and cast them to the shards' dtype.
+
+    Everything is enqueued on the compute stream, where autograd wrote these gradients and where clipping and the
+    optimizer read the shards' gradients. The order on that one stream is the only one needed: no event is recorded, and
+    the allocator may reuse the memory of a gathered weight's gradient as soon as nothing refers to it.
+    """
     for parameter in group.fsdp_params if group.reduce_grads else ():
-        whole, shard = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
-        is_plain = parameter.unsharded_accumulated_grad is None and not shard._post_accumulate_grad_hooks
-        if whole is None or whole.grad is None or whole.grad.dtype != shard.dtype or not is_plain:
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is None or not _stays_on_compute_stream(parameter):
             continue
-        if parameter.offload_to_cpu and whole.grad.device.type != "cpu":
-            continue
-        grad = parameter.unsharded_grad_data.contiguous()
-        whole.grad = None
-        if shard.grad is None:
-            shard.grad = parameter.to_sharded_dtensor(grad)
+        # Earlier micro-batches, if their gradients are not reduced, are summed in the dtype of reductions.
+        parameter.accumulate_unsharded_grad_if_needed()
+        if parameter.unsharded_accumulated_grad is not None:
+            grad = parameter.unsharded_accumulated_grad_data
+            parameter.unsharded_accumulated_grad = None
+        elif gathered.grad is not None:
+            grad = parameter.unsharded_grad_data
+            gathered.grad = None
         else:
-            shard.grad._local_tensor += grad
-    own(*unused)  # finds none, and frees what was gathered
+            continue
+        shard = parameter.sharded_param
+        grad = grad.to(shard.dtype)
+        if shard.grad is None:
+            shard.grad = parameter.to_sharded_dtensor(grad.contiguous())
+        else:
+            shard.grad._local_tensor.add_(grad)
+    post_backward(*unused)  # reduces the remaining gradients, and frees gathered copies
+
+
+def _stays_on_compute_stream(parameter: Any) -> bool:
+    """Whether the gradients of `parameter` need no other stream.
+
+    The answer is the same in all micro-batches, so a shard's gradient is never written by two streams in one step.
+    torch copies the gradients of offloaded shards on its reduce-scatter stream, and calls hooks there.
+    """
+    has_hooks = bool(parameter.sharded_param._post_accumulate_grad_hooks)
+    is_offloaded = parameter.offload_to_cpu and parameter.device.type != "cpu"
+    return not has_hooks and not is_offloaded
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -139,21 +172,21 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def abort_groups() -> None:
-    """End all process groups now, whatever is still under way in them."""
+    """Abort all process groups immediately, including collectives in progress."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
 
 
 def register_fake_collectives() -> None:
-    """Let `init_process_group` know the backend `fake`."""
+    """Register the backend `fake` for `init_process_group`."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - importing it registers it
 
 
 def register_device(name: str, module: Any, fused: Sequence[str]) -> None:
-    """Make `torch.device(name)` a device that holds fake tensors only; it stays until the process ends.
+    """Register `torch.device(name)` as a device for fake tensors, until the process ends.
 
-    Operators of aten that are `fused` have a kernel of their own there: torch would take them apart.
+    `fused` names aten operators that have a single kernel on this device, so that torch does not decompose them.
     """
     if torch._C._get_privateuse1_backend_name() == name:
         return
@@ -171,7 +204,10 @@ _KERNELS = torch.library.Library("aten", "IMPL")
 
 @contextmanager
 def tensors_made_on_host() -> Iterator[None]:
-    """`torch.tensor(list, device=...)` makes a host tensor and moves it, so that a dispatch mode sees both."""
+    """Context manager: `torch.tensor(list, device=...)` builds a CPU tensor and then moves it to the device.
+
+    A dispatch mode then receives both operators.
+    """
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -180,34 +216,51 @@ def tensors_made_on_host() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-@contextmanager
-def quiet_shard_propagation(sharded: Any, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """`sharded`, which is DTensor, runs operators on tensors of global shape to know their metadata: enter `around()`
-    while it does."""
+def within_shard_propagation(sharded: Any, scope: Callable[[], AbstractContextManager[None]]) -> list[Replacement]:
+    """Return replacements that enter `scope()` while DTensor runs operators only to get the metadata of full tensors.
+
+    `sharded` is the class DTensor.
+    """
     propagator = type(sharded._op_dispatcher.sharding_propagator)
     names = [name for name in dir(propagator) if name.startswith("_propagate_tensor_meta")]
-    assert names, "torch has renamed them"
-    before = {name: getattr(propagator, name) for name in names}
+    assert names, "torch has renamed these methods"
+    return [(propagator, name, _within(getattr(propagator, name), lambda *_: scope())) for name in names]
 
-    def muted(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with around():
-                return function(*args, **kwargs)
 
-        return run
+def within_fsdp(scope: Callable[[str, Sequence[str]], AbstractContextManager[None]]) -> list[Replacement]:
+    """Return replacements that enter `scope(work, axes)` while FSDP2 works on a unit.
 
-    try:
-        for name, function in before.items():
-            setattr(propagator, name, muted(function))
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(propagator, name, function)
+    `work` is "gather", "reduce" or "accumulate", and `axes` are the mesh axes along which the unit is sharded.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    def enter(work: str, owner: Any, *_: Any) -> AbstractContextManager[None]:
+        unit = owner[0] if isinstance(owner, list) else owner  # a list of parameters, a parameter, or a parameter group
+        return scope(work, unit.mesh_info.mesh.mesh_dim_names or ())
+
+    methods = [
+        (_fsdp_param_group.FSDPParamGroup, "unshard", "gather"),
+        (_fsdp_param_group.FSDPParamGroup, "wait_for_unshard", "gather"),
+        (_fsdp_param_group, "foreach_reduce", "reduce"),
+        (_fsdp_param_group.FSDPParam, "accumulate_unsharded_grad_if_needed", "accumulate"),
+        (_fsdp_param_group.FSDPParam, "to_accumulated_grad_if_needed", "accumulate"),
+    ]
+    return [(owner, name, _within(getattr(owner, name), partial(enter, work))) for owner, name, work in methods]
+
+
+def _within(function: Callable[..., Any], enter: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
+    """Return `function`, run inside the context manager `enter(*args)`."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with enter(*args):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of an operator that it changes in place, by its schema."""
+    """Return the tensor arguments that an operator modifies in place, according to its schema."""
     arguments = func._schema.arguments
     named = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
     written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -217,10 +270,11 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 def flash_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[1, heads, tokens, width]` of any strides, fewer kv heads allowed; no empty tensors (the process would die).
+    """Run flash attention on the CPU, and return the output and `lse [1, heads, queries]`.
 
-    `causal` aligns the first query with the first key; `mask` is added, in the dtype of `q`. Returns out and
-    `lse [1, heads, queries]`.
+    `q`, `k` and `v` are `[1, heads, tokens, width]` with any strides; `k` and `v` may have fewer heads. None of them
+    may be empty, as the process would crash. `causal` aligns the first query with the first key. `mask` is added to the
+    logits and has the dtype of `q`.
     """
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
@@ -239,6 +293,7 @@ def flash_cpu_backward(
     mask: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of `q`, `k` and `v` for `flash_cpu`."""
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -247,22 +302,23 @@ def flash_cpu_backward(
 
 @dataclass(frozen=True)
 class Varlen:
-    """Pieces of queries and keys by `cu_seqlens`; the window is aligned at the last query and key, -1 is no limit."""
+    """Sequences of queries and keys, and a window that is aligned at the last query and key of each sequence."""
 
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    max_q: int
-    max_k: int
-    left: int
-    right: int
+    cu_q: torch.Tensor  # [sequences + 1], int32, offsets of queries
+    cu_k: torch.Tensor  # [sequences + 1], int32, offsets of keys
+    max_q: int  # queries of the longest sequence
+    max_k: int  # keys of the longest sequence
+    left: int  # -1 for no limit
+    right: int  # -1 for no limit
 
 
 def flash_cuda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Varlen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[tokens, heads, width]`, fewer kv heads allowed.
+    """Run flash attention on the device, and return the output and `lse [heads, queries]`.
 
-    As `torch.nn.attention.varlen.varlen_attn` calls it; returns out and `lse [heads, queries]`.
+    `q`, `k` and `v` are `[tokens, heads, width]`; `k` and `v` may have fewer heads. The arguments are those that
+    `torch.nn.attention.varlen.varlen_attn` passes.
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, pieces.cu_q, pieces.cu_k, pieces.max_q, pieces.max_k, 0.0),
@@ -285,7 +341,8 @@ def flash_cuda_backward(
     pieces: Varlen,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+    """Return the gradients of `q`, `k` and `v` for `flash_cuda`."""
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(grad_out, q, k, v, out, lse, pieces.cu_q, pieces.cu_k, pieces.max_q, pieces.max_k, 0.0),
         (pieces.left, pieces.right) == (-1, 0),
@@ -298,27 +355,26 @@ def flash_cuda_backward(
 
 
 class Recomputation:
-    """What the blocks of a model that are computed again in backward share with what is inside of them."""
+    """State that recomputed blocks share with the modules inside them.
+
+    Modules use it to keep results that recomputation must not, or need not, compute a second time.
+    """
 
     def __init__(self) -> None:
-        self.is_aside = False  # while true, operators are not among those that are kept or made again
-        self._kept: deque[Any] | None = None  # of the block that is being computed
-        self._is_again = False
-        self._is_selective = False
-        self.is_for_gradients = False  # while true, what a computation gives is not looked at, only its graph
+        self.is_aside = False  # while True, operators are neither saved nor replayed by selective recomputation
+        self._kept: deque[Any] | None = None  # results that `once` keeps for the current block; None outside a block
+        self._is_again = False  # whether the current block is being recomputed
+        self._is_selective = False  # whether the current block is recomputed selectively
+        self.is_for_gradients = False  # while True, only the autograd graph of a result is used, not its values
 
-    @contextmanager
-    def for_gradients(self) -> Iterator[None]:
-        before, self.is_for_gradients = self.is_for_gradients, True
-        try:
-            yield
-        finally:
-            self.is_for_gradients = before
+    def for_gradients(self) -> AbstractContextManager[None]:
+        """Return a context manager in which `is_for_gradients` is True."""
+        return replaced((self, "is_for_gradients", True))
 
     def once(self, make: Callable[[], T], large: bool = False) -> T:
-        """What `make` gives; when a block is computed again, what it gave the first time.
+        """Return `make()`, or during recomputation the result of the first call.
 
-        What is `large` is kept by selective recomputation only.
+        Results that are `large` are kept only by selective recomputation.
         """
         if self._kept is None or (large and not self._is_selective):
             return make()
@@ -330,17 +386,16 @@ class Recomputation:
         self._kept.append(made)
         return made
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        before, self.is_aside = self.is_aside, True
-        try:
-            yield
-        finally:
-            self.is_aside = before
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context manager in which selective recomputation ignores all operators."""
+        return replaced((self, "is_aside", True))
 
     def contexts(self, policy: Callable[..., CheckpointPolicy] | None) -> tuple[Any, Any]:
-        """What `checkpoint` takes as `context_fn`. With a policy, torch's own modes, which keep what it says; and
-        all-to-alls, which they cannot: those write into a tensor they are given."""
+        """Return the contexts of the forward pass and of recomputation, for `context_fn` of `checkpoint`.
+
+        With a `policy`, torch's modes save the results that the policy selects. They cannot save all-to-alls, which
+        write into an argument, so subclasses of these modes do.
+        """
         kept: deque[Any] = deque()
         first, again = (self._within(kept, is_again, policy is not None) for is_again in (False, True))
         if policy is None:
@@ -351,25 +406,22 @@ class Recomputation:
         keeping.received = kept_modes.received = deque()
         return both(first, keeping), both(again, kept_modes)
 
-    @contextmanager
-    def _within(self, kept: deque[Any], is_again: bool, is_selective: bool) -> Iterator[None]:
-        before = self._kept, self._is_again, self._is_selective
-        self._kept, self._is_again, self._is_selective = kept, is_again, is_selective
-        try:
-            yield
-        finally:
-            self._kept, self._is_again, self._is_selective = before
+    def _within(self, kept: deque[Any], is_again: bool, is_selective: bool) -> AbstractContextManager[None]:
+        return replaced((self, "_kept", kept), (self, "_is_again", is_again), (self, "_is_selective", is_selective))
 
 
 @contextmanager
 def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Context manager: enter `outer`, then `inner`."""
     with outer, inner:
         yield
 
 
 class _SteppingAside(TorchDispatchMode):
+    """Mode of selective recomputation that ignores operators while `is_aside` is set, and handles all-to-alls."""
+
     recomputation: Recomputation
-    received: deque[torch.Tensor]  # by each all-to-all
+    received: deque[torch.Tensor]  # outputs of the all-to-alls of a block, in order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.recomputation.is_aside:
@@ -383,41 +435,48 @@ class _SteppingAside(TorchDispatchMode):
 
 
 class _Keeping(_SteppingAside, _CachingTorchDispatchMode):
+    """Mode of the forward pass: saves the outputs of all-to-alls."""
+
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = func(output, *args, **kwargs)
-        self.received.append(output.detach())  # without its handle, which holds on to what was sent
+        self.received.append(output.detach())  # not `work`, which keeps the sent tensor alive
         return work
 
 
 class _Kept(_SteppingAside, _CachedTorchDispatchMode):
+    """Mode of recomputation: returns the saved outputs of all-to-alls instead of communicating."""
+
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         output.copy_(self.received.popleft())
         done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         done.set_result([])
-        return _create_work_from_future(done).boxed()  # that nobody has to wait for
+        return _create_work_from_future(done).boxed()  # a handle that is already complete
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
-    """A range of the profiler. `torch.profiler.record_function` is an operator, which modes of selective recomputation
-    would see, and takes 20 times as long."""
+    """Return a named range for the profiler.
+
+    `torch.profiler.record_function` takes 20 times as long, and is an operator, which the modes of selective
+    recomputation would record.
+    """
     made: AbstractContextManager[Any] = _RecordFunctionFast(name)
     return made
 
 
 def runs_as_graph(module: torch.nn.Module) -> bool:
-    """Whether its user has had `module` compiled by torch.compile."""
+    """Whether the user has compiled `module` with torch.compile."""
     return (
-        "_orig_mod" in module._modules  # what `torch.compile(module)` returns
+        "_orig_mod" in module._modules  # an attribute of the result of `torch.compile(module)`
         or module._compiled_call_impl is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
     )
 
 
 class Compilations:
-    """Around calls of compiled code, one at a time: what hindered the compilations that a call made."""
+    """Context manager around one call of compiled code, which collects why its compilations failed."""
 
     def __init__(self) -> None:
-        # What cannot be compiled runs as it is, and floats (epsilons, scales) are numbers in a graph.
+        # Code that cannot be compiled runs eagerly, and floats (epsilons, scales) are constants of a graph.
         self._settings = torch._dynamo.config.patch(suppress_errors=True, specialize_float=True)
         self._frames = self._failed = 0
         self._reasons: Counter[str] = Counter()
@@ -430,7 +489,7 @@ class Compilations:
         self._settings.__exit__(None, None, None)
 
     def trouble(self) -> list[str]:
-        """Why graphs of the last call had to end, or could not be made."""
+        """Return the reasons of graph breaks and of failed compilations in the last call."""
         frames, failed = _frames()
         if frames == self._frames:
             return []
@@ -442,18 +501,22 @@ class Compilations:
 
 
 def _frames() -> tuple[int, int]:
-    """Functions that torch.compile has tried to compile, and those of them that it could not."""
+    """Return the number of functions that torch.compile has tried to compile, and how many of these failed."""
     frames = counters["frames"]
     return frames["total"], frames["total"] - frames["ok"]
 
 
 def _reasons() -> Counter[str]:
+    """Return the reasons of all graph breaks so far, with their counts."""
     return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 
 def build_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
-    """Code for a graph that torch.compile has found, and for its backward pass: an error there comes now, and not when
-    it is too late. Random numbers are those that would be drawn without compilation."""
+    """Compile a graph of torch.compile and its backward pass.
+
+    The backward pass is compiled now, so that its errors are raised while an eager fallback is still possible. Random
+    numbers are the same as without compilation.
+    """
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
@@ -466,7 +529,7 @@ def build_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], backend: str
 
 
 def missing_compiler() -> str | None:
-    """Why graphs cannot be compiled for a CPU here; None if they can."""
+    """Return the reason why graphs cannot be compiled for CPUs on this machine, or None if they can."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

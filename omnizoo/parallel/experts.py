@@ -1,5 +1,7 @@
-"""Expert parallelism: whole experts spread over the `ep` axis, each FSDP-sharded over `ep_shard`, and the exchange that
-brings tokens to their experts and back."""
+"""Expert parallelism: distribute whole experts over the `ep` axis and shard each of them over `ep_shard` with FSDP2.
+
+`Dispatch` sends tokens to the ranks that hold their experts, and sends the results back.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnizoo.config.errors import UserError
@@ -18,39 +20,41 @@ from omnizoo.ops.experts import (
     Pairs,
     add_choices,
     by_expert,
+    combine,
     gather,
     repeat_by_choice,
-    restore,
     sort_by_expert,
 )
 from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallel.exchange import exchange_rows
+from omnizoo.parallel.fsdp.shard import RESIDENT, make_unit
 from omnizoo.parallel.layout import Layout, divisors
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallel.shard import RESIDENT, set_communication
+from omnizoo.parallel.traffic_tag import sent_along
 
 
 @dataclass(frozen=True)
-class Route:
-    """Which pairs of a layer go where."""
+class ExpertRoute:
+    """Routing of one MoE layer: the (token, choice) pairs that this rank sends to and receives from each rank."""
 
-    pairs: Pairs  # of this rank's tokens, by expert
-    arriving: Pairs  # those that come here, from the order (source rank, expert, token) to (expert, source rank, token)
-    sent: list[int]  # pairs for each rank
-    received: list[int]
+    pairs: Pairs  # pairs of this rank's tokens, sorted by expert
+    arriving: Pairs  # received pairs; reorders (source rank, expert, token) to (expert, source rank, token)
+    sent: list[int]  # number of pairs sent to each rank
+    received: list[int]  # number of pairs received from each rank
 
 
 @dataclass(frozen=True)
 class Dispatch:
     """Sends each token to the ranks of `group` that hold its experts, and the results back. No token is dropped.
 
-    Rank r holds experts r x E/ranks and on. Of rows `[T x K, H]`, one all-to-all goes there and one back (in backward
-    as well). Who gets how many is exchanged before, and read on the host once; recomputation remembers it, and ends
-    before the way back. Ranks without tokens must call, too.
+    Rank r holds the E/ranks experts from number r x E/ranks. Rows `[T x K, H]` are sent by one all-to-all and their
+    results returned by another, in forward and in backward. The row counts are exchanged first, which takes one host
+    sync. Recomputation reuses the counts of the first forward pass and skips the all-to-all that returns the results.
+    Collective: all ranks must call it, including ranks without tokens.
     """
 
     group: dist.ProcessGroup
-    experts: int  # of the layer, over all ranks
+    experts: int  # number of experts of the layer, over all ranks
     recomputation: Recomputation = field(default_factory=Recomputation)
 
     def __call__(
@@ -60,52 +64,68 @@ class Dispatch:
         weights: torch.Tensor,
         compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        route: Route = self.recomputation.once(partial(self.route, index))
+        """Return the weighted sum of the chosen experts' outputs for each token, `[T, H]`.
+
+        Args:
+            hidden: Hidden states of this rank's tokens, `[T, H]`.
+            index: Experts that each token chose, `[T, K]`.
+            weights: Routing weights, `[T, K]`.
+            compute: Function of (rows sorted by expert, number of rows of each local expert, routing weights) that runs
+                the experts of this rank.
+        """
+        route: ExpertRoute = self.recomputation.once(partial(self.route, index))
         pairs, arriving = route.pairs, route.arriving
-        rows = exchange_rows(gather(hidden, pairs), route.sent, route.received, self.group)
-        arrived = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group)
+        rows = exchange_rows(gather(hidden, pairs), route.sent, route.received, self.group, "ep")
+        arrived = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group, "ep")
         rows = compute(gather(rows, arriving), arriving.counts, gather(arrived, arriving))
-        out: torch.Tensor = _WayBack.apply(restore(rows, arriving), self, route)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _WayBack.apply(combine(rows, arriving), self, route)  # type: ignore[no-untyped-call]
         return out
 
-    def route(self, index: torch.Tensor) -> Route:
+    def route(self, index: torch.Tensor) -> ExpertRoute:
+        """Return the route of tokens that chose the experts `index` `[T, K]`. Collective: all ranks must call it."""
         ranks = self.group.size()
         here = self.experts // ranks
         pairs = sort_by_expert(index, self.experts)
         arriving = torch.empty_like(pairs.counts)
-        dist.all_to_all_single(arriving, pairs.counts, group=self.group)
+        with sent_along("ep"):
+            dist.all_to_all_single(arriving, pairs.counts, group=self.group)
         sent, received = self.split(pairs, arriving)
-        # They come ordered by (source rank, expert, token); experts want (expert, source rank, token), a fixed order.
+        # Pairs arrive sorted by (source rank, expert, token). Experts need (expert, source rank, token), which is
+        # deterministic.
         expert = torch.arange(here, device=index.device).repeat(ranks)
         local = expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1)
-        return Route(pairs, sort_by_expert(local, here), sent, received)
+        return ExpertRoute(pairs, sort_by_expert(local, here), sent, received)
 
     def split(self, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
-        """How many pairs go to each rank, and come from it: the one thing that the host must know."""
+        """Return the number of pairs sent to and received from each rank. This is the only host sync of the layer."""
         by_rank = torch.stack([pairs.counts, arriving]).view(2, self.group.size(), -1).sum(2)
         sent, received = by_rank.tolist()
         return sent, received
 
 
 def most_of(group: dist.ProcessGroup, device: torch.device, count: int) -> int:
-    """The largest of what the ranks of `group` give; the host waits for it."""
-    most = torch.full((), count, dtype=torch.int64, device=device)  # its value is known to a dry run
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    """Return the maximum of `count` over the ranks of `group`. Collective, with a host sync."""
+    most = torch.full((), count, dtype=torch.int64, device=device)  # `full` keeps the value readable in a dry run
+    with sent_along("ep"):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
     return int(most)
 
 
 class _WayBack(torch.autograd.Function):
-    """`combine` of rows that are elsewhere. It saves nothing, and what comes of it is K times smaller than the rows:
-    selective recomputation keeps that."""
+    """Sends the experts' outputs back and adds up the choices of each token, like `combine` across ranks.
+
+    The function saves no tensor for backward. Selective recomputation keeps its output, which is K times smaller than
+    the rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, dispatch: Dispatch, route: Route) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, dispatch: Dispatch, route: ExpertRoute) -> torch.Tensor:
         ctx.dispatch, ctx.route = dispatch, route
 
         def come_back() -> torch.Tensor:
             if dispatch.recomputation.is_for_gradients:
                 return rows.new_empty(len(route.pairs.order) // route.pairs.choices, rows.shape[1])
-            arrived = exchange_rows(rows, route.received, route.sent, dispatch.group)
+            arrived = exchange_rows(rows, route.received, route.sent, dispatch.group, "ep")
             return add_choices(arrived, route.pairs)
 
         return dispatch.recomputation.once(come_back, large=True)
@@ -113,13 +133,13 @@ class _WayBack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        route: Route = ctx.route
+        route: ExpertRoute = ctx.route
         rows = repeat_by_choice(grad, route.pairs)
-        return exchange_rows(rows, route.sent, route.received, ctx.dispatch.group), None, None
+        return exchange_rows(rows, route.sent, route.received, ctx.dispatch.group, "ep"), None, None
 
 
 def check_experts(layout: Layout, experts: int) -> None:
-    """Refuse an `ep` that would split an expert, and name the nearest that does not."""
+    """Raise a `UserError` if `ep` does not divide the number of experts. The message suggests the nearest valid one."""
     if experts % layout.ep:
         possible = [ep for ep in divisors(layout.fsdp) if experts % ep == 0]
         nearest = min(possible, key=lambda ep: abs(ep - layout.ep))
@@ -136,19 +156,21 @@ def shard_experts(
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy = RESIDENT,
 ) -> list[nn.Module]:
-    """Spread the experts of each module over `ep`, and make it a unit of FSDP2 over `ep_shard`, in place; the units.
+    """Distribute the experts of each module over `ep` and shard them over `ep_shard` with FSDP2, in place.
 
-    Goes before the blocks around them are sharded. Parameters are `[experts, ...]`; a rank ends up with
-    1 / (ep x ep_shard) of each. Routing weights keep the precision the router gave them; rows are cast where they meet
-    the experts' weights.
+    Call this before the surrounding blocks are sharded. Parameters have the shape `[experts, ...]`, and each rank keeps
+    1 / (ep x ep_shard) of every parameter. Routing weights keep the precision of the router; rows are cast where they
+    are multiplied with the experts' weights.
+
+    Returns:
+        The modules that became FSDP2 units.
     """
     units: list[nn.Module] = []
     how: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
     for module in modules:
         for child in module.children():
-            if any(True for _ in child.parameters()):  # shared by all experts, so sharded like dense weights
-                unit = fully_shard(child, mesh=mesh.fsdp, **how)
-                set_communication(unit, mesh.fsdp)
+            if any(True for _ in child.parameters()):  # all experts share these weights: shard them like dense ones
+                make_unit(child, mesh.fsdp, **how)
                 units.append(child)
         own = dict(module.named_parameters(recurse=False))
         split = {tuple(p.shape): _dim_to_split(name, p.shape, mesh.layout) for name, p in own.items()}
@@ -156,25 +178,26 @@ def shard_experts(
             for name, p in own.items():
                 part = distribute_tensor(p.detach(), mesh.experts["ep"], [Shard(0)], src_data_rank=None)
                 setattr(module, name, nn.Parameter(part, p.requires_grad))
-        unit = fully_shard(module, mesh=mesh.expert_fsdp, shard_placement_fn=partial(_placement, split), **how)
-        set_communication(unit, mesh.expert_fsdp)
+        make_unit(module, mesh.expert_fsdp, shard_placement_fn=partial(_placement, split), **how)
         units.append(module)
     return units
 
 
 def _placement(split: dict[tuple[int, ...], int], parameter: nn.Parameter) -> Shard:
+    """Return the placement of a parameter. FSDP2 passes a parameter without its name, so the shape identifies it."""
     return Shard(split[tuple(parameter.shape)])
 
 
 def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
-    """The dim that `ep_shard` ranks share: whole experts if `ep` leaves them to us, else the last dim.
+    """Return the dim that is split over `ep_shard`: the experts' dim 0 if `ep` is 1 and it divides, else the last dim.
 
-    Not the one in between: where a gate and its up projection are published apart, transformers' loader (5.22.2) joins
-    them along that dim after it has sliced each, so a rank would get a part of both instead of a part of the whole.
+    The middle dim is not possible. If a checkpoint stores gate and up projection separately, transformers' loader
+    (5.22.2) slices each of them and then concatenates the slices along that dim. A rank would get a slice of both
+    projections instead of a slice of the concatenated weight.
     """
     ranks, last = layout.ep_shard, len(shape) - 1
     if layout.ep == 1 and (shape[0] % ranks == 0 or shape[last] % ranks):
-        return 0  # FSDP2 pads the first dim where it must, and only that
+        return 0  # FSDP2 can pad dim 0, and no other dim, if it is not divisible
     if shape[last] % ranks:
         raise UserError(
             f"parallel.ep: {layout.ep} leaves {ranks} ranks to share each expert, but the last dim of `{name}` "

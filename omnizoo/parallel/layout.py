@@ -1,17 +1,21 @@
-"""A layout is a few numbers that must multiply to the world. This file checks them without torch, so that a layout that
-cannot work is refused before a process, a group or a tensor exists."""
+"""Layouts: the sizes of the mesh axes, whose product is the world size.
+
+This module does not import torch, so an invalid layout is rejected before any process starts.
+"""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.run_sections import Parallel
+from omnizoo.config.sections.parallel import ParallelSection
+
+SHORT = {"rep": "dp_replicate", "dp": "dp_shard", "uly": "ulysses", "ring": "ring", "ep": "ep"}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes; any may be 1. `str()` and `parse` speak the short form: `rep2.dp2.uly2.ring1.ep4`."""
+    """Sizes of the mesh axes; any may be 1. `str()` returns the short form without axes of size 1: `rep2.dp2.ep4`."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -21,35 +25,40 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Ranks (or groups of `sp` ranks) that work on different packs."""
+        """Number of ranks, or groups of `sp` ranks, that process different packs."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def sp(self) -> int:
-        """Ranks that share one pack."""
+        """Number of ranks that share one pack."""
         return self.ulysses * self.ring
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share one copy of the dense weights."""
+        """Number of ranks that share one copy of the dense weights."""
         return self.dp_shard * self.sp
 
     @property
     def ep_shard(self) -> int:
-        """Ranks that share one group of experts."""
+        """Number of ranks that each expert is sharded over."""
         return self.fsdp // self.ep
 
     @property
     def world(self) -> int:
+        """World size of this layout."""
         return self.dp_replicate * self.fsdp
 
     def __str__(self) -> str:
-        axes = {"rep": self.dp_replicate, "dp": self.dp_shard, "uly": self.ulysses, "ring": self.ring, "ep": self.ep}
-        return ".".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "one process"
+        sizes = {name: getattr(self, axis) for name, axis in SHORT.items()}
+        return ".".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-def plan_layout(parallel: Parallel, world_size: int) -> Layout:
-    """The layout of `parallel` on `world_size` ranks, or a UserError that names the axis and what would work."""
+def plan_layout(parallel: ParallelSection, world_size: int) -> Layout:
+    """Return the layout that `parallel` sets for `world_size` ranks.
+
+    Raises:
+        UserError: If the sizes do not fit the world size. The message names the axis and valid sizes.
+    """
     replicate, shard, ulysses, ring = parallel.dp_replicate, parallel.dp_shard, parallel.ulysses, parallel.ring
     if shard == -1:
         for axis, size in (("ring", ring), ("ulysses", ulysses), ("dp_replicate", replicate)):
@@ -79,25 +88,30 @@ def plan_layout(parallel: Parallel, world_size: int) -> Layout:
     return layout
 
 
-def micro_batches(layout: Layout, global_batch: int, micro_batch: int) -> int:
-    """Forward passes per rank and optimizer step."""
-    if global_batch % layout.dp:
-        below, above = global_batch // layout.dp * layout.dp, (global_batch // layout.dp + 1) * layout.dp
+def micro_batches(layout: Layout, packs_per_step: int, micro_batch: int) -> int:
+    """Return the number of micro-batches per rank and optimizer step.
+
+    Raises:
+        UserError: If the packs cannot be divided evenly over ranks and micro-batches.
+    """
+    if packs_per_step % layout.dp:
+        below = packs_per_step // layout.dp * layout.dp
+        above = below + layout.dp
         raise UserError(
-            f"train.global_batch: {global_batch} packs cannot be spread evenly over {layout.dp} data-parallel ranks; "
-            f"the nearest that can: {_any_of([n for n in (below, above) if n])}"
+            f"train.packs_per_step: {packs_per_step} packs cannot be spread evenly over {layout.dp} data-parallel "
+            f"ranks; the nearest that can: {_any_of([n for n in (below, above) if n])}"
         )
-    packs = global_batch // layout.dp
+    packs = packs_per_step // layout.dp
     if packs % micro_batch:
         raise UserError(
             f"train.micro_batch: {micro_batch} does not divide the {packs} packs a rank has per step "
-            f"(train.global_batch {global_batch} / {layout.dp} ranks); it can be {_any_of(divisors(packs))}"
+            f"(train.packs_per_step {packs_per_step} / {layout.dp} ranks); it can be {_any_of(divisors(packs))}"
         )
     return packs // micro_batch
 
 
 def layouts_of(world_size: int) -> Iterator[Layout]:
-    """Every layout of a world of `world_size` ranks."""
+    """Yield every layout of `world_size` ranks."""
     for replicate in divisors(world_size):
         for ulysses in divisors(world_size // replicate):
             for ring in divisors(world_size // replicate // ulysses):
@@ -107,10 +121,12 @@ def layouts_of(world_size: int) -> Iterator[Layout]:
 
 
 def divisors(n: int) -> list[int]:
+    """Return the divisors of `n` in ascending order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d < n]
 
 
 def _any_of(numbers: list[int]) -> str:
+    """Format numbers for a message: "1, 2 or 4"."""
     shown = [str(n) for n in numbers]
     return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " or " + shown[-1]

@@ -1,4 +1,4 @@
-"""The mesh: every axis along which ranks are arranged, and the few collectives the training loop itself needs."""
+"""The device mesh: all axes along which ranks are arranged, and the collectives that the training loop itself uses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +12,16 @@ from omnizoo.config.schema import Config
 from omnizoo.ops.device import BACKENDS
 from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
+from omnizoo.parallel.traffic_tag import sent_along
 
-BUSY = ("ulysses", "ring", "ep")  # axes that tokens travel along
+BUSY = ("ulysses", "ring", "ep")  # axes with collectives inside blocks, which send tokens
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks, seen as grids. Any axis may be 1; one process is a grid of ones.
+    """All ranks, arranged as several device meshes ("views"). Any axis may have size 1; with one process, all have.
 
-        view     axes, outermost first                  what differs along an axis
+        view     axes, outermost first                  contents that differ along an axis
         data     dp_replicate, dp_shard, ring, ulysses  dp_*: packs; ring, ulysses: the tokens of one pack
         packs    dp, sp                                 the same, with dp = dp_replicate x dp_shard, sp = ring x ulysses
         dense    replicate, shard                       shards of dense weights; shard = dp_shard x sp
@@ -30,10 +31,10 @@ class Mesh:
         all-gather of weights, reduce-scatter of grads  shard (dense), ep_shard (experts)          FSDP2
         all-reduce of gradients                         replicate                                  HSDP
         all-to-all of heads against tokens              ulysses
-        keys and values passed on                       ring
+        send and receive of keys and values             ring
         all-to-all of tokens to their experts           ep
 
-    The busiest axes are innermost, so that their traffic stays inside a node.
+    The axes with the most communication are innermost, so that their collectives stay within a node.
     """
 
     layout: Layout
@@ -45,108 +46,121 @@ class Mesh:
 
     @property
     def rank(self) -> int:
+        """Global rank of this process."""
         return dist.get_rank()
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that talks to the user and writes shared files."""
+        """Whether this is rank 0, which logs and writes shared files."""
         return self.rank == 0
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the packs is this rank's; the same for all ranks that share a pack."""
+        """Data-parallel rank, which determines the packs of this rank. Ranks that share a pack have the same one."""
         return self.rank // self.layout.sp
 
     @property
-    def dp_size(self) -> int:
-        return self.layout.dp
-
-    @property
     def sp_rank(self) -> int:
-        """This rank's place among those that share a pack: ring_rank x ulysses + ulysses_rank."""
+        """Rank among the ranks that share a pack: ring_rank x ulysses + ulysses_rank."""
         return self.rank % self.layout.sp
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """What `fully_shard` gets for dense weights: 2-D (replicate, shard) for HSDP, 1-D otherwise."""
+        """Device mesh for `fully_shard` of dense weights: 2-D (replicate, shard) for HSDP, 1-D otherwise."""
         return self.dense if self.layout.dp_replicate > 1 else self.dense["shard"]
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
-        """What `fully_shard` gets for experts: 2-D (replicate, ep_shard) for HSDP, 1-D otherwise."""
+        """Device mesh for `fully_shard` of experts: 2-D (replicate, ep_shard) for HSDP, 1-D otherwise."""
         return self.experts["replicate", "ep_shard"] if self.layout.dp_replicate > 1 else self.experts["ep_shard"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one along `axis` (ring, ulysses, sp or ep) only."""
+        """Return the process group of the ranks that differ from this one only along `axis` (ring, ulysses, sp, ep)."""
         view = {"ep": self.experts, "sp": self.packs}.get(axis, self.data)
         return view.get_group(axis)
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """Process group of all ranks."""
         group = dist.group.WORLD
         assert group is not None
         return group
 
     def axes_of(self, group: dist.ProcessGroup) -> list[str]:
-        """The axes that `group` is along: several if they have the same ranks, `world` if it is none of them."""
+        """Return all axes whose group here has the same ranks as `group`, and `world` if it contains all ranks."""
         views = (self.dense, self.experts, self.data, self.packs)
         named = {axis: view.get_group(axis) for view in views for axis in view.mesh_dim_names or ()}
         wanted = dist.get_process_group_ranks(group)
         found = [axis for axis, known in named.items() if dist.get_process_group_ranks(known) == wanted]
         return found + ["world"] * (len(wanted) == self.layout.world)
 
-    @staticmethod
-    def ranks_of(group: dist.ProcessGroup) -> list[int]:
-        return dist.get_process_group_ranks(group)
-
+    @sent_along("world")
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum over all ranks, in float64 on the host: counts stay exact and no accelerator is waited for."""
+        """Return the sums of `values` over all ranks, computed in float64 on the host.
+
+        Counts stay exact, and no host sync is needed. Collective: all ranks must call it.
+        """
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor)
         return [float(v) for v in tensor]
 
+    @sent_along("world")
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` summed over all ranks, in place and where it is: the host does not wait."""
+        """Sum `tensor` over all ranks, in place, on its device and without a host sync. Collective."""
         dist.all_reduce(tensor)
         return tensor
 
     def sum_along(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` summed, in place and without gradients, over the ranks along `axis`."""
+        """Sum `tensor` over the ranks along `axis`, in place and without autograd. Collective along `axis`."""
         group = self.group(axis)
         if group.size() > 1:
-            dist.all_reduce(tensor, group=group)
+            with sent_along(axis):
+                dist.all_reduce(tensor, group=group)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's value, on rank 0; an empty list elsewhere. For small, plain objects between our own ranks."""
+        """Return the values of all ranks on rank 0, and an empty list elsewhere. Collective: all ranks must call it.
+
+        The values are pickled, so they should be small, plain objects.
+        """
         gathered: list[Any] = [None] * dist.get_world_size() if self.is_first else []
         dist.gather_object(value, gathered if self.is_first else None)
         return gathered
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return the value of rank 0 on all ranks. Collective: all ranks must call it."""
         box = [value]
         dist.broadcast_object_list(box)
         return box[0]
 
 
 def build_mesh(config: Config, process: Process) -> Mesh:
-    """Arrange all processes of the world as `config.parallel` says."""
+    """Build the mesh of all ranks for the layout in `config.parallel`. Collective: all ranks must call it.
+
+    Args:
+        config: Its `parallel` section sets the layout. `train.packs_per_step` and `train.micro_batch` must fit it.
+        process: This process, from `process_group`.
+
+    Returns:
+        The mesh. Device meshes with equal axes are reused by later calls in the same process.
+
+    Raises:
+        UserError: If the layout does not fit the world size, the packs per step or the micro-batch.
+    """
     layout = plan_layout(config.parallel, process.world_size)
-    micro_batches(layout, config.train.global_batch, config.train.micro_batch)
+    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
 
     def grid(**axes: int) -> DeviceMesh:
-        # Groups cost threads and sockets, and cannot be ended while DTensor's caches know them: meshes share grids.
+        # Process groups use threads and sockets, and DTensor's caches keep them alive: reuse meshes with equal axes.
         if tuple(axes.items()) not in process.grids:
             sizes, names = tuple(axes.values()), tuple(axes)
-            # torch lets an axis of the whole world use the default group, FSDP's too; what is sent in the middle of a
-            # block would wait there for weights that are on their way for the next.
+            # For an axis that spans the world, torch reuses the default group, also for FSDP. Collectives inside a
+            # block would then wait for the all-gather that prefetches the next block's weights: use a separate group.
             own: dict[int | str, Any] = {
                 name: dist.get_backend() for name in BUSY if 1 < axes.get(name, 1) == process.world_size
             }
             if device_backend := BACKENDS.get(process.device.type):
-                own = dict.fromkeys(names, device_backend)  # and no second one for the host, which only the world has
+                own = dict.fromkeys(names, device_backend)  # only the world group needs a backend for CPU
             made = init_device_mesh(process.device.type, sizes, mesh_dim_names=names, backend_override=own)
             process.grids[tuple(axes.items())] = made
         return process.grids[tuple(axes.items())]
@@ -161,7 +175,7 @@ def build_mesh(config: Config, process: Process) -> Mesh:
         process.device,
     )
     if layout.ring > 1 and process.device.type in BACKENDS:
-        # NCCL connects at the first message, which all ranks of a group must take part in; ours skip empty ones. Not a
-        # barrier: where a group has a backend for the host, too, that would be the one to wait.
+        # NCCL connects a group at its first operation, which all its ranks must join, but the ring skips empty
+        # messages. A barrier would not do: it could use the group's CPU backend instead of NCCL.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh

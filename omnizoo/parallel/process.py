@@ -1,6 +1,6 @@
-"""Starting and ending this process's part in the run: rank, device, store and process group.
+"""Join and leave the distributed run: rank, device, store and process group of this process.
 
-One process is a world of one: the same code path, with an in-memory store and no network.
+A single process runs the same code with world size 1, an in-memory store and no network.
 """
 
 import os
@@ -13,18 +13,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from omnizoo.ops.device import backend_for, is_host, pick_device
-from omnizoo.ops.host_memory import keep_freed_memory
+from omnizoo.ops.memory.host_allocator import keep_freed_memory
 from omnizoo.ops.torch_private import abort_groups, register_fake_collectives
 from omnizoo.parallel.rendezvous import meeting_point, place_in_world
 
 
 @dataclass(frozen=True)
 class Process:
+    """Rank, world size and device of this process."""
+
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
-    grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)  # made so far, by axes and sizes
+    grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)  # cache, by axis names and sizes
 
 
 @contextmanager
@@ -34,17 +36,28 @@ def process_group(
     on_failure: Callable[[int, BaseException], None] | None = None,
     device: str | None = None,
 ) -> Iterator[Process]:
-    """Join the world for the length of the block: as (rank, world size, local rank), or as the environment says; on a
-    `device` of that kind, or on what there is.
+    """Context manager: join the default process group on entry and leave it on exit. Collective.
 
-    `on_failure(rank, error)` is told what ended the block before any other rank can notice that this one is gone.
+    Args:
+        place: (rank, world size, local rank). Default: read from the environment that our launcher, torchrun or Slurm
+            set, or a single process.
+        store: Store that the ranks connect through. Default: a TCP store at `MASTER_ADDR` and `MASTER_PORT`.
+        on_failure: Called with the rank and the error if the block raises, before this rank leaves the group and other
+            ranks fail as a consequence.
+        device: Device type, such as "cpu" or "cuda". Default: the accelerator if there is one, else the CPU.
+
+    Yields:
+        Rank, world size and device of this process.
+
+    Raises:
+        UserError: If the environment variables for rank, world size or address are missing or invalid.
     """
     rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
     own = pick_device(local_rank, device)
     if is_host(own):
         keep_freed_memory()
     store = store or _store(rank, world_size)
-    # Bound to its device, a group connects at once, and those made of it share its connections.
+    # A group that is bound to its device connects eagerly, and its subgroups share the connections.
     bound = None if is_host(own) else own
     dist.init_process_group(backend_for(own), store=store, rank=rank, world_size=world_size, device_id=bound)
     failed = False
@@ -53,23 +66,23 @@ def process_group(
     except BaseException as error:
         failed = True
         if world_size > 1:
-            error.add_note(f"on rank {rank} of {world_size}")  # the last line of a traceback
+            error.add_note(f"on rank {rank} of {world_size}")  # becomes the last line of the traceback
         if on_failure is not None:
             on_failure(rank, error)
         raise
     finally:
         if failed and not is_host(own):
-            # An orderly end would wait, up to ten minutes, for collectives that other ranks will never join.
+            # A regular shutdown would wait up to ten minutes for collectives that other ranks will never join.
             abort_groups()
         else:
             dist.destroy_process_group()
 
 
 @contextmanager
-def pretended_group(rank: int, world_size: int, device: torch.device) -> Iterator[Process]:
-    """For the length of the block, one process that takes itself for rank `rank` of `world_size`, on `device`.
+def fake_process_group(rank: int, world_size: int, device: torch.device) -> Iterator[Process]:
+    """Context manager: simulate rank `rank` of `world_size` on `device` in a single process.
 
-    Nothing is sent: collectives return at once. What they give is of the right shape, and means nothing.
+    Collectives send nothing and return at once. Their outputs have the right shapes and arbitrary values.
     """
     register_fake_collectives()
     backend = f"cpu:fake,{device.type}:fake"
@@ -81,13 +94,14 @@ def pretended_group(rank: int, world_size: int, device: torch.device) -> Iterato
 
 
 def _store(rank: int, world_size: int) -> dist.Store:
+    """Return the store that the ranks connect through."""
     if world_size == 1:
         return dist.HashStore()
     host, port = meeting_point(world_size)
     if (fd := os.environ.get("OMNIZOO_STORE_FD")) is not None:
         store = dist.TCPStore(host, port, world_size, is_master=True, master_listen_fd=int(fd))
     else:
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
         store = dist.TCPStore(host, port, world_size, is_master=rank == 0 and not hosted)
-    # After a restart by torchrun the store still holds the keys of the killed attempt; a prefix per attempt hides them.
+    # After a restart by torchrun the store still contains the keys of the killed attempt. A prefix separates attempts.
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,6 +1,6 @@
-"""Who this process is in the world, and where its ranks meet: as our launcher, torchrun or Slurm have said it.
+"""Read rank, world size and the store's address from the environment that our launcher, torchrun or Slurm set.
 
-Reads the environment only, without torch: a command can refuse a layout before anything is started.
+This module does not import torch, so a command can reject a layout before any process starts.
 """
 
 import os
@@ -9,11 +9,11 @@ import re
 from omnizoo.config.errors import UserError
 
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-FIRST_PORT, PORTS = 15_000, 10_000  # below those that Linux hands out by itself (32768 and up)
+FIRST_PORT, PORTS = 15_000, 10_000  # below Linux's ephemeral ports (32768 and up)
 
 
 def place_in_world() -> tuple[int, int, int] | None:
-    """(rank, world size, local rank) as set by our launcher, torchrun or Slurm; None if nobody started a world."""
+    """Return (rank, world size, local rank) as set by our launcher, torchrun or Slurm, or None if they are not set."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, world, local = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", "0")
@@ -27,7 +27,7 @@ def place_in_world() -> tuple[int, int, int] | None:
 
 
 def tasks_without_srun() -> int:
-    """How many tasks a Slurm job has, if this process is its batch script itself; else 0."""
+    """Return the number of Slurm tasks if this process is the batch script of a job with several tasks, else 0."""
     env = os.environ
     is_script = "SLURM_PROCID" in env and "SLURM_STEP_ID" not in env and "RANK" not in env
     tasks = _number("SLURM_NTASKS", "1") if is_script else 1
@@ -35,7 +35,7 @@ def tasks_without_srun() -> int:
 
 
 def meeting_point(world_size: int) -> tuple[str, int]:
-    """(host, port) of the store. Under Slurm: the first node of the step, and a port that its job alone has."""
+    """Return (host, port) of the store. Under Slurm: the first node of the step, and a port derived from the job id."""
     env = os.environ
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     nodes = next((env[name] for name in NODE_LISTS if env.get(name)), None)
@@ -54,7 +54,7 @@ def meeting_point(world_size: int) -> tuple[str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a Slurm list such as `gpu[003-006,9],login1`: `gpu003`."""
+    """Return the first name of a Slurm node list: `gpu003` for `gpu[003-006,9],login1`."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     name = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first)
     if not name:
@@ -63,6 +63,7 @@ def first_host(nodes: str) -> str:
 
 
 def _number(name: str, default: str = "") -> int:
+    """Return a non-negative integer from an environment variable."""
     text = os.environ.get(name, default)
     if not re.fullmatch("[0-9]{1,10}", text):
         raise UserError(f"the environment variable {name} is {text!r}; expected a number, as torchrun or Slurm set it")

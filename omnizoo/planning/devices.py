@@ -1,4 +1,4 @@
-"""Accelerators, as far as a plan must know them: memory, FLOP/s and bandwidth of data sheets; links are rough."""
+"""Memory, FLOP/s and bandwidth of accelerators, from data sheets. The bandwidths of links are approximate."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,14 +10,16 @@ from omnizoo.config.errors import UserError
 
 @dataclass(frozen=True)
 class Device:
-    memory_gb: float  # as it is sold, and taken as GiB: what 80 GB devices have is nearer to that
-    per_node: int = 8
-    bf16_tflops: float = 0.0  # dense, accumulated in fp32
-    inside_gb_per_s: float = 0.0  # to the other devices of a node, one direction
-    across_gb_per_s: float = 0.0  # to other nodes, per device, one direction
-    memory_gb_per_s: float = 0.0  # between the device and its own memory
-    fp32_tflops: float = 0.0  # of matmuls that are not in bf16
-    save_gb_per_s: float = 2.0  # of a node to where checkpoints are kept: a guess, put your own in a file
+    """Properties of an accelerator. 0 means unknown."""
+
+    memory_gb: float  # advertised size, used as GiB, which is closer to the real size of 80 GB devices
+    per_node: int = 8  # devices per node
+    bf16_tflops: float = 0.0  # dense peak, accumulated in fp32
+    inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, one direction
+    across_gb_per_s: float = 0.0  # bandwidth to other nodes, per device, one direction
+    memory_gb_per_s: float = 0.0  # bandwidth of the device memory
+    fp32_tflops: float = 0.0  # peak of matmuls that are not in 16 bits
+    save_gb_per_s: float = 2.0  # bandwidth of a node to the checkpoint storage; a guess, which a device file can set
 
 
 DEVICES = {
@@ -31,7 +33,11 @@ LARGEST_FILE = 2**16
 
 
 def read_device(name: str) -> Device:
-    """A device by name, or of one's own, from a YAML file with the fields of `Device`."""
+    """Return the device with this name, or read it from a YAML file with the fields of `Device`.
+
+    Raises:
+        UserError: If `name` is neither a known device nor a valid file.
+    """
     if name in DEVICES:
         return DEVICES[name]
     path = Path(name)

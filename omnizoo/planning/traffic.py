@@ -1,60 +1,55 @@
-"""What a step sends: each kind of collective along each axis of the mesh, with bytes, and how far it goes."""
+"""Collectives of a step, by operation and mesh axis, with bytes, and whether they stay within a node."""
 
-import sys
 from collections import Counter
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
+import torch.distributed as dist
 
-from omnizoo.parallel.collectives import CollectiveCounter
+from omnizoo.config.errors import UserError
+from omnizoo.parallel.collective_counter import CollectiveCounter
 from omnizoo.parallel.mesh import Mesh
-
-# Axes may have the same ranks: then what sends tells them apart.
-SENDERS = {
-    "/parallel/ulysses.py": "ulysses",
-    "/parallel/ring.py": "ring",
-    "/parallel/route.py": "world",
-    "/parallel/exchange.py": "ep",
-    "/parallel/experts.py": "ep",
-}
+from omnizoo.parallel.traffic_tag import tagged_axes
 
 
 @dataclass(frozen=True)
 class Collective:
-    op: str
-    axis: str
-    inside_node: bool
-    host: bool  # between hosts, of values that never were on a device
-    ranks: int = 1  # that take part
-    in_a_node: int = 1  # of them, in the node of this rank
+    """A kind of collective."""
+
+    op: str  # such as "all-gather"
+    axis: str  # mesh axis
+    inside_node: bool  # whether all ranks are on one node
+    host: bool  # whether the tensors are on the CPU
+    ranks: int = 1  # number of ranks
+    in_a_node: int = 1  # number of ranks on the node of this rank
 
 
 class Traffic(CollectiveCounter):
-    """Calls and bytes (of what this rank puts in) by collective."""
+    """Counts `calls` and `bytes` (the inputs of this rank) by `Collective`."""
 
     def __init__(self, mesh: Mesh, per_node: int) -> None:
         super().__init__()
         self.mesh, self.per_node = mesh, per_node
-        self.count: Counter[Collective] = Counter()
-        self.sent: Counter[Collective] = Counter()
 
-    def add(self, name: str, group: torch.distributed.ProcessGroup, device: torch.device, size: int) -> None:
-        super().add(name, group, device, size)
-        nodes = Counter(rank // self.per_node for rank in self.mesh.ranks_of(group))
-        axis, near = self._axis(name, group, device), nodes[self.mesh.rank // self.per_node]
+    def add(self, name: str, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
+        nodes = Counter(rank // self.per_node for rank in dist.get_process_group_ranks(group))
+        axis = self._axis(name, group, device)
+        near = nodes[self.mesh.rank // self.per_node]
         collective = Collective(name, axis, len(nodes) == 1, device.type == "cpu", nodes.total(), near)
-        self.count[collective] += 1
-        self.sent[collective] += size
+        self.calls[collective] += 1
+        self.bytes[collective] += size
 
-    def _axis(self, name: str, group: torch.distributed.ProcessGroup, device: torch.device) -> str:
+    def _axis(self, name: str, group: dist.ProcessGroup, device: torch.device) -> str:
+        """Return the mesh axis of a collective: the tagged one, if several axes have the ranks of `group`."""
         possible = self.mesh.axes_of(group)
-        if device.type == "cpu" and "world" in possible:
-            return "world"
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and len(possible) > 1:
-            for file, axis in SENDERS.items():
-                if frame.f_code.co_filename.endswith(file) and axis in possible:
-                    return axis
-            frame = frame.f_back
-        return "world" if name == "all-to-all" and "world" in possible else possible[0]
+        if "world" in possible and device.type == "cpu" != self.mesh.device.type:
+            return "world"  # the only group with a CPU backend
+        tagged = [axis for axis in tagged_axes() if axis in possible]
+        if len(possible) > 1 and len(tagged) != 1:
+            raise UserError(
+                f"plan: {name} on ranks that the axes {', '.join(possible)} have in common is not tagged. "
+                "Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
+            )
+        axis = tagged[0] if tagged else possible[0]
+        is_like_dense = axis == "ep_shard" and "shard" in possible  # experts are sharded like dense weights, as ep is 1
+        return "shard" if is_like_dense else axis

@@ -1,14 +1,18 @@
-"""Audio Flamingo 3: sound of up to ten minutes, in windows of 30 s that are masked where it ends."""
+"""Audio Flamingo 3: audio of up to ten minutes, in windows of 30 s whose padding is masked."""
 
-from omnizoo.recipes.audio_towers import PROJECTOR, TOWER, SeveralWindows, enter, sound_only
-from omnizoo.recipes.base import Recipe
+from functools import partial
 
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.audio_encoders import PROJECTOR, TOWER, SeveralWindows
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+
+AUDIO = EncoderSpec(SeveralWindows, "<sound>")
 RECIPE = Recipe(
     about="Audio Flamingo 3 7B",
     blocks=("Qwen2DecoderLayer", "AudioFlamingo3EncoderLayer"),
-    shrink={"audio_config": {"max_source_positions": 50}},
-    modalities=sound_only(SeveralWindows, "", "<sound>"),
-    enter=enter,
-    towers={"audio": TOWER},
-    projectors={"audio": (PROJECTOR,)},
+    small_config={"audio_config": {"max_source_positions": 50}},
+    modalities=partial(build_modalities, {"audio": AUDIO}),
+    merge_features=enter_features,
+    media_modules=(MediaModule("audio", "encoder", TOWER, projectors=(PROJECTOR,)),),
 )

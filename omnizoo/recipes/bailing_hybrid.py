@@ -1,6 +1,6 @@
-"""Ling hybrids: Kimi delta attention and latent attention, experts in groups."""
+"""Ling hybrid models: Kimi delta attention, latent attention, grouped experts."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(
     about="Ling hybrids",

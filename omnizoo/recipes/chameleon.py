@@ -1,25 +1,28 @@
-"""Chameleon: pictures in as tokens of the text, and predicted as such. transformers' VQ model cannot draw them."""
+"""Chameleon: images as tokens of the vocabulary, in input and output.
+
+The VQ model of transformers has no decoder, so generated tokens cannot be rendered as images.
+"""
 
 from transformers import ChameleonImageProcessorPil, PreTrainedModel
 
 from omnizoo.modalities.base import Modality
-from omnizoo.recipes.base import Options, Recipe
-from omnizoo.recipes.picture_codes import VocabularyCodes, checked, enter_ids
-from omnizoo.recipes.qwen_towers import preprocessor
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Options, Recipe
+from omnizoo.recipes.shared.encoders import build_with_options, load_processor
+from omnizoo.recipes.shared.image_tokenizers import VocabularyCodes, enter_ids
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
     edge = model.config.vq_config.resolution
     size, crop = {"shortest_edge": edge}, {"height": edge, "width": edge}
-    processor = preprocessor(ChameleonImageProcessorPil, folder, {}, size=size, crop_size=crop)
-    given = options.get("image/decoder", {})
-    codes = checked(VocabularyCodes, "model.modalities.image.decoder", model, processor, edge, **given)
+    processor = load_processor(ChameleonImageProcessorPil, folder, {}, size=size, crop_size=crop)
+    codes = build_with_options(VocabularyCodes, options, "image/decoder", model, processor, edge)
     return {"image": Modality("image", None, codes, "<racm3:break>", "<image>", "<eoss>")}
 
 
 RECIPE = Recipe(
     about="Chameleon 7B, 30B",
     modalities=modalities,
-    enter=enter_ids,
-    producers={"image": ()},
+    merge_features=enter_ids,
+    media_modules=(MediaModule("image", "decoder", ""),),
 )

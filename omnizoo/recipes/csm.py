@@ -1,26 +1,23 @@
-"""CSM: speakers who say what their turns have as text, in codes of Mimi. It writes no text."""
+"""CSM: speech of several speakers, generated from the text of their turns as Mimi codes. It generates no text."""
 
 from transformers import PreTrainedModel
 
 from omnizoo.modalities.base import Modality
-from omnizoo.models.media_model import Turns
-from omnizoo.recipes.base import Options, Recipe
-from omnizoo.recipes.picture_codes import checked
-from omnizoo.recipes.speech_codes import DepthCodes, enter
-
-CODEC, DEPTH = "codec_model", "depth_decoder"
+from omnizoo.models.media.media_model import MediaModule, SpeakerFormat
+from omnizoo.models.recipe import Options, Recipe
+from omnizoo.recipes.shared.encoders import build_with_options
+from omnizoo.recipes.shared.speech_tokenizers import DepthCodes, enter
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
-    given = options.get("audio/decoder", {})
-    codes = checked(DepthCodes, "model.modalities.audio.decoder", model, CODEC, DEPTH, **given)
+    codes = build_with_options(DepthCodes, options, "audio/decoder", model)
     return {"audio": Modality("audio", None, codes, "", "<|AUDIO|>", "", last="<|audio_eos|>")}
 
 
 RECIPE = Recipe(
     about="CSM 1B",
     blocks=("CsmDecoderLayer",),
-    shrink={
+    small_config={
         "depth_decoder_config": {
             "backbone_hidden_size": 128,
             "hidden_size": 64,
@@ -40,8 +37,8 @@ RECIPE = Recipe(
         },
     },
     modalities=modalities,
-    enter=enter,
-    producers={"audio": (DEPTH,)},
-    turns=Turns("{bos_token}[{role}]", "{eos_token}", r"\d+", 'a speaker by number, such as "0"', "0"),
-    undrawn=("MimiEuclideanCodebook.embed_sum",),  # zeros, with which every sound would be one code
+    merge_features=enter,
+    media_modules=(MediaModule("audio", "decoder", "depth_decoder"),),
+    speaker_format=SpeakerFormat("{bos_token}[{role}]", "{eos_token}", r"\d+", 'a speaker by number, such as "0"', "0"),
+    uninitialized=("MimiEuclideanCodebook.embed_sum",),  # initialized to zeros, which map all audio to one code
 )

@@ -1,17 +1,21 @@
-"""Emu3: pictures in and out as tokens of the text, made by its own VQ model; any shape, a line at a time."""
+"""Emu3: images as tokens of the vocabulary, in input and output, from the VQ model inside it.
+
+Images have any shape; a token ends each row of codes.
+"""
 
 from transformers import Emu3ImageProcessor, PreTrainedModel
 
 from omnizoo.modalities.base import Modality
-from omnizoo.recipes.base import Options, Recipe
-from omnizoo.recipes.picture_codes import LinedCodes, checked, enter_ids, picture_processor
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Options, Recipe
+from omnizoo.recipes.shared.encoders import HALF, build_with_options, load_processor
+from omnizoo.recipes.shared.image_tokenizers import LinedCodes, enter_ids
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
     factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
-    processor = picture_processor(Emu3ImageProcessor, folder, spatial_factor=factor)
-    given = options.get("image/decoder", {})
-    codes = checked(LinedCodes, "model.modalities.image.decoder", model, processor, folder, **given)
+    processor = load_processor(Emu3ImageProcessor, folder, HALF, spatial_factor=factor)
+    codes = build_with_options(LinedCodes, options, "image/decoder", model, processor, folder)
     return {"image": Modality("image", None, codes, "<|image start|>", "<image>", "<|image end|>")}
 
 
@@ -19,6 +23,6 @@ RECIPE = Recipe(
     about="Emu3 Chat, Gen 8B",
     blocks=("Emu3DecoderLayer",),
     modalities=modalities,
-    enter=enter_ids,
-    producers={"image": ()},
+    merge_features=enter_ids,
+    media_modules=(MediaModule("image", "decoder", ""),),
 )

@@ -1,8 +1,8 @@
-"""Gemma 3 (text): five sliding-window layers to one full one, each kind with its own rotary base; scaled embeddings."""
+"""Gemma 3 (text): five sliding-window layers per full one, with separate rotary bases; scaled embeddings."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(
     about="Gemma 3, the language model alone",
-    shrink={"query_pre_attn_scalar": 16},  # queries are scaled by this, not by the width of a head
+    small_config={"query_pre_attn_scalar": 16},  # scales queries instead of the head width
 )

@@ -1,5 +1,5 @@
-"""GLM 4.5 MoE: dense first layers, shared expert, sigmoid routing with a bias, rotary on half of each head."""
+"""GLM 4.5 MoE: dense first layers, shared expert, sigmoid routing with a bias, RoPE on half of each head."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
-RECIPE = Recipe(about="GLM 4.5 and 4.6", shrink={"first_k_dense_replace": 1})
+RECIPE = Recipe(about="GLM 4.5 and 4.6", small_config={"first_k_dense_replace": 1})

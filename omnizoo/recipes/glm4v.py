@@ -1,4 +1,4 @@
-"""GLM-4.1V: GLM-4.5V's media over a dense language model."""
+"""GLM-4.1V: the encoders of GLM-4.5V with a dense language model."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""gpt-oss 20B and 120B: experts with biases and interleaved gates, attention sinks, every other layer windowed."""
+"""gpt-oss 20B and 120B: experts with biases and interleaved gates, attention sinks, a window in every other layer."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="gpt-oss 20B and 120B")

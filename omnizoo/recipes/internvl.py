@@ -1,4 +1,4 @@
-"""InternVL: pictures in squares, as many as fit their shape, and one more that shows the whole. Any language model."""
+"""InternVL: images as one square tile, or as several and a thumbnail, depending on the shape. Any language model."""
 
 from functools import partial
 from typing import Any
@@ -7,36 +7,37 @@ from transformers import PreTrainedModel
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-from omnizoo.recipes.base import Recipe
-from omnizoo.recipes.vision_towers import TileTower, build_vision, enter_features, image_processor
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, load_processor
+from omnizoo.recipes.shared.image_encoders import TileTower
 
 PUBLISHED = {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD}
 
 
 class CutTower(TileTower):
-    """Pictures of `min_tiles` to `max_tiles` squares; by default what the folder's preprocessor says."""
+    """Encoder for images of `min_tiles` to `max_tiles` tiles; the defaults are in the preprocessor config."""
 
     def __init__(
         self, model: PreTrainedModel, folder: str | None, min_tiles: int | None = None, max_tiles: int | None = None
     ) -> None:
         config: Any = model.config
         (height, width), patch = config.vision_config.image_size, config.vision_config.patch_size
-        processor = image_processor(
-            *(GotOcr2ImageProcessorPil, folder, PUBLISHED),
+        processor = load_processor(
+            GotOcr2ImageProcessorPil,
+            folder,
+            PUBLISHED,
             size={"height": height, "width": width},
-            crop_to_patches=True,  # the published processor asks for it, whatever its file says
+            crop_to_patches=True,  # the processor of InternVL sets it, whatever the value in its file
             min_patches=min_tiles,
             max_patches=max_tiles,
         )
         patches = (height // patch[0]) * (width // patch[1])
         each = round(patches * config.downsample_ratio**2)
-        super().__init__(
-            *(model, "model.vision_tower", "model.multi_modal_projector", processor, height, patches, each)
-        )
+        super().__init__(model, "model.vision_tower", "model.multi_modal_projector", processor, height, patches, each)
 
     def tiles(self, height: int, width: int) -> int:
-        tiles: int = self.processor.get_number_of_image_patches(height, width)
-        return tiles
+        return int(self.processor.get_number_of_image_patches(height, width))
 
     def layout(self, tiles: int) -> tuple[str | int, ...]:
         return ("<img>", tiles * self.each, "</img>")
@@ -44,9 +45,8 @@ class CutTower(TileTower):
 
 RECIPE = Recipe(
     about="InternVL 3 and 3.5",
-    shrink={"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}, "image_seq_length": 4},
-    modalities=partial(build_vision, {"image": (CutTower, "<IMG_CONTEXT>", ("<img>", "</img>"))}),
-    enter=enter_features,
-    towers={"image": "model.vision_tower"},
-    projectors={"image": ("model.multi_modal_projector",)},
+    small_config={"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}, "image_seq_length": 4},
+    modalities=partial(build_modalities, {"image": EncoderSpec(CutTower, "<IMG_CONTEXT>", ("<img>", "</img>"))}),
+    merge_features=enter_features,
+    media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.multi_modal_projector",)),),
 )

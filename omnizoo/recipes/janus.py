@@ -1,28 +1,28 @@
-"""Janus: pictures in through a vision tower, pictures out as codes, with an embedding and a head of their own."""
+"""Janus: images in through a vision tower, images out as codes with a separate embedding and head."""
 
 from transformers import JanusImageProcessorPil, PreTrainedModel
 
 from omnizoo.modalities.base import Modality
-from omnizoo.recipes.audio_towers import enter
-from omnizoo.recipes.base import Options, Recipe
-from omnizoo.recipes.picture_codes import SquareCodes, SquareTower, checked, picture_processor
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Options, Recipe
+from omnizoo.recipes.shared.encoders import HALF, build_with_options, enter_features, load_processor
+from omnizoo.recipes.shared.image_tokenizers import SquareCodes, SquareImageEncoder
 
 TOWER, ALIGNER = "model.vision_model", "model.aligner"
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
     edge = model.config.vision_config.image_size
-    processor = picture_processor(JanusImageProcessorPil, folder, size={"height": edge, "width": edge})
-    given = {role: options.get(f"image{role}", {}) for role in ("", "/decoder")}
-    tower = checked(SquareTower, "model.modalities.image.encoder", model, processor, TOWER, ALIGNER, **given[""])
-    codes = checked(SquareCodes, "model.modalities.image.decoder", model, processor, **given["/decoder"])
-    return {"image": Modality("image", tower, codes, "<begin_of_image>", "<image_placeholder>", "<end_of_image>")}
+    processor = load_processor(JanusImageProcessorPil, folder, HALF, size={"height": edge, "width": edge})
+    encoder = build_with_options(SquareImageEncoder, options, "image", model, processor, TOWER, ALIGNER)
+    decoder = build_with_options(SquareCodes, options, "image/decoder", model, processor)
+    return {"image": Modality("image", encoder, decoder, "<begin_of_image>", "<image_placeholder>", "<end_of_image>")}
 
 
 RECIPE = Recipe(
     about="Janus 1B, Pro 1B, Pro 7B",
     blocks=("LlamaDecoderLayer", "JanusVisionEncoderLayer"),
-    shrink={
+    small_config={
         "vision_config": {"image_size": 32, "patch_size": 8, "num_image_tokens": 16, "projection_dim": 128},
         "vq_config": {
             "num_embeddings": 64,
@@ -36,8 +36,11 @@ RECIPE = Recipe(
         },
     },
     modalities=modalities,
-    enter=enter,
-    towers={"image": TOWER},
-    projectors={"image": (ALIGNER,)},
-    producers={"image": ("model.generation_embeddings", "model.generation_aligner", "model.generation_head")},
+    merge_features=enter_features,
+    media_modules=(
+        MediaModule("image", "encoder", TOWER, projectors=(ALIGNER,)),
+        MediaModule("image", "decoder", "model.generation_embeddings"),
+        MediaModule("image", "decoder", "model.generation_aligner"),
+        MediaModule("image", "decoder", "model.generation_head"),
+    ),
 )

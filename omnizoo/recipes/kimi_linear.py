@@ -1,6 +1,6 @@
-"""Kimi Linear 48B-A3B: a delta rule that decays by channels, latent attention in every fourth layer, experts."""
+"""Kimi Linear 48B-A3B: a delta rule with decay per channel, latent attention in every fourth layer, experts."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(
     about="Kimi Linear 48B-A3B",

@@ -1,5 +1,7 @@
-"""LFM2: short gated convolutions, with attention in between."""
+"""LFM2: short gated convolutions, with some attention layers."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
-RECIPE = Recipe(about="LFM2 350M to 2.6B", shrink={"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2})
+RECIPE = Recipe(
+    about="LFM2 350M to 2.6B", small_config={"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+)

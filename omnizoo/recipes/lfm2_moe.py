@@ -1,11 +1,11 @@
-"""LFM2 with experts: short convolutions, and attention in some layers."""
+"""LFM2 with experts: short convolutions, with some attention layers."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(
     about="LFM2 8B-A1B",
-    shrink={
+    small_config={
         "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],  # the first one dense; by default it has none at all
+        "layer_types": ["conv", "full_attention", "conv"],  # the first layer is dense; the default is None
     },
 )

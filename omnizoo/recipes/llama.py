@@ -1,5 +1,5 @@
-"""Llama 2 and 3: dense; nothing to add: the model itself tells all."""
+"""Llama 2 and 3: dense. The recipe is empty because the model provides everything."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="Llama 2 and 3, and the many models of their shape")

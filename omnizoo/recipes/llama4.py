@@ -1,23 +1,23 @@
-"""Llama 4: pictures in squares, as many as fit their shape, and one more that shows the whole; experts.
+"""Llama 4: images as square tiles, whose number depends on the shape, and a thumbnail; experts.
 
-Its experts all run on every token, by code of their own: there is nothing for expert parallelism to deal out.
+The experts bypass the experts interface of transformers and run on all tokens, so expert parallelism is unavailable.
 """
 
 from functools import partial
 
-from omnizoo.recipes.base import Recipe
-from omnizoo.recipes.llama_towers import MARKS, CanvasTower
-from omnizoo.recipes.vision_towers import build_vision, enter_features
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+from omnizoo.recipes.shared.llama4_image import MARKS, CanvasTower
 
 RECIPE = Recipe(
     about="Llama 4 Scout and Maverick",
     has_experts=False,
-    shrink={
+    small_config={
         "vision_config": {"image_size": 56, "patch_size": 14, "hidden_size": 64, "intermediate_size": 256}
         | dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64)
     },
-    modalities=partial(build_vision, {"image": (CanvasTower, "<|patch|>", MARKS)}),
-    enter=enter_features,
-    towers={"image": "vision_model"},
-    projectors={"image": ("multi_modal_projector",)},
+    modalities=partial(build_modalities, {"image": EncoderSpec(CanvasTower, "<|patch|>", MARKS)}),
+    merge_features=enter_features,
+    media_modules=(MediaModule("image", "encoder", "vision_model", projectors=("multi_modal_projector",)),),
 )

@@ -1,6 +1,6 @@
-"""MiniCPM-V 4.7: a picture small and in slices, whose places lie on one canvas of positions, over Qwen3.5's text model.
+"""MiniCPM-V 4.7: a thumbnail and slices of an image share one canvas of positions; text model of Qwen3.5.
 
-Clips, which its processor cuts into slices and stacks of frames, are not read here.
+Videos, which its processor splits into slices and stacks of frames, are not supported.
 """
 
 from collections.abc import Sequence
@@ -10,47 +10,45 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from omnizoo.modalities.base import Item, Modality
-from omnizoo.models.media_model import Ids
-from omnizoo.recipes.base import Options, Recipe
-from omnizoo.recipes.minicpm_towers import BEGIN, END, SLICE, SLICE_END, SlicedTower
-from omnizoo.recipes.qwen_towers import SHRINK_PARTIAL
-from omnizoo.recipes.vision_towers import build_vision, enter_features
+from omnizoo.modalities.base import Modality
+from omnizoo.modalities.item import Ids, MediaItem
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Options, Recipe
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+from omnizoo.recipes.shared.minicpm_image import BEGIN, END, SLICE, SLICE_END, SlicedTower
+from omnizoo.recipes.shared.qwen_image import SHRINK_PARTIAL, token_kinds, with_text_positions
 
 NUMBER, NUMBER_END = "<image_id>", "</image_id>"
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
-    """The published processor counts the pictures of a conversation, unless the folder says otherwise."""
+    """Build the image encoder. Like the published processor, number images unless the folder's settings disable it."""
     marks = (BEGIN, END, SLICE, SLICE_END, NUMBER, NUMBER_END)
-    built = build_vision({"image": (SlicedTower, "<|image_pad|>", marks)}, model, folder, options)
+    built = build_modalities({"image": EncoderSpec(SlicedTower, "<|image_pad|>", marks)}, model, folder, options)
     encoder: Any = built["image"].encoder
     if not encoder.processor.use_image_id:
         return built
     return {"image": replace(built["image"], in_chat=f"{NUMBER}{{before}}{NUMBER_END}{{item}}")}
 
 
-def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> Ids:
-    """`[4, L]`: in the text, by which samples are told apart; then time, height and width, by the model's own rule."""
-    kinds = torch.zeros(1, len(ids), dtype=torch.int64)
+def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> Ids:
+    """Return positions `[4, L]`, like `visual_positions`, from `get_rope_index` of the model."""
     sizes = []
     for item in items:
         slices, *shape = (int(size) for size in item.size.shape)
         sizes += [shape[:2], *[shape[2:]] * slices]
-        for first, count in item.spans:
-            kinds[0, first : first + count] = 1
     core: Any = model.get_submodule("model")
-    found, _ = core.get_rope_index(torch.from_numpy(ids).long()[None], kinds, torch.tensor(sizes) if sizes else None)
-    return torch.cat([torch.arange(len(ids))[None], found[:, 0]]).int().numpy()
+    input_ids = torch.from_numpy(ids).long()[None]
+    axes, _ = core.get_rope_index(input_ids, token_kinds(ids, items), torch.tensor(sizes) if sizes else None)
+    return with_text_positions(axes).int().numpy()
 
 
 RECIPE = Recipe(
     about="MiniCPM-V 4.7",
     blocks=("Qwen3_5DecoderLayer", "MiniCPMV4_7VisionEncoderLayer"),
-    shrink={"text_config": SHRINK_PARTIAL["text_config"], "insert_layer_id": 0},
+    small_config={"text_config": SHRINK_PARTIAL["text_config"], "insert_layer_id": 0},
     modalities=modalities,
     positions=positions,
-    enter=enter_features,
-    towers={"image": "model.vision_tower"},
-    projectors={"image": ("model.merger",)},
+    merge_features=enter_features,
+    media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.merger",)),),
 )

@@ -1,5 +1,5 @@
-"""Mistral 7B and its successors: dense, a sliding window in every layer where the config has one."""
+"""Mistral 7B and its successors: dense, with a sliding window in all layers if the config sets one."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="Mistral 7B and its successors")

@@ -1,4 +1,4 @@
-"""Mistral 3 (Small 3.1 and later): pictures of any shape by the Pixtral tower, row by row. Any language model."""
+"""Mistral 3 (Small 3.1 and later): images of any shape, row by row, through the Pixtral tower. Any language model."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,30 +14,32 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
     get_resize_output_image_size,
 )
 
-from omnizoo.modalities.base import Inputs, Size
-from omnizoo.modalities.files import picture_size, read_picture
-from omnizoo.modalities.item import Media
-from omnizoo.recipes.base import Recipe
-from omnizoo.recipes.vision_towers import PatchTower, build_vision, enter_features, image_processor
+from omnizoo.modalities.files.image import image_size, read_image
+from omnizoo.modalities.item import Inputs, MediaSize
+from omnizoo.modalities.media import Media
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, load_processor
+from omnizoo.recipes.shared.image_encoders import PatchTower
 
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class RowTower(PatchTower):
-    """Pictures of at most `max_edge` pixels along an edge; by default what the folder's preprocessor says."""
+    """Encoder for images of at most `max_edge` pixels per side; the default is in the preprocessor config."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_edge: int | None = None) -> None:
         super().__init__(model, "model.vision_tower", "model.multi_modal_projector")
         config: Any = model.config
         self.patch: int = config.vision_config.patch_size
-        self.factor: int = self.patch * config.spatial_merge_size  # pixels along the edge of one place's square
+        self.factor: int = self.patch * config.spatial_merge_size  # side of a placeholder token's square, in pixels
         published = {"size": {"longest_edge": config.vision_config.image_size}}
         square = {"height": self.factor, "width": self.factor}
         limit = {"longest_edge": max_edge} if max_edge else None
-        self.processor = image_processor(PixtralImageProcessorPil, folder, published, patch_size=square, size=limit)
+        self.processor = load_processor(PixtralImageProcessorPil, folder, published, patch_size=square, size=limit)
 
-    def measure(self, media: Media) -> Size:
-        size, empty = self.processor.size, np.broadcast_to(np.uint8(0), (3, *picture_size(media)))
+    def measure(self, media: Media) -> MediaSize:
+        size, empty = self.processor.size, np.broadcast_to(np.uint8(0), (3, *image_size(media)))
         most = (size.longest_edge,) * 2 if size.longest_edge else (size.height, size.width)
         height, width = get_resize_output_image_size(empty, most, (self.factor,) * 2, ChannelDimension.FIRST)
         rows, columns = height // self.factor, width // self.factor
@@ -45,16 +47,16 @@ class RowTower(PatchTower):
         return self.size_of(height * width // self.patch**2, rows * columns, (*lines[:-1], END))
 
     def prepare(self, media: Media) -> Inputs:
-        return {"pixels": self.processor(images=read_picture(media), return_tensors="pt")["pixel_values"][0]}
+        return {"pixels": self.processor(images=read_image(media), return_tensors="pt")["pixel_values"][0]}
 
-    def blank(self) -> Inputs:
+    def dummy_input(self) -> Inputs:
         return {"pixels": torch.zeros(3, self.factor, self.factor)}
 
-    def places(self, inputs: Inputs) -> int:
+    def count_placeholders(self, inputs: Inputs) -> int:
         return inputs["pixels"][0].numel() // self.factor**2
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """Pixels are padded to the largest picture, of which the tower sees what is theirs."""
+        """Return the features. Images are padded to the largest one; the tower ignores the padding."""
         shapes = [tuple(item["pixels"].shape[1:]) for item in items]
         height, width = (max(edges) for edges in zip(*shapes, strict=True))
         filled = [
@@ -69,9 +71,8 @@ class RowTower(PatchTower):
 
 RECIPE = Recipe(
     about="Mistral Small 3.1 and 3.2, Ministral 3",
-    shrink={"vision_config": {"image_size": 112, "patch_size": 14}},
-    modalities=partial(build_vision, {"image": (RowTower, "[IMG]", (BREAK, END))}),
-    enter=enter_features,
-    towers={"image": "model.vision_tower"},
-    projectors={"image": ("model.multi_modal_projector",)},
+    small_config={"vision_config": {"image_size": 112, "patch_size": 14}},
+    modalities=partial(build_modalities, {"image": EncoderSpec(RowTower, "[IMG]", (BREAK, END))}),
+    merge_features=enter_features,
+    media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.multi_modal_projector",)),),
 )

@@ -1,5 +1,5 @@
 """Mixtral 8x7B and 8x22B: few large experts, two per token."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="Mixtral 8x7B and 8x22B")

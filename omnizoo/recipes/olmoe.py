@@ -1,5 +1,5 @@
-"""OLMoE: small experts, many of them; `intermediate_size` is that of an expert."""
+"""OLMoE: many small experts; `intermediate_size` is the width of one expert."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="OLMoE")

@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5: dense, biased q/k/v projections."""
+"""Qwen2 and Qwen2.5: dense, query, key and value projections with biases."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="Qwen2 and Qwen2.5")

@@ -1,12 +1,13 @@
-"""Qwen2.5-Omni whole: the thinker, the talker that follows it, and the codec (token2wav) that is never trained."""
+"""Complete Qwen2.5-Omni: the thinker, the talker as its follower, and the codec (token2wav), which is never trained."""
 
 from dataclasses import replace
 from typing import Any
 
+from omnizoo.models.media.media_model import MediaModule
 from omnizoo.recipes.qwen2_5_omni_thinker import RECIPE as THINKER
-from omnizoo.recipes.qwen2_5_talker import Qwen25Talker
+from omnizoo.recipes.shared.qwen2_5_talker import Qwen25Talker
 
-WIDTH = 128  # of what `omnizoo verify` runs: each part takes in what another one gives
+WIDTH = 128  # common width of the components of the small copy that `omnizoo verify` runs
 CODEC: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -19,11 +20,11 @@ CODEC |= {"look_ahead_layers": [0], "look_backward_layers": [1]}
 RECIPE = replace(
     THINKER,
     about="Qwen2.5-Omni 3B and 7B with their talker",
-    shrink={
+    small_config={
         "thinker_config": {
-            **THINKER.shrink,
-            "text_config": {**THINKER.shrink["text_config"], "hidden_size": WIDTH},
-            "vision_config": {**THINKER.shrink["vision_config"], "out_hidden_size": WIDTH},
+            **THINKER.small_config,
+            "text_config": {**THINKER.small_config["text_config"], "hidden_size": WIDTH},
+            "vision_config": {**THINKER.small_config["vision_config"], "out_hidden_size": WIDTH},
             "audio_config": {"output_dim": WIDTH},
         },
         "talker_config": {
@@ -40,8 +41,9 @@ RECIPE = replace(
         "token2wav_config": {"dit_config": CODEC, "bigvgan_config": {"upsample_initial_channel": 64}},
     },
     language="thinker",
-    towers={name: f"thinker.{part}" for name, part in THINKER.towers.items()},
-    projectors={name: tuple(f"thinker.{p}" for p in parts) for name, parts in THINKER.projectors.items()},
-    followers={"speech": ("talker", Qwen25Talker)},
+    media_modules=(
+        *(module.within("thinker") for module in THINKER.media_modules),
+        MediaModule("speech", "follower", "talker", follower=Qwen25Talker),
+    ),
     idle=("token2wav",),
 )

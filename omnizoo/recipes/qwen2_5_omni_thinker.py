@@ -1,39 +1,46 @@
-"""The thinker of Qwen2.5-Omni: images, sound and clips; positions are in real time; towers attend in windows."""
+"""Thinker of Qwen2.5-Omni: images, audio and video; positions in real time; towers with window attention."""
 
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.modalities.base import Inside
-from omnizoo.recipes.base import Recipe
-from omnizoo.recipes.qwen_clips import WindowedClips
-from omnizoo.recipes.qwen_sound import PooledAudioTower, SoundingClips, build_thinker, in_chunks, thinker_positions
-from omnizoo.recipes.qwen_towers import SHRINK_TEXT, SHRINK_WINDOWS, WindowedTower, enter_with_sound
+from omnizoo.modalities.item import NestedRun
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import EncoderSpec
+from omnizoo.recipes.shared.qwen_audio import (
+    PooledAudioTower,
+    SoundingClips,
+    build_thinker,
+    in_chunks,
+    thinker_positions,
+)
+from omnizoo.recipes.shared.qwen_image import SHRINK_TEXT, SHRINK_WINDOWS, WindowedTower, enter_with_sound
+from omnizoo.recipes.shared.qwen_video import WindowedClips
 
 
 class Qwen25OmniClips(SoundingClips, WindowedClips):
-    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | Inside]:
+    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
         config = self.model.config
         return in_chunks(times, heard, int(config.position_id_per_seconds * config.seconds_per_chunk))
 
 
 MODALITIES = {
-    "image": (WindowedTower, "<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"),
-    "audio": (PooledAudioTower, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
-    "video": (Qwen25OmniClips, "<|vision_bos|>", "<|VIDEO|>", "<|vision_eos|>"),
+    "image": EncoderSpec(WindowedTower, "<|IMAGE|>", begin="<|vision_bos|>", end="<|vision_eos|>"),
+    "audio": EncoderSpec(PooledAudioTower, "<|AUDIO|>", begin="<|audio_bos|>", end="<|audio_eos|>"),
+    "video": EncoderSpec(Qwen25OmniClips, "<|VIDEO|>", begin="<|vision_bos|>", end="<|vision_eos|>"),
 }
 RECIPE = Recipe(
     about="Qwen2.5-Omni 3B and 7B (thinker)",
     blocks=("Qwen2_5OmniDecoderLayer", "Qwen2_5OmniVisionBlock", "Qwen2_5OmniAudioEncoderLayer"),
-    shrink={"text_config": SHRINK_TEXT, "vision_config": SHRINK_WINDOWS},
+    small_config={"text_config": SHRINK_TEXT, "vision_config": SHRINK_WINDOWS},
     modalities=partial(build_thinker, MODALITIES),
     positions=thinker_positions,
-    enter=enter_with_sound,
-    towers={"image": "model.visual", "audio": "model.audio_tower", "video": "model.visual"},
-    projectors={
-        "image": ("model.visual.merger",),
-        "audio": ("model.audio_tower.proj",),
-        "video": ("model.visual.merger",),
-    },
+    merge_features=enter_with_sound,
+    media_modules=(
+        MediaModule("image", "encoder", "model.visual", projectors=("model.visual.merger",)),
+        MediaModule("audio", "encoder", "model.audio_tower", projectors=("model.audio_tower.proj",)),
+        MediaModule("video", "encoder", "model.visual", projectors=("model.visual.merger",)),
+    ),
 )

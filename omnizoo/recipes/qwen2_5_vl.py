@@ -1,43 +1,34 @@
-"""Qwen2.5-VL: images and clips through a tower that attends in windows; M-RoPE in real time."""
+"""Qwen2.5-VL: images and videos through a tower with window attention; M-RoPE in real time."""
 
 from collections.abc import Sequence
 from functools import partial
 
 from transformers import PreTrainedModel
 
-from omnizoo.modalities.base import Item
-from omnizoo.models.media_model import Ids
-from omnizoo.recipes.base import Recipe
-from omnizoo.recipes.qwen_clips import PacedClips
-from omnizoo.recipes.qwen_towers import (
-    BEGIN,
-    END,
+from omnizoo.modalities.item import Ids, MediaItem
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import build_modalities, visual_modules
+from omnizoo.recipes.shared.qwen_image import (
     SHRINK_TEXT,
     SHRINK_WINDOWS,
     WindowedTower,
-    build_modalities,
     enter_visual,
-    shapes_of,
+    media_shapes,
     visual_positions,
 )
+from omnizoo.recipes.shared.qwen_video import PacedClips, visual_specs
 
 
-def positions(model: PreTrainedModel, ids: Ids, items: Sequence[Item]) -> Ids:
-    clips = shapes_of(items, "video")
-    return visual_positions(model, ids, items, second_per_grid_ts=None if clips is None else clips[:, 3])
+def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> Ids:
+    return visual_positions(model, ids, items, second_per_grid_ts=media_shapes(items)["second_per_grids"])
 
 
-MODALITIES = {
-    "image": (WindowedTower, BEGIN, "<|image_pad|>", END),
-    "video": (PacedClips, BEGIN, "<|video_pad|>", END),
-}
 RECIPE = Recipe(
     about="Qwen2.5-VL 3B to 72B",
     blocks=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"),
-    shrink={"text_config": SHRINK_TEXT, "vision_config": SHRINK_WINDOWS},
-    modalities=partial(build_modalities, MODALITIES),
+    small_config={"text_config": SHRINK_TEXT, "vision_config": SHRINK_WINDOWS},
+    modalities=partial(build_modalities, visual_specs(WindowedTower, PacedClips)),
     positions=positions,
-    enter=enter_visual,
-    towers=dict.fromkeys(MODALITIES, "model.visual"),
-    projectors=dict.fromkeys(MODALITIES, ("model.visual.merger",)),
+    merge_features=enter_visual,
+    media_modules=visual_modules("model.visual", "model.visual.merger"),
 )

@@ -1,16 +1,20 @@
-"""Qwen2-Audio: sounds of up to 30 s, numbered where the published chat template writes them."""
+"""Qwen2-Audio: audio of up to 30 s, numbered in chats as in the published chat template."""
 
-from omnizoo.recipes.audio_towers import PROJECTOR, TOWER, MaskedWindows, enter, sound_only
-from omnizoo.recipes.base import Recipe
+from functools import partial
 
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.audio_encoders import PROJECTOR, TOWER, MaskedWindows
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+
+AUDIO = EncoderSpec(
+    MaskedWindows, "<|AUDIO|>", begin="<|audio_bos|>", end="<|audio_eos|>", in_chat="Audio {number}: {item}\n"
+)
 RECIPE = Recipe(
     about="Qwen2-Audio 7B",
     blocks=("Qwen2DecoderLayer", "Qwen2AudioEncoderLayer"),
-    shrink={"audio_config": {"max_source_positions": 100}},
-    modalities=sound_only(
-        MaskedWindows, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", in_chat="Audio {number}: {item}\n"
-    ),
-    enter=enter,
-    towers={"audio": TOWER},
-    projectors={"audio": (PROJECTOR,)},
+    small_config={"audio_config": {"max_source_positions": 100}},
+    modalities=partial(build_modalities, {"audio": AUDIO}),
+    merge_features=enter_features,
+    media_modules=(MediaModule("audio", "encoder", TOWER, projectors=(PROJECTOR,)),),
 )

@@ -1,5 +1,5 @@
-"""Qwen3 dense: dense, normalised queries and keys."""
+"""Qwen3: dense, normalized queries and keys."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="Qwen3 dense")

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts: as Qwen3.5, experts in every layer."""
+"""Qwen3.5 with experts in every layer; otherwise like dense Qwen3.5."""
 
 from dataclasses import replace
 

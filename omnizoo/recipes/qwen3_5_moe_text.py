@@ -1,6 +1,6 @@
-"""Qwen3.5 with experts, its language model: gated delta net and gated attention, experts in every layer."""
+"""Language model of Qwen3.5 with experts: gated delta net and gated attention, experts in every layer."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(
     about="Qwen3.5 35B-A3B and larger, text",

@@ -1,6 +1,6 @@
-"""Qwen3.5, the language model of its dense sizes: three layers of gated delta net for each of gated attention."""
+"""Language model of dense Qwen3.5: three gated delta net layers per gated attention layer."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(
     about="Qwen3.5, dense, text", state_size=("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")

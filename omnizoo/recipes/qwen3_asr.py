@@ -1,14 +1,18 @@
-"""Qwen3-ASR: speech to text, sound of any length in chunks of a second."""
+"""Qwen3-ASR: speech to text, for audio of any length in chunks of one second."""
 
-from omnizoo.recipes.audio_towers import PROJECTOR, TOWER, ChunkTower, enter, sound_only
-from omnizoo.recipes.base import Recipe
+from functools import partial
 
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+from omnizoo.recipes.shared.qwen_audio import ChunkTower
+
+AUDIO = EncoderSpec(ChunkTower, "<|audio_pad|>", begin="<|audio_start|>", end="<|audio_end|>")
 RECIPE = Recipe(
     about="Qwen3-ASR 0.6B, 1.7B",
     blocks=("Qwen3DecoderLayer", "Qwen3ASRAudioEncoderLayer"),
-    shrink={"audio_config": {"downsample_hidden_size": 8}},
-    modalities=sound_only(ChunkTower, "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
-    enter=enter,
-    towers={"audio": TOWER},
-    projectors={"audio": (PROJECTOR,)},
+    small_config={"audio_config": {"downsample_hidden_size": 8}},
+    modalities=partial(build_modalities, {"audio": AUDIO}),
+    merge_features=enter_features,
+    media_modules=(MediaModule("audio", "encoder", "model.audio_tower", projectors=("model.multi_modal_projector",)),),
 )

@@ -1,5 +1,5 @@
-"""Qwen3 30B-A3B and 235B-A22B: experts in every layer, none shared."""
+"""Qwen3 30B-A3B and 235B-A22B: experts in every layer, without shared experts."""
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(about="Qwen3 30B-A3B and 235B-A22B")

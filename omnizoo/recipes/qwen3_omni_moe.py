@@ -1,11 +1,12 @@
-"""Qwen3-Omni whole: the thinker, the talker that follows it, and the codec that is never trained."""
+"""Complete Qwen3-Omni: the thinker, the talker as its follower, and the codec, which is never trained."""
 
 from dataclasses import replace
 
+from omnizoo.models.media.media_model import MediaModule
 from omnizoo.recipes.qwen3_omni_moe_thinker import RECIPE as THINKER
-from omnizoo.recipes.qwen3_talker import Qwen3Talker
+from omnizoo.recipes.shared.qwen3_talker import Qwen3Talker
 
-WIDTH, TALKER = 128, 64  # of what `omnizoo verify` runs: each part takes in what another one gives
+WIDTH, TALKER = 128, 64  # common widths of the components of the small copy that `omnizoo verify` runs
 THINKER_PARTS = {"text_config": {"hidden_size": WIDTH}, "vision_config": {"out_hidden_size": WIDTH}}
 CODE_PREDICTOR = {"hidden_size": TALKER, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
 CODE_PREDICTOR |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -19,7 +20,7 @@ RECIPE = replace(
         "Qwen3OmniMoeTalkerDecoderLayer",
         "Qwen3OmniMoeTalkerCodePredictorDecoderLayer",
     ),
-    shrink={
+    small_config={
         "thinker_config": {**THINKER_PARTS, "audio_config": {"output_dim": WIDTH}},
         "talker_config": {
             "thinker_hidden_size": WIDTH,
@@ -30,9 +31,10 @@ RECIPE = replace(
         "code2wav_config": CODEC,
     },
     language="thinker",
-    towers={name: f"thinker.{part}" for name, part in THINKER.towers.items()},
-    projectors={name: tuple(f"thinker.{p}" for p in parts) for name, parts in THINKER.projectors.items()},
-    followers={"speech": ("talker", Qwen3Talker)},
+    media_modules=(
+        *(module.within("thinker") for module in THINKER.media_modules),
+        MediaModule("speech", "follower", "talker", follower=Qwen3Talker),
+    ),
     idle=("code2wav",),
-    undrawn=("Qwen3OmniMoeTalkerTextExperts", "Qwen3OmniMoeTalkerTextTopKRouter"),
+    uninitialized=("Qwen3OmniMoeTalkerTextExperts", "Qwen3OmniMoeTalkerTextTopKRouter"),
 )

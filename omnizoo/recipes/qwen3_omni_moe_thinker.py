@@ -1,26 +1,28 @@
-"""The thinker of Qwen3-Omni: images, sound and clips; positions are in real time (fractions, too); deepstack."""
+"""Thinker of Qwen3-Omni: images, audio and video; fractional positions in real time; deepstack."""
 
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from omnizoo.modalities.base import Inside
-from omnizoo.recipes.base import Recipe
-from omnizoo.recipes.qwen_clips import InterpolatedClips
-from omnizoo.recipes.qwen_sound import AudioTower, SoundingClips, build_thinker, by_time, thinker_positions
-from omnizoo.recipes.qwen_towers import BEGIN, END, SHRINK, InterpolatedTower, enter_with_sound
+from omnizoo.modalities.item import NestedRun
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import EncoderSpec
+from omnizoo.recipes.shared.qwen_audio import AudioTower, SoundingClips, build_thinker, by_time, thinker_positions
+from omnizoo.recipes.shared.qwen_image import BEGIN, END, SHRINK, InterpolatedTower, deepstack_inputs, enter_with_sound
+from omnizoo.recipes.shared.qwen_video import InterpolatedClips
 
 
 class Qwen3OmniClips(SoundingClips, InterpolatedClips):
-    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | Inside]:
+    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
         return by_time(times, heard)
 
 
 MODALITIES = {
-    "image": (InterpolatedTower, BEGIN, "<|image_pad|>", END),
-    "audio": (AudioTower, "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
-    "video": (Qwen3OmniClips, BEGIN, "<|video_pad|>", END),
+    "image": EncoderSpec(InterpolatedTower, "<|image_pad|>", begin=BEGIN, end=END),
+    "audio": EncoderSpec(AudioTower, "<|audio_pad|>", begin="<|audio_start|>", end="<|audio_end|>"),
+    "video": EncoderSpec(Qwen3OmniClips, "<|video_pad|>", begin=BEGIN, end=END),
 }
 MERGERS = ("model.visual.merger", "model.visual.merger_list")
 RECIPE = Recipe(
@@ -29,11 +31,17 @@ RECIPE = Recipe(
         "Qwen3OmniMoeThinkerTextDecoderLayer",
         "Qwen3OmniMoeVisionBlock",
         "Qwen3OmniMoeAudioEncoderLayer",
-    ),  # the model itself calls whole towers indivisible
-    shrink=SHRINK | {"audio_config": {"downsample_hidden_size": 8}},
+    ),  # `_no_split_modules` of the model names entire towers
+    small_config=SHRINK | {"audio_config": {"downsample_hidden_size": 8}},
     modalities=partial(build_thinker, MODALITIES),
     positions=thinker_positions,
-    enter=enter_with_sound,
-    towers={"image": "model.visual", "audio": "model.audio_tower", "video": "model.visual"},
-    projectors={"image": MERGERS, "audio": ("model.audio_tower.proj1", "model.audio_tower.proj2"), "video": MERGERS},
+    merge_features=enter_with_sound,
+    language_model_inputs=deepstack_inputs,
+    media_modules=(
+        MediaModule("image", "encoder", "model.visual", projectors=MERGERS),
+        MediaModule(
+            "audio", "encoder", "model.audio_tower", projectors=("model.audio_tower.proj1", "model.audio_tower.proj2")
+        ),
+        MediaModule("video", "encoder", "model.visual", projectors=MERGERS),
+    ),
 )

@@ -1,30 +1,25 @@
-"""Qwen3-VL: images, and clips whose steps stand between their times, written as text; deepstack; M-RoPE."""
+"""Qwen3-VL: images, and videos with times written as text between their frames; deepstack; M-RoPE."""
 
 from functools import partial
 
-from omnizoo.recipes.base import Recipe
-from omnizoo.recipes.qwen_clips import TimedClips
-from omnizoo.recipes.qwen_towers import (
-    BEGIN,
-    END,
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.encoders import build_modalities, visual_modules
+from omnizoo.recipes.shared.qwen_image import (
     SHRINK,
     InterpolatedTower,
-    build_modalities,
+    deepstack_inputs,
     enter_visual,
     visual_positions,
 )
+from omnizoo.recipes.shared.qwen_video import TimedClips, visual_specs
 
-MODALITIES = {
-    "image": (InterpolatedTower, BEGIN, "<|image_pad|>", END),
-    "video": (TimedClips, BEGIN, "<|video_pad|>", END),
-}
 RECIPE = Recipe(
     about="Qwen3-VL 2B to 32B",
     blocks=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"),
-    shrink=SHRINK,
-    modalities=partial(build_modalities, MODALITIES),
+    small_config=SHRINK,
+    modalities=partial(build_modalities, visual_specs(InterpolatedTower, TimedClips)),
     positions=visual_positions,
-    enter=enter_visual,
-    towers=dict.fromkeys(MODALITIES, "model.visual"),
-    projectors=dict.fromkeys(MODALITIES, ("model.visual.merger", "model.visual.deepstack_merger_list")),
+    merge_features=enter_visual,
+    language_model_inputs=deepstack_inputs,
+    media_modules=visual_modules("model.visual", "model.visual.merger", "model.visual.deepstack_merger_list"),
 )

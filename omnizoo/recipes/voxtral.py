@@ -1,14 +1,20 @@
-"""Voxtral: sound in windows of 30 s, each of which takes all its places, silence included."""
+"""Voxtral: audio in windows of 30 s, with placeholder tokens for the entire last window, including its silence."""
 
-from omnizoo.recipes.audio_towers import PROJECTOR, TOWER, FullWindows, enter, sound_only
-from omnizoo.recipes.base import Recipe
+from functools import partial
 
+from omnizoo.models.media.media_model import MediaModule
+from omnizoo.models.recipe import Recipe
+from omnizoo.recipes.shared.audio_encoders import PROJECTOR, TOWER, FullWindows
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+
+AUDIO = EncoderSpec(FullWindows, "[AUDIO]", begin="[BEGIN_AUDIO]")
 RECIPE = Recipe(
     about="Voxtral Mini 3B, Small 24B",
     blocks=("LlamaDecoderLayer", "VoxtralEncoderLayer"),
-    shrink={"audio_config": {"max_source_positions": 48, "intermediate_size": 256}},  # four positions become a place
-    modalities=sound_only(FullWindows, "[BEGIN_AUDIO]", "[AUDIO]"),
-    enter=enter,
-    towers={"audio": TOWER},
-    projectors={"audio": (PROJECTOR,)},
+    small_config={
+        "audio_config": {"max_source_positions": 48, "intermediate_size": 256}
+    },  # four positions per placeholder token
+    modalities=partial(build_modalities, {"audio": AUDIO}),
+    merge_features=enter_features,
+    media_modules=(MediaModule("audio", "encoder", TOWER, projectors=(PROJECTOR,)),),
 )

@@ -1,21 +1,23 @@
-"""The zoo: which families have a recipe of their own, and which tests stand behind what each is said to support."""
+"""The families with a separate recipe file, and the tests that prove the capabilities listed for each of them."""
 
-import inspect
+import ast
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 
-from omnizoo.recipes.base import Recipe
+from omnizoo.models.recipe import Recipe
 
-# Every family takes part in one of these, parametrised by its name; a mark is printed because the test exists.
-PROOF = "tests/test_zoo.py::test_family_agrees_with_one_process_on_any_layout"
-OMNI_PROOF = "tests/test_zoo.py::test_omni_family_agrees_with_one_process_on_any_layout"
-# HSDP shards as FSDP does, over half of the ranks: one layout shows both.
+# Every family is a parameter of one of these tests. A capability is listed because such a test exists.
+PROOF = "tests/recipes/test_zoo.py::test_family_agrees_with_one_process_on_any_layout"
+OMNI_PROOF = "tests/recipes/test_zoo.py::test_omni_family_agrees_with_one_process_on_any_layout"
+# HSDP shards like FSDP, over half of the ranks, so that one layout tests both.
 CAPABILITIES = {"FSDP": "rep2.dp2", "HSDP": "rep2.dp2", "SP": "uly2.ring2", "EP": "dp2.uly2.ep4"}
 
-# Causal language models of transformers that `omnizoo verify --families many` goes through, with a recipe file or the
-# default recipe: docs/families.md is what it finds.
+# Causal language models of transformers that `omnizoo verify --families many` checks, with a recipe file or the default
+# recipe. docs/families.md lists the results.
 MANY = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"),
     *("glm4_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "starcoder2", "granite", "glm", "glm4", "smollm3", "cohere"),
@@ -28,8 +30,8 @@ MANY = (
     *("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
 )
 
-# Families that cannot be trained here, by the `model_type` of their config, each with the reason in a line: what would
-# have to change. tests/test_zoo.py sees that they are refused.
+# Families that cannot be trained, by the `model_type` of their config, with the reason. tests/recipes/test_zoo.py
+# checks that they raise an error.
 MAMBA_1 = "Mamba-1 layers: every channel of every state decays by itself, for which there is no rule of ours yet"
 INLINE = "its layers carry a state by code of their own, through no function that could be replaced"
 INDEXED = "an index picks what its attention sees, among all tokens of a pack, those of other samples too"
@@ -39,7 +41,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), INLINE),
     **dict.fromkeys(("glm5_next", "qwen4_exp_text"), INDEXED),
 }
-# Families whose media nothing feeds: `model.text_only: true` trains those that write text on text alone.
+# Families without media support. With `model.text_only: true`, those that generate text can be trained on text.
 NO_MEDIA: dict[str, str] = {
     "phi4_multimodal": "its audio tower draws from numpy's global random numbers in training",
     "higgs_audio_v2": "it writes no text, only codes of speech of a codec that is not in its folder; not supported yet",
@@ -47,32 +49,68 @@ NO_MEDIA: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class FamilyEntry:
     family: str
     recipe: Recipe
-    lines: int
+    lines: int  # lines of the recipe file
+    shared_lines: int  # lines of directly or indirectly imported recipe files that are not families
     is_moe: bool
-    is_dealt: bool  # its experts can be dealt out to ranks
-    is_omni: bool  # reads more than text
+    is_dealt: bool  # whether expert parallelism can distribute its experts
+    is_omni: bool  # whether the family has modalities other than text
 
     def proof(self, capability: str) -> str | None:
-        """The test behind a mark; None where the family does not have the capability."""
+        """Return the test that proves a capability; None if the family does not have the capability."""
         proof = OMNI_PROOF if self.is_omni else PROOF
         return None if capability == "EP" and not self.is_dealt else f"{proof}[{self.family}]"
 
 
-def families() -> list[Entry]:
+def families() -> list[FamilyEntry]:
+    """Return the families with a separate recipe file, in alphabetical order."""
     folder = Path(__file__).parent
-    found = []
-    for info in iter_modules([str(folder)]):
-        module = import_module(f"{__package__}.{info.name}")
-        recipe = getattr(module, "RECIPE", None)
-        if isinstance(recipe, Recipe):
-            lines = len(inspect.getsource(module).splitlines())
-            is_moe = bool(recipe.has_experts) or _is_moe(info.name)
-            is_dealt = is_moe and recipe.has_experts is not False
-            found.append(Entry(info.name, recipe, lines, is_moe, is_dealt, recipe.modalities is not None))
-    return found
+    names = [info.name for info in iter_modules([str(folder)]) if not info.ispkg]
+    modules = {name: import_module(f"{__package__}.{name}") for name in names}
+    return [_entry(name, module) for name, module in modules.items() if _is_family(module)]
+
+
+def _entry(family: str, module: ModuleType) -> FamilyEntry:
+    recipe = module.RECIPE
+    is_moe = bool(recipe.has_experts) or _is_moe(family)
+    return FamilyEntry(
+        family=family,
+        recipe=recipe,
+        lines=_count_lines(module),
+        shared_lines=sum(_count_lines(used) for used in _imported_recipes(module) if not _is_family(used)),
+        is_moe=is_moe,
+        is_dealt=is_moe and recipe.has_experts is not False,
+        is_omni=recipe.modalities is not None,
+    )
+
+
+def _is_family(module: ModuleType) -> bool:
+    return isinstance(getattr(module, "RECIPE", None), Recipe)
+
+
+def _source(module: ModuleType) -> str:
+    return Path(str(module.__file__)).read_text(encoding="utf-8")
+
+
+def _count_lines(module: ModuleType) -> int:
+    return len(_source(module).splitlines())
+
+
+def _imported_recipes(module: ModuleType) -> list[ModuleType]:
+    """Return the recipe modules, including shared ones, that `module` imports directly or indirectly."""
+    reached: dict[str, ModuleType] = {}
+    waiting = [module]
+    while waiting:
+        for node in ast.walk(ast.parse(_source(waiting.pop()))):
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith(str(__package__)):
+                continue
+            names = {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            for name in names & sys.modules.keys() - reached.keys() - {Recipe.__module__}:
+                reached[name] = sys.modules[name]
+                waiting.append(reached[name])
+    return list(reached.values())
 
 
 def _is_moe(family: str) -> bool:

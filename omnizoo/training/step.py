@@ -1,169 +1,185 @@
-"""One optimizer step: count, forward and backward per micro-batch, one gradient norm, clip, update.
+"""One optimizer step: forward and backward for each micro-batch, one reduction over all ranks, clip, update.
 
-The loss of the step is (sum over all targets of all ranks) / (count of them), counted before the first forward, so
-neither the layout nor the number of micro-batches enters it.
+The loss of a step is (sum over all targets on all ranks) / (number of targets on all ranks). The number of targets is
+available before the first forward pass, so the loss depends neither on the layout nor on the number of micro-batches.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
-from omnizoo.config.errors import UserError
-from omnizoo.data.deal import Batch, Dealt
-from omnizoo.data.flat_pack import FlatPack
-from omnizoo.data.loader import Loader
-from omnizoo.data.plan import Totals
-from omnizoo.ops.device import Reading, is_host
-from omnizoo.ops.precision import exact
-from omnizoo.parallel.agree import raise_first
-from omnizoo.parallel.exchange import ProcessGroup
-from omnizoo.parallel.gradients import clip_gradients, excess_of, squared_norm, sum_of_whole
-from omnizoo.parallel.shard import set_gradient_sync
-from omnizoo.training.losses import Objective
-from omnizoo.training.optimizer import set_learning_rate, state_on_host, step_unless, update_average
-from omnizoo.training.schedule import learning_rate
-
-
-@dataclass(frozen=True)
-class StepData:
-    """This rank's micro-batches, and what all ranks' micro-batches hold together."""
-
-    micro_batches: Sequence[Batch]
-    totals: Totals
-    counts: dict[str, float]  # of each loss term
-    imbalance: dict[str, float]  # busiest rank / mean over ranks: of tokens, and of each encoder and decoder
-    counters: dict[str, int]  # rows skipped, samples dropped or split, since the start of the run
-    bad_rows: Sequence[str]  # of this step, on all ranks
-    mismatched: Dealt | None = None  # answers to other prompts, which are only looked at
-
-    @property
-    def tokens(self) -> int:
-        return self.totals.tokens
+from omnizoo.balancing.step_data import StepData
+from omnizoo.ops.device import HostCopy
+from omnizoo.parallel.fsdp.gradients import clip_divisor, clip_gradients, squared_norm, sum_replicated_gradients
+from omnizoo.training.objective import LossSums, Objective
+from omnizoo.training.optimizers.build import (
+    optimizer_state_offloaded,
+    set_learning_rate,
+    try_fused_step,
+    update_average,
+)
+from omnizoo.training.optimizers.schedule import learning_rate
 
 
 @dataclass(frozen=True)
 class StepResult:
+    """Result of one optimizer step, identical on all ranks."""
+
     loss: float
-    terms: dict[str, float]  # each term's own mean, before its weight; only of terms with targets in this step
+    terms: dict[str, float]  # mean of each loss term, before its weight; only terms with targets in this step
     grad_norm: float
     lr: float
-    finite: bool  # False: the update was skipped
-    stop: bool  # some rank was asked to stop
-    routers: dict[str, float]  # load and entropy of the routers; empty for dense models
+    finite: bool  # False if the update was skipped because of a non-finite loss or gradient
+    stop: bool  # True if any rank requested to stop
+    routers: dict[str, float]  # load and entropy of MoE routers; empty for dense models
 
     def metrics(self) -> dict[str, float]:
-        """By the names that they are logged under."""
+        """Return the metrics under the names used in `metrics.jsonl`."""
         terms = {f"loss/{name}": mean for name, mean in self.terms.items()}
         return {"loss": self.loss, **terms, "grad_norm": self.grad_norm, "lr": self.lr, **self.routers}
 
 
 @dataclass(frozen=True)
-class StepRead:
-    """What this rank has read for a step: packs, or why there are none."""
+class StepSums:
+    """Sums over all ranks, from a single all-reduce.
 
-    packs: Sequence[FlatPack]
-    note: dict[str, Any]  # told to all ranks: error, counters, bad rows
+    Layout: squared gradient norm | one sum per loss term | stop flag | router loads and probabilities.
+    """
 
+    device: torch.Tensor
+    host_copy: HostCopy  # asynchronous copy of `device`; reading its values is a host sync
+    num_checked: int  # number of leading values that must be finite: squared norm and loss sums
 
-def next_step(loader: Loader, objective: Objective) -> StepData:
-    """The next step's data. Unusable data on one rank is the same UserError on all, so that none waits for another."""
-    return deal_step(read_step(loader), objective)
+    def grad_norm(self) -> torch.Tensor:
+        """Return the global gradient norm, on the device."""
+        return self.device[0].sqrt()
 
+    def must_skip(self) -> torch.Tensor:
+        """Return a boolean tensor on the device: True if the norm or a loss is not finite."""
+        return ~self.device[: self.num_checked].isfinite().all()
 
-def read_step(loader: Loader) -> StepRead:
-    error, step = None, None
-    try:
-        step = loader.next_step()
-    except UserError as caught:
-        error = str(caught)
-    note = {"error": error, "counters": loader.counters(), "bad_rows": step.bad_rows if step else []}
-    return StepRead(step.packs if step else [], note)
-
-
-def deal_step(read: StepRead, objective: Objective, group: ProcessGroup | None = None) -> StepData:
-    """What all ranks have read becomes what each trains on; all must call. `group`: of the thread that calls."""
-    note = read.note
-    dealt = objective.deal(read.packs, objective.config.train.micro_batch, note, group)
-    raise_first(told["error"] for told in dealt.notes)
-    return StepData(
-        micro_batches=dealt.batches,
-        totals=dealt.totals,
-        counts=objective.counts(dealt.totals),
-        imbalance=dealt.imbalance,
-        counters={name: sum(told["counters"][name] for told in dealt.notes) for name in note["counters"]},
-        bad_rows=[message for told in dealt.notes for message in told["bad_rows"]],
-        mismatched=dealt.mismatched,
-    )
+    def router_sums(self) -> torch.Tensor:
+        """Return the router loads and probabilities, on the device."""
+        return self.device[self.num_checked + 1 :]
 
 
 def train_step(
     objective: Objective, optimizer: torch.optim.Optimizer, data: StepData, step: int, stop: bool = False
 ) -> StepResult:
-    """Train on `data`. A non-finite loss or gradient leaves weights and optimizer untouched (`finite` is False)."""
-    model, mesh, config = objective.model, objective.mesh, objective.config
-    asked = config.parallel.reduce_each_micro_batch
-    reduce_each = not is_host(mesh.device) if asked is None else asked  # whole gradients would not fit in its memory
-    with objective.mark("optimizer"):
+    """Run one optimizer step. Collective: all ranks must call it.
+
+    If the loss or the gradient norm is not finite, weights and optimizer state are not changed.
+
+    Args:
+        objective: The model, its mesh and the losses to minimize.
+        optimizer: Updates the weights of `objective.model`.
+        data: The micro-batches of this rank, from `next_step`.
+        step: Number of this step, counted from 1. Determines the learning rate and the dropout seed.
+        stop: Whether to stop after this step. The request joins the all-reduce of the losses.
+
+    Returns:
+        Losses, gradient norm and flags; identical on all ranks.
+    """
+    with objective.phases("optimizer"):
         optimizer.zero_grad()
-    sums: dict[str, torch.Tensor] = {}
-    weights: dict[str, float] = {}
-    with state_on_host(optimizer, objective.state_away):
-        with objective.mark("forward"):  # losses may run models over all of the step's micro-batches
-            objective.begin_step(data.micro_batches, data.mismatched)
-        for i, batch in enumerate(data.micro_batches):
-            last = i == len(data.micro_batches) - 1
-            set_gradient_sync(model, last, reduce_each)
-            # Dropout depends on the packs, not on what ran before: nothing to save for an exact resume.
-            torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, mesh.sp_rank))
-            with exact(config.parallel.precision):
-                terms = objective.terms(batch)
-                with objective.mark("forward"):
-                    loss = torch.stack([term.weight * term.sum / (data.counts[term.name] or 1) for term in terms]).sum()
-                with objective.mark("backward"):
-                    loss.backward()
-            for term in terms:
-                sums[term.name] = sums.get(term.name, 0) + term.sum.detach()
-                weights[term.name] = term.weight
+    with optimizer_state_offloaded(optimizer):
+        for batch in objective.micro_batches(data, step):
+            loss = objective.loss(batch)
+            objective.backward(loss)
+    return optimizer_step(objective, optimizer, step, stop)
 
-    with objective.mark("optimizer"):
-        sum_of_whole(model.parameters())
-        # Of all ranks at once, and on the device: squared norm, sums of losses, whether to stop, what routers chose.
-        square, routed = squared_norm(model.parameters(), mesh.device), objective.take_statistics()
-        numbers = torch.stack([square, *(value.to(square.dtype) for value in sums.values())])
-        flag = torch.full((1,), float(stop), dtype=square.dtype, device=square.device)
-        total = mesh.total(torch.cat([numbers, flag, *(part.to(square.dtype) for part in routed.sums())]))
-        must, seen = len(numbers), Reading(total)
-        lr = learning_rate(config.train, step)
+
+def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step: int, stop: bool = False) -> StepResult:
+    """Update the weights from the gradients of the micro-batches so far. Collective: all ranks must call it.
+
+    One all-reduce sums losses and gradient norm. Then gradients are clipped and the optimizer updates its parameters,
+    unless the norm or a loss is not finite.
+
+    Args:
+        objective: Has run `loss` and `backward` on all micro-batches of the step.
+        optimizer: Updates its parameters. Gradient norm and clipping apply to these only, so that several optimizers
+            can take turns.
+        step: Number of this step, counted from 1. Determines the learning rate.
+        stop: Whether to stop after this step.
+
+    Returns:
+        Losses, gradient norm and flags; identical on all ranks.
+    """
+    with objective.phases("optimizer"):
+        parameters = _parameters_of(optimizer, objective.model)
+        losses = objective.pop_loss_sums()
+        sum_replicated_gradients(parameters)
+        sums = _sum_over_ranks(objective, parameters, losses, stop)
+        lr = learning_rate(objective.config.train, step)
         set_learning_rate(optimizer, lr)
-        norm, limit = total[0].sqrt(), config.train.grad_clip
-        is_updated = step_unless(optimizer, ~total[:must].isfinite().all(), excess_of(norm, limit) if limit else None)
-        if limit and not is_updated:
-            clip_gradients(model.parameters(), limit, norm)
+        values, is_updated = _update_weights(objective, optimizer, parameters, sums, step)
+        routers = objective.router_stats.metrics(values[sums.num_checked + 1 :])
+        objective.router_stats.reset()
 
-        values = seen.values()
-        finite = all(map(math.isfinite, values[:must]))
-        if finite:
-            if not is_updated:
-                optimizer.step()
-            update_average(optimizer, config.optimizer.ema, step)
-            objective.balance(routed.loads(total[must + 1 :]))
-    # A sum over no target is 0 times the outputs: nothing, or the NaN of a broken model, which must be seen.
-    means = {name: value / (data.counts[name] or 1) for name, value in zip(sums, values[1:must], strict=True)}
+    squared_norm_value, *loss_values = values[: sums.num_checked]
+    means = {}
+    for name, loss_value in zip(losses.sums, loss_values, strict=True):
+        # Without targets the sum is 0, or NaN if the model produced NaN, which must stay visible: divide by 1.
+        means[name] = loss_value / (losses.counts[name] or 1)
     return StepResult(
-        loss=sum(weights[name] * mean for name, mean in means.items()),
-        terms={name: mean for name, mean in means.items() if data.counts[name]},
-        grad_norm=math.sqrt(values[0]) if values[0] >= 0 else math.nan,
+        loss=sum(losses.weights[name] * mean for name, mean in means.items()),
+        terms={name: mean for name, mean in means.items() if losses.counts[name]},
+        grad_norm=math.sqrt(squared_norm_value) if squared_norm_value >= 0 else math.nan,
         lr=lr,
-        finite=finite,
-        stop=values[must] > 0,
-        routers=routed.metrics(values[must + 1 :]),
+        finite=is_updated,
+        stop=values[sums.num_checked] > 0,
+        routers=routers,
     )
 
 
-def _dropout_seed(seed: int, step: int, packs: Sequence[int], sp_rank: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{step}/{list(packs)}/{sp_rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def _parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
+    """Return the optimizer's parameters in the order of the model, so that norms are summed in a fixed order."""
+    members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in model.parameters() if parameter in members]
+
+
+def _sum_over_ranks(objective: Objective, parameters: Sequence[nn.Parameter], losses: LossSums, stop: bool) -> StepSums:
+    """Sum gradient norm, losses, stop flag and router statistics over ranks, in one all-reduce without a host sync."""
+    local_norm = squared_norm(parameters, objective.mesh.device)
+    dtype = local_norm.dtype
+    checked = torch.stack([local_norm, *(loss_sum.to(dtype) for loss_sum in losses.sums.values())])
+    stop_flag = torch.full((1,), float(stop), dtype=dtype, device=local_norm.device)
+    router_sums = [sums.to(dtype) for sums in objective.router_stats.local_sums()]
+    total = objective.mesh.total(torch.cat([checked, stop_flag, *router_sums]))
+    return StepSums(device=total, host_copy=HostCopy(total), num_checked=len(checked))
+
+
+def _update_weights(
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    sums: StepSums,
+    step: int,
+) -> tuple[list[float], bool]:
+    """Clip gradients and update the weights, unless the norm or a loss is not finite.
+
+    The fused optimizer clips, and skips a non-finite step, on the device. It is launched before the host reads the
+    sums, so the device does not idle. Other optimizers run after the host has read them.
+
+    Returns:
+        The values of `sums` on the host, and whether the weights were updated.
+    """
+    config = objective.config
+    limit = config.train.grad_clip
+    grad_norm = sums.grad_norm()
+    divisor = clip_divisor(grad_norm, limit) if limit else None
+    is_fused = try_fused_step(optimizer, sums.must_skip(), divisor)
+    if limit and not is_fused:
+        clip_gradients(parameters, limit, grad_norm)
+
+    values = sums.host_copy.values()
+    is_finite = all(math.isfinite(value) for value in values[: sums.num_checked])
+    if is_finite:
+        if not is_fused:
+            optimizer.step()
+        update_average(optimizer, config.optimizer.ema, step)
+        objective.router_stats.update_bias(sums.router_sums())
+    return values, is_finite

@@ -1,4 +1,4 @@
-"""Before the ranks start: what to try, and what one process gives for it."""
+"""Prepare `omnizoo verify`: scale down the config, choose the layouts, and run the one-process reference trial."""
 
 import json
 import re
@@ -12,32 +12,45 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from omnizoo.assembly.groups import Groups, frozen, matching, still_frozen
-from omnizoo.assembly.parallelize import check
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.load import save_config
-from omnizoo.config.model_section import Model
 from omnizoo.config.schema import Config
-from omnizoo.models.build import build_model, load_tokenizer, tokenizer_folder
-from omnizoo.parallel.layout import Layout, layouts_of
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.config.sections.parallel import ParallelSection
+from omnizoo.config.yaml_file import save_config
+from omnizoo.models.build import build_model
+from omnizoo.models.check_config_fields import EXPERTS, VISITED
+from omnizoo.models.parameter_patterns import frozen, group_parameters, matching, still_frozen
+from omnizoo.models.read_config import load_tokenizer, tokenizer_folder
+from omnizoo.models.recipe import read_facts, recipe_of
+from omnizoo.parallel.layout import SHORT, Layout, layouts_of, plan_layout
 from omnizoo.parallel.process import process_group
-from omnizoo.recipes.base import EXPERTS, VISITED, read_facts, recipe_of
-from omnizoo.training.probe import active_dropout
-from omnizoo.verification.small import shrink
+from omnizoo.parallelize.parallelize import check
+from omnizoo.training.causality_probe import active_dropout
+from omnizoo.verification.small_run import shrink
 from omnizoo.verification.trial import Trial, run_trial
 
-ROUNDED = "rounded"  # of a run in bf16: the folder of one process in bf16
+TENSORS = ("gradients", "activations")  # fields of a trial
+ROUNDED = "rounded"  # subfolder with the trial of one process in bf16
 
 
 def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path, device: str = "cpu") -> list[Layout]:
-    """Write into `folder` what the ranks need, shrunken config and one-process trial; returns the layouts to try."""
+    """Write the scaled-down config and the one-process trial to `folder`, and return the layouts to verify.
+
+    Args:
+        config: The user's config.
+        world: Number of ranks of each layout.
+        wanted: Layouts to verify, see `choose`.
+        precision: `fp32`, `fp64` or `bf16`.
+        folder: Folder to write to; created if needed.
+        device: Device type of the process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     small = _with_groups(shrink(config, world, precision), config)
     layouts = choose(small, world, wanted)
     save_config(small, folder / "config.yaml")
     torch.set_num_threads(1)
     with process_group((0, 1, 0), device=device) as process:
-        if precision == "bf16":  # the reference is in fp32, and a run in bf16 tells how far from it bf16 is
+        if precision == "bf16":  # the reference is in fp32; a trial in bf16 gives the expected rounding error
             reference = run_trial(plain(small, precision="fp32"), Layout(), process)
             save_trial(run_trial(small, Layout(), process), folder / ROUNDED)
         else:
@@ -47,31 +60,38 @@ def prepare(config: Config, world: int, wanted: str, precision: str, folder: Pat
 
 
 def plain(config: Config, **changes: Any) -> Config:
-    """`config` without what saves memory or time: layouts have it, what they are compared with does not."""
-    changes |= {"recompute": "none", "tile_tokens": None, "offload": []}
-    train = config.train.model_copy(update={"compile": False})
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes), "train": train})
+    """Return the config of the reference trial: no recompute, tiling, offload or compile, and `changes` in `train`."""
+    return config.changed(
+        parallel={"recompute": "none", "tile_tokens": None, "offload": []}, train={"compile": False, **changes}
+    )
 
 
 def _with_groups(small: Config, config: Config) -> Config:
-    """`small` with the parameter groups and patterns of `model.freeze` that it still has: a shrunken model has fewer
-    layers than the config's own."""
+    """Return `small` with only those parameter groups and `model.freeze` patterns that match its model.
+
+    The small copy has fewer layers than the model of `config`, so some patterns may match none of its parameters.
+    """
     groups, patterns = config.optimizer.groups, config.model.freeze
     if patterns:
         frozen(build_model(config.model, "fp32"), patterns)
         left = still_frozen(build_model(small.model.model_copy(update={"freeze": []}), "fp32"), patterns)
-        small = small.model_copy(update={"model": small.model.model_copy(update={"freeze": left})})
+        small = small.changed(model={"freeze": left})
     if not groups:
         return small
-    Groups(build_model(config.model, "fp32"), groups)  # patterns must mean something in the model they are for
+    # Raise an error if a pattern matches no parameter of the user's model.
+    group_parameters(build_model(config.model, "fp32"), groups)
     kept = matching(build_model(small.model, "fp32"), groups)
-    return small.model_copy(update={"optimizer": small.optimizer.model_copy(update={"groups": kept})})
+    return small.changed(optimizer={"groups": kept})
 
 
 def choose(config: Config, world: int, wanted: str) -> list[Layout]:
-    """`all`: every layout of `world` ranks that the model can have; `few`: three of them that use every axis; or those
-    named, as `dp2.uly2.ep4,ring8`."""
-    model = build_model(config.model, config.parallel.precision)
+    """Return the layouts of `world` ranks to verify.
+
+    `wanted` is `all` (every layout that the model supports), `few` (up to three layouts that together use every axis),
+    or a comma-separated list such as `dp2.uly2.ep4,ring8`. A listed layout that the model does not support raises a
+    `UserError`.
+    """
+    model = build_model(config.model, config.train.precision)
     refuse_dropout(model)
     facts = read_facts(model)
     if wanted not in ("all", "few"):
@@ -90,21 +110,24 @@ def choose(config: Config, world: int, wanted: str) -> list[Layout]:
 
 
 def few_layouts(world: int, experts: bool) -> list[Layout]:
-    """Copies of a sharded model; both kinds of sequence parallelism; FSDP, with experts spread over all ranks."""
+    """Return three layouts: HSDP, Ulysses x ring, and FSDP, the last with expert parallelism over all ranks for MoE."""
     half = max(1, world // 2)
     last = Layout(dp_shard=half, ulysses=world // half, ep=world) if experts else Layout(dp_shard=world)
     return [Layout(dp_replicate=world // half, dp_shard=half), Layout(ulysses=world // half, ring=half), last]
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """What is drawn in training depends on the layout: nothing could be compared."""
+    """Raise a `UserError` if dropout is active. Its random numbers depend on the layout, so results would differ."""
     for name, p in active_dropout(model).items():
         raise UserError(f"model: {name} drops out with p {p:g}, which no setting of the model's config turns off")
 
 
 def parse(name: str, world: int) -> Layout:
-    """`rep2.dp2.uly2.ring2.ep2`, axes of 1 left out, dp filled up to the world where it is left out."""
-    axes = {"rep": "dp_replicate", "dp": "dp_shard", "uly": "ulysses", "sp": "ulysses", "ring": "ring", "ep": "ep"}
+    """Return the layout with a short name such as `rep2.dp2.uly2.ring2.ep2`.
+
+    Omitted axes have size 1, except `dp`, which defaults to the remaining ranks of the world.
+    """
+    axes = SHORT | {"sp": "ulysses"}
     sizes: dict[str, int] = {}
     for part in name.strip().split("."):
         axis = part.rstrip("0123456789")
@@ -113,23 +136,19 @@ def parse(name: str, world: int) -> Layout:
         if not re.fullmatch("[1-9][0-9]{0,5}", size := part[len(axis) :]) or axes[axis] in sizes:
             raise UserError(f"--layouts: {part[:40]!r}: each axis has one size, at least 1")
         sizes[axes[axis]] = int(size)
-    rest = Layout(**(sizes | {"dp_shard": 1}))
-    sizes.setdefault("dp_shard", max(1, world // rest.world))
-    layout = Layout(**sizes)
-    if layout.world != world:
-        raise UserError(f"--layouts: {name} is a layout of {layout.world} ranks, not of --world {world}")
-    if layout.fsdp % layout.ep:
-        raise UserError(f"--layouts: in {name}, ep {layout.ep} does not divide dp x uly x ring = {layout.fsdp}")
-    return layout
+    try:
+        return plan_layout(ParallelSection.model_validate(sizes), world)
+    except UserError as error:
+        raise UserError(f"--layouts: {name}: {error}") from error
 
 
 def with_family(config: Config, family: str) -> Config:
-    """`config` with another model: the family's default one with few experts, for the config's own tokenizer."""
+    """Return `config` with the default model of `family`, reduced to few experts, and the tokenizer of `config`."""
     check_family(family)
     tokens = len(load_tokenizer(config.model))
     inline = {"model_type": family, "vocab_size": tokens, **few_experts(family), **special_tokens(family, tokens)}
     model = {"config": inline, "tokenizer": tokenizer_folder(config.model), "attention": config.model.attention}
-    return config.model_copy(update={"model": Model.model_validate(model)})
+    return config.model_copy(update={"model": ModelSection.model_validate(model)})
 
 
 def check_family(family: str) -> None:
@@ -150,13 +169,17 @@ def default_fields(family: str) -> dict[str, Any]:
 
 
 def special_tokens(family: str, vocabulary: int) -> dict[str, int]:
-    """Ids that a family gives to special tokens by default, where they do not fit the vocabulary: its last one."""
+    """Return replacements for a family's default special token ids that exceed the vocabulary: the last valid id."""
     ids = {key: value for key, value in default_fields(family).items() if key.endswith("_token_id")}
     return {key: vocabulary - 1 for key, value in ids.items() if isinstance(value, int) and value >= vocabulary}
 
 
 def few_experts(family: str) -> dict[str, int]:
-    """Settings for a mixture of 16 experts, for families that can have one; some have no defaults for them."""
+    """Return config fields for 16 experts, or none if the family has no experts.
+
+    The number of experts per token is set to 2 if the default has at most one expert or no such number. A missing
+    number of shared experts is set to 1.
+    """
     fields = default_fields(family)
     experts = {key: 16 for key in EXPERTS if key in fields}
     few = next((fields[key] in (None, 1) for key in experts), False)
@@ -167,25 +190,17 @@ def few_experts(family: str) -> dict[str, int]:
 
 def save_trial(trial: Trial, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = {
-        "losses": trial.losses,
-        "grad_norms": trial.grad_norms,
-        "tokens": trial.tokens,
-        "executed": trial.executed,
-        "rounded": trial.rounded,
-    }
-    order = {"gradients": list(trial.gradients), "activations": list(trial.activations)}
-    (folder / "reference.json").write_text(json.dumps(numbers | {"order": order}))
-    save_file({name: tensor.contiguous() for name, tensor in trial.gradients.items()}, folder / "gradients.safetensors")
-    save_file(trial.activations, folder / "activations.safetensors")
+    fields = dict(vars(trial))
+    for kind in TENSORS:
+        tensors = {name: tensor.contiguous() for name, tensor in fields[kind].items()}
+        save_file(tensors, folder / f"{kind}.safetensors")
+        fields[kind] = list(tensors)  # safetensors sorts the names, so their order of execution is stored here
+    (folder / "trial.json").write_text(json.dumps(fields))
 
 
 def load_trial(folder: Path) -> Trial:
-    numbers = json.loads((folder / "reference.json").read_text())
-    order = numbers.pop("order")
-
-    def ordered(kind: str) -> dict[str, torch.Tensor]:
+    fields = json.loads((folder / "trial.json").read_text())
+    for kind in TENSORS:
         tensors = load_file(folder / f"{kind}.safetensors")
-        return {name: tensors[name] for name in order[kind]}
-
-    return Trial(**numbers, gradients=ordered("gradients"), activations=ordered("activations"), calls={}, bytes={})
+        fields[kind] = {name: tensors[name] for name in fields[kind]}
+    return Trial(**fields)

@@ -1,0 +1,72 @@
+"""A micro-batch: concatenated packs, as CPU tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from omnizoo.data.packing.pack import Pack
+from omnizoo.data.sample import Preferences
+from omnizoo.data.token_fields import concatenate, num_tokens, to_tensors
+from omnizoo.modalities.item import Inputs, Port
+from omnizoo.parallel.feature_exchange import FeatureRoute
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on a rank: concatenated packs without padding, and the media items assigned to this rank.
+
+    Labels are shifted: labels[0, t] is the token after t, or IGNORE_INDEX.
+    """
+
+    columns: dict[str, torch.Tensor]  # [1, tokens] each; [rows, 1, tokens] for models with several positions per token
+    cu_seqlens: torch.Tensor  # [segments + 1] int32, boundaries of segments
+    max_seqlen: int
+    sample_ids: list[str]  # one per segment: source/epoch/row/part; none for dummy packs
+    tokens: int  # number of tokens, without dummy packs
+    packs: tuple[int, ...]  # indices in the run, without dummy packs
+    media: dict[Port, list[Inputs]]  # for each port: inputs of the items that this rank processes
+    routes: dict[Port, FeatureRoute]  # for each port: which features this rank sends and receives
+    preferences: Preferences | None = None  # role of each segment
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the segments, in tokens."""
+        lengths: list[int] = self.cu_seqlens.diff().tolist()
+        return lengths
+
+
+def collate(
+    packs: Sequence[Pack],
+    media: dict[Port, list[Inputs]] | None = None,
+    routes: dict[Port, FeatureRoute] | None = None,
+) -> Batch:
+    """Concatenate packs, and add position ids and the pack and segment of each token.
+
+    Args:
+        packs: The packs of this rank, including dummy packs.
+        media: For each port, the inputs of the items that this rank processes.
+        routes: For each port, which features this rank sends and receives.
+    """
+    lengths = np.array([length for pack in packs for length in pack.lengths])
+    ends = np.cumsum(lengths)
+    columns = dict(concatenate([pack.columns for pack in packs]))
+    if "position_ids" not in columns:
+        columns["position_ids"] = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    is_real = np.array([not pack.is_dummy for pack in packs])
+    pack_numbers = np.where(is_real, np.cumsum(is_real) - 1, -1)
+    columns["pack_of_token"] = np.repeat(pack_numbers, [num_tokens(pack.columns) for pack in packs])
+    columns["sample_of_token"] = np.repeat(np.arange(len(lengths)), lengths)
+    real_packs = [pack for pack in packs if not pack.is_dummy]
+    return Batch(
+        columns=to_tensors(columns),
+        cu_seqlens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        sample_ids=[id for pack in packs for id in pack.sample_ids],
+        tokens=sum(num_tokens(pack.columns) for pack in real_packs),
+        packs=tuple(pack.index for pack in real_packs),
+        media=media or {},
+        routes=routes or {},
+        preferences=Preferences.concatenate([p.preferences for p in packs], [len(p.lengths) for p in packs]),
+    )

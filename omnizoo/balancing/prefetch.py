@@ -1,0 +1,139 @@
+"""Load and redistribute the next step in a thread, while the model trains on the current one.
+
+The thread receives packs from the loader workers, redistributes them over a separate process group, and pins them in
+memory. Without workers (`data.workers: 0`) rows are read and decoded in the main thread, between two steps. In the
+thread, their Python code would delay kernel launches, and the limits on chat templates apply to a whole process.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from omnizoo.balancing.balancer import Balancer
+from omnizoo.balancing.step_data import StepData
+from omnizoo.config.errors import UserError
+from omnizoo.data.loading.lane_stream import LoadedStep
+from omnizoo.data.loading.loader import Loader
+from omnizoo.parallel.errors import sync_errors
+from omnizoo.parallel.exchange import group_of_thread
+
+TIMEOUT = 60.0  # seconds to wait at the end of a run for a step that is still loading
+TIMEOUT_AFTER_ERROR = 3.0  # seconds
+
+Loaded = tuple[LoadedStep, dict[str, Any]]  # the step, and the state of the loader after it
+
+
+def next_step(loader: Loader, balancer: Balancer) -> StepData:
+    """Load the next step and redistribute it over the ranks. Collective: all ranks must call it.
+
+    Args:
+        loader: The data loader of this rank.
+        balancer: Assigns packs to ranks.
+
+    Returns:
+        The micro-batches of this rank, and totals over all ranks.
+
+    Raises:
+        UserError: If the data is unusable on any rank. The same error is raised on all ranks, so that none of them
+            waits for a rank that has failed.
+    """
+    return balancer(load_step(loader))
+
+
+def load_step(loader: Loader) -> LoadedStep:
+    """Load the packs of this rank. A `UserError` is stored in the step, to be raised on all ranks together."""
+    try:
+        return loader.next_step()
+    except UserError as error:
+        return LoadedStep(packs=[], counters=loader.counters(), error=str(error))
+
+
+class Prefetcher:
+    """Loads steps in advance, `num_steps` in total; `next` returns them. All ranks must request every step."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        balancer: Balancer,
+        num_steps: int,
+        phases: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.loader, self.balancer, self.phases = loader, balancer, phases
+        self.num_left = num_steps
+        self.state: dict[str, Any] = {}  # loader state after the last step that `next` returned
+        self.is_working = False
+        self._group = group_of_thread()
+        self._requests: queue.SimpleQueue[Callable[[], Loaded] | None] = queue.SimpleQueue()  # None ends the thread
+        self._results: queue.SimpleQueue[tuple[StepData, dict[str, Any]] | BaseException] = queue.SimpleQueue()
+        sync_errors(balancer.mesh, loader.start)
+        self._thread = self._start_thread()
+        self._request_step()
+
+    def next(self) -> StepData:
+        """Return the next step. Errors that occurred while loading it are raised here."""
+        assert self.is_working, "all steps have been taken"
+        with self.phases("data"):
+            result = self._results.get()
+            self.is_working = False
+            if isinstance(result, BaseException):
+                raise result
+            data, self.state = result
+            self._request_step()
+        return data
+
+    def _start_thread(self) -> threading.Thread:
+        num_threads = torch.get_num_threads()
+        is_ready = threading.Event()
+        # A daemon thread, because it may be waiting for a rank that has ended.
+        thread = threading.Thread(target=self._work, args=(is_ready,), name="data", daemon=True)
+        thread.start()
+        is_ready.wait()
+        torch.set_num_threads(num_threads)  # the setting is global for new threads; `thread` keeps its own
+        return thread
+
+    def _request_step(self) -> None:
+        if not self.num_left:
+            return
+        self.num_left -= 1
+        self.is_working = True
+        try:
+            loaded = None if self.loader.workers else self._load()
+            self._requests.put(lambda: loaded or self._load())
+        except Exception as error:  # noqa: BLE001 (it belongs to the next step; this one can still be trained on)
+            self._results.put(error)
+
+    def _load(self) -> Loaded:
+        return load_step(self.loader), self.loader.state_dict()
+
+    def _work(self, is_ready: threading.Event) -> None:
+        torch.set_num_threads(1)  # otherwise torch starts a second full pool of compute threads for this thread
+        is_ready.set()
+        while (load := self._requests.get()) is not None:
+            try:
+                loaded, state = load()
+                self._results.put((self.balancer(loaded, self._group), state))
+            except BaseException as error:  # noqa: BLE001 (raised by `next`)
+                self._results.put(error)
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the thread. All ranks stop at the same step, so the thread can finish unless a rank failed."""
+        timeout = TIMEOUT if error is None else TIMEOUT_AFTER_ERROR
+        if self.is_working:
+            try:
+                self._results.get(timeout=timeout)
+            except queue.Empty:
+                return
+        self._requests.put(None)
+        # Freeing tensors or process groups in a thread while the interpreter exits would abort the process.
+        self._thread.join(timeout)
+        self.loader.close()

@@ -1,0 +1,97 @@
+"""Send packs and decoded media items to the ranks that the step plan assigns them to.
+
+Every rank sends the metadata of its packs to all others (lengths and costs, no token data), so that all ranks compute
+the same plan. The result of a step does not depend on the plan.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from omnizoo.balancing.batch import Batch, collate
+from omnizoo.balancing.pack_metadata import Cost, PackTable, decode_messages, encode_message, starts
+from omnizoo.balancing.step_plan import MicroBatchPlan, StepPlan, plan_step
+from omnizoo.data.packing.pack import Pack, dummy_pack
+from omnizoo.data.sample import Preferences
+from omnizoo.modalities.item import Inputs, Port
+from omnizoo.ops.device import pinned
+from omnizoo.parallel.exchange import Payload, ProcessGroup, Received, exchange_payloads, gather_bytes
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.mesh import Mesh
+
+HEADER = ("index", "lengths", "sample_ids", "preferences")  # fields of a pack that are sent next to its columns
+
+
+def redistribute(
+    packs: Sequence[Pack],
+    mesh: Mesh,
+    micro_batch: int,
+    calls: Sequence[Sequence[Port]],
+    cost: Cost,
+    status: Any = None,
+    group: ProcessGroup | None = None,
+) -> tuple[list[Batch], StepPlan, list[Any]]:
+    """Send the packs that all ranks have loaded to the ranks that train on them. Collective: all ranks must call it.
+
+    Args:
+        packs: The packs that this rank has loaded.
+        mesh: The device mesh of all ranks.
+        micro_batch: Number of packs per micro-batch and data-parallel rank.
+        calls: Ports of the model, grouped by module call, whether or not this step has items for them.
+        cost: Returns the FLOPs of a pack.
+        status: JSON-serializable value that is sent to all ranks together with the pack metadata.
+        group: Process group of the calling thread. Each thread needs a separate group.
+
+    Returns:
+        The micro-batches of this rank, the plan of the step, and the status of each rank.
+    """
+    ports = [port for call in calls for port in call]
+    message = encode_message(PackTable.of(packs, ports, cost), status)
+    pack_table, statuses = decode_messages(gather_bytes(message, group))
+    plan = plan_step(pack_table, mesh.layout, micro_batch, calls, cost)
+    payloads = payloads_by_rank(plan.rounds, {pack.index: pack for pack in packs}, mesh.layout)
+    received_packs, inputs = _unpack(exchange_payloads(payloads, group))
+    batches = []
+    for number, micro_batch_plan in enumerate(plan.rounds):
+        indices = micro_batch_plan.packs[mesh.dp_rank]
+        local_packs = [received_packs.get(index) or dummy_pack(index) for index in indices]
+        media: dict[Port, list[Inputs]] = {port: [] for port in ports}
+        for at, port in micro_batch_plan.owned(mesh.rank):
+            media[port].append({name: pinned(t, mesh.device) for name, t in inputs[number, at].items()})
+        batches.append(collate(local_packs, media, micro_batch_plan.routes(mesh.rank)))
+    return batches, plan, statuses
+
+
+def payloads_by_rank(rounds: Sequence[MicroBatchPlan], packs: dict[int, Pack], layout: Layout) -> list[list[Payload]]:
+    """Return, for each rank, the packs and media items that this rank sends to it."""
+    payloads: list[list[Payload]] = [[] for _ in range(layout.world)]
+    for number, micro_batch_plan in enumerate(rounds):
+        # Items are numbered consecutively over all packs of the micro-batch.
+        first_item = starts(micro_batch_plan.told.packs["items"][micro_batch_plan.rows].flatten())
+        for dp_rank, indices in enumerate(micro_batch_plan.packs):
+            for slot, index in enumerate(indices):
+                pack = packs.get(index)
+                if pack is None:
+                    continue
+                header = {name: getattr(pack, name) for name in HEADER}
+                for rank in range(dp_rank * layout.sp, (dp_rank + 1) * layout.sp):
+                    payloads[rank].append((header, pack.columns))
+                for at, item in enumerate(pack.items, int(first_item[dp_rank * len(indices) + slot])):
+                    assert item.inputs is not None
+                    payloads[micro_batch_plan.owners[at]].append(({"item": [number, at]}, item.inputs))
+    return payloads
+
+
+def _unpack(received: Sequence[Sequence[Received]]) -> tuple[dict[int, Pack], dict[tuple[int, int], Inputs]]:
+    """Return packs by index, and inputs of media items by (micro-batch, number of the item in it)."""
+    packs: dict[int, Pack] = {}
+    inputs: dict[tuple[int, int], Inputs] = {}
+    for header, tensors in (payload for from_rank in received for payload in from_rank):
+        if "item" in header:
+            number, at = header["item"]
+            inputs[number, at] = tensors
+            continue
+        if header["preferences"] is not None:  # sent as JSON, which has no named tuples
+            header["preferences"] = Preferences(*header["preferences"])
+        columns = {name: tensor.numpy() for name, tensor in tensors.items()}
+        packs[header["index"]] = Pack(**header, columns=columns)
+    return packs, inputs

@@ -1,0 +1,213 @@
+"""Write and read sharded tensors by torch's distributed checkpoint (DCP), as safetensors, so nothing is unpickled.
+
+Names are flat: `model.<parameter>`, `optimizer.<parameter>.<state>` and `ema.<parameter>`. Files that one layout wrote
+can be read by any other.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from omnizoo.checkpoint.manifest import File
+from omnizoo.config.errors import UserError
+from omnizoo.models.adapters.lora import attached
+from omnizoo.parallel.fsdp.sharded_tensors import local_shard, with_local
+
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "ema."
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters (tied ones once) and persistent buffers, by their names in a checkpoint.
+
+    For a model with an adapter, only trained parameters are included, because the base does not change. All buffers are
+    included, because some of them change in training.
+    """
+    persistent = set(model.state_dict())
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
+    adapter = attached(model)
+    parameters = [(name, p) for name, p in model.named_parameters() if adapter is None or name in adapter.trained]
+    return {MODEL + name: tensor.detach() for name, tensor in [*parameters, *buffers]}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return moments, step counts and moving average of every trained parameter, by their names in a checkpoint.
+
+    State that does not exist before the first step is created, with zeros.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if any(not optimizer.state.get(p) for p in parameters.values()):
+        _create_state(optimizer)
+    state = {
+        f"{OPTIMIZER}{name}.{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()
+    }
+    average = getattr(optimizer, "average", {})
+    return state | {f"{AVERAGE}{name}": average[p] for name, p in parameters.items() if p in average}
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create missing optimizer state by a step with zero gradients and zero learning rate, which keeps all weights."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in everyone]
+    parameters = [p for p in everyone if not optimizer.state.get(p)]
+    for p in everyone:
+        p.grad = None
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for p, gradient in zip(everyone, gradients, strict=True):
+        p.grad = gradient
+    for p in parameters:
+        for value in optimizer.state[p].values():
+            if _is_quantized(value):
+                local_shard(value).copy_(torch.zeros(local_shard(value).shape, dtype=torch.float32))
+            else:
+                value.zero_()
+
+
+@torch.no_grad()
+def begin_average(optimizer: torch.optim.Optimizer) -> None:
+    """Set the moving average, if there is one, to the current weights, which were loaded after it was created."""
+    for parameter, average in getattr(optimizer, "average", {}).items():
+        average.copy_(parameter)
+
+
+def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
+    """Write the local shards of every rank. Collective: all ranks must call it. A failure raises on all ranks.
+
+    Returns:
+        Size and hash of the files of this rank, by name. Hashes are computed from the bytes in memory: files are not
+        read back, and damage by the disk is detected later.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer.fs = files = _HashingFiles()
+    plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+    _fill_quantized(tensors, plain)
+    dcp.save(plain, storage_writer=writer)
+    return files.written
+
+
+class _HashingFiles(FileSystem):
+    """File system for DCP's writer that records size and hash of each file and calls fsync on it."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, File] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = _HashingStream(stream)
+            yield hashing
+            hashing.close()
+        self.written[Path(path).name] = File(hashing.bytes, hashing.digest.hexdigest())
+
+
+class _HashingStream:
+    """The file methods that DCP uses to write safetensors. Data is written sequentially, in any number of chunks."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.bytes, self.digest = stream, 0, xxhash.xxh3_128()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.bytes += len(data)
+        return int(self._stream.write(data))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    def close(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+
+
+def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Load values into `tensors`, in place. Collective if torch.distributed is initialized: all ranks must call it.
+
+    Names and shapes are checked first, because a failed load would leave some tensors overwritten.
+
+    Raises:
+        UserError: If the checkpoint has other names or shapes.
+    """
+    saved = _saved(folder)
+    for name, tensor in sorted(tensors.items()):
+        if name not in saved:
+            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: it has no {name}")
+        if saved[name].size != tensor.shape:
+            raise UserError(
+                f"checkpoint {folder.parent} is of another {_whose(name)}: {name} is {tuple(saved[name].size)} there "
+                f"and {tuple(tensor.shape)} here"
+            )
+    kinds = {name.split(".")[0] for name in tensors}
+    for name in sorted(saved):
+        if name.split(".")[0] in kinds and name not in tensors:
+            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: this one has no {name}")
+    with warnings.catch_warnings():  # an export reads in a single process on purpose
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+        dcp.load(plain, storage_reader=HuggingFaceStorageReader(str(folder)))
+    _fill_quantized(tensors, plain)
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether this is torchao's 8-bit optimizer state, whose blocks depend on the local shard."""
+    return hasattr(local_shard(tensor), "codes")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as stored in a checkpoint. Quantized tensors are dequantized, for use by any layout."""
+    if not _is_quantized(tensor):
+        return tensor
+    return with_local(tensor, local_shard(tensor).dequantize().float())
+
+
+def _fill_quantized(tensors: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
+    """Quantize the plain values into `tensors`, in place.
+
+    This is done after saving too: quantizing again may round differently, and the running process must stay bitwise
+    identical to one that resumes from the checkpoint.
+    """
+    for name, tensor in tensors.items():
+        if _is_quantized(tensor):
+            local_shard(tensor).copy_(local_shard(plain[name]))
+
+
+def _whose(name: str) -> str:
+    """Return the part of a run that defines a tensor, for error messages."""
+    return "model" if name.startswith(MODEL) else "`optimizer` section"
+
+
+def on_meta(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the saved tensors on the meta device, which have their shapes and dtypes but no data."""
+    return {
+        name: torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
+        for name, meta in _saved(folder).items()
+    }
+
+
+def _saved(folder: Path) -> dict[str, TensorStorageMetadata]:
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: meta for name, meta in metadata.items() if isinstance(meta, TensorStorageMetadata)}

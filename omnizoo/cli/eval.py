@@ -1,0 +1,112 @@
+"""`omnizoo eval`: evaluate a checkpoint in this process, or in ranks that it starts."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omnizoo.cli.parser import allow_code, path_argument
+from omnizoo.cli.train import check_nproc
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
+from omnizoo.config.schema import Config
+from omnizoo.launch.launcher import launch, watch_launcher
+from omnizoo.launch.rank_failure import report_failure
+from omnizoo.parallel.layout import plan_layout
+from omnizoo.parallel.rendezvous import place_in_world
+
+PLUGIN_KEYS = (
+    "kind",
+    "module",
+    "recipe",
+    "rows",
+    "schedule",
+)  # keys that may name a plugin, in any section
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG|RUN", type=path_argument, help="YAML file or run folder")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        type=path_argument,
+        help="checkpoint or run folder (default: the newest checkpoint of the run; without one, the initial weights)",
+    )
+    parser.add_argument("--best", action="store_true", help="best checkpoint of the run (checkpoint.best)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=path_argument, help="output folder (default: eval/step_N in the run folder)"
+    )
+    parser.add_argument("--nproc", metavar="N", type=int, help="processes to start on this machine")
+    allow_code(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate the config or run folder in `args`, and return the exit code."""
+    target: Path = args.config
+    is_run = target.is_dir()
+    path = target / "config.yaml" if is_run else target
+    if is_run and not path.is_file():
+        raise UserError(f"{target} is not the folder of a run: it has no config.yaml; give that, or a config")
+    if args.checkpoint is not None and args.best:
+        raise UserError("give one of --checkpoint DIR and --best")
+    place = place_in_world()
+    config = load_config(str(path), args.overrides)
+    if is_run:
+        config = only_allowed(config, args)
+    started = place[1] if place else None
+    check_nproc(args.nproc, started)
+    world = started or args.nproc or 1
+    plan_layout(config.parallel, world)
+    if place is None and world > 1:
+        return launch(["eval", str(target), *args.overrides, *rank_flags(args)], world)
+
+    watch_launcher()
+    from omnizoo.training.evaluation.evaluate_checkpoint import evaluate_run
+
+    default = target if is_run else None
+    return evaluate_run(config, args.checkpoint or default, args.best, args.out, report_failure)
+
+
+def rank_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of `args` that the launcher passes to each rank."""
+    flags = [f"--allow-code={name}" for name in args.allow_code]
+    if args.checkpoint is not None:
+        flags.append(f"--checkpoint={args.checkpoint}")
+    if args.out is not None:
+        flags.append(f"--out={args.out}")
+    if args.best:
+        flags.append("--best")
+    if args.trust_remote_code:
+        flags.append("--trust-remote-code")
+    return flags
+
+
+def only_allowed(config: Config, args: argparse.Namespace) -> Config:
+    """Check that the command line allows all code that the config of a run folder names, and return the config.
+
+    The folder may come from an untrusted source.
+    """
+    file = args.config / "config.yaml"
+    for name in named_code(config.model_dump(mode="json")):
+        module = name.partition(":")[0]
+        if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in args.allow_code):
+            raise UserError(
+                f"{file} names code of its own ({name}); if you trust it, allow it: --allow-code {module}; "
+                "or give the config that is yours in place of the folder"
+            )
+    if config.model.trust_remote_code and not args.trust_remote_code:
+        raise UserError(f"{file} wants to run code of the model's folder; allow it: --trust-remote-code")
+    model = {"allow_code": args.allow_code, "trust_remote_code": args.trust_remote_code}
+    return config.changed(model=model)
+
+
+def named_code(value: Any, key: str = "") -> Iterator[str]:
+    """Yield every plugin name (`package.module:name`) in a config."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from named_code(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from named_code(inner, key)
+    elif key in PLUGIN_KEYS and isinstance(value, str) and ":" in value:
+        yield value

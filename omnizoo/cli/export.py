@@ -1,0 +1,41 @@
+"""`omnizoo export`: write a checkpoint as a Hugging Face folder."""
+
+import argparse
+
+from omnizoo.cli.parser import allow_code, path_argument
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint or run folder")
+    parser.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
+    parser.add_argument("--ema", action="store_true", help="moving average of the weights (optimizer.ema)")
+    parser.add_argument("--best", action="store_true", help="best checkpoint of a run folder (checkpoint.best)")
+    parser.add_argument("--merge", action="store_true", help="full model with the run's adapter merged into it")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="precision of the weights (default: that of the model it was trained from, or of the run)",
+    )
+    allow_code(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from omnizoo.checkpoint.export import export
+    from omnizoo.checkpoint.merge_adapter import base_weights
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    exported = export(
+        args.checkpoint,
+        args.out,
+        dtype=dtypes.get(args.dtype),
+        ema=args.ema,
+        allow_code=args.allow_code,
+        trust_remote_code=args.trust_remote_code,
+        best=args.best,
+        base=base_weights if args.merge else None,
+    )
+    for line in exported.lines():
+        print(line)
+    return 0

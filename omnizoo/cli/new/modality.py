@@ -1,0 +1,32 @@
+"""`omnizoo new modality NAME`: write a modality that trains without edits, and its test.
+
+Comments in the files mark what to change.
+"""
+
+import argparse
+import keyword
+from pathlib import Path
+
+from omnizoo.cli.render_file import render_file
+from omnizoo.config.errors import UserError
+
+
+def new_modality(args: argparse.Namespace) -> int:
+    """Write `NAME.py` and `test_NAME.py` to the folder in `--out`."""
+    name = args.data
+    folder = args.out or Path()
+    if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():
+        raise UserError(f"new modality {name}: expected a name for a Python module, in small letters, such as thermal")
+    templates = {folder / f"{name}.py": "modality.py.jinja", folder / f"test_{name}.py": "test_modality.py.jinja"}
+    for path in templates:
+        if path.exists():
+            raise UserError(f"new modality {name}: {path} exists already; it is left as it is")
+    class_name = "".join(word.capitalize() for word in name.split("_"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, template in templates.items():
+            path.write_text(render_file(template, name=name, Name=class_name), encoding="utf-8")
+            print(f"written: {path}")
+    except OSError as error:
+        raise UserError(f"new modality {name}: {error.filename} cannot be written: {error.strerror}") from None
+    return 0

@@ -1,0 +1,123 @@
+"""Command-line parser of `omnizoo`, with one subparser per command.
+
+The module of a command has `add_arguments(parser)` and `run(args)`. Only the module of the chosen command is imported.
+It imports torch and transformers inside `run`, so that `omnizoo --help` and config errors appear quickly.
+"""
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from omnizoo.config.errors import UserError
+
+LONGEST_PATH = 4096
+COMMANDS = {
+    "train": "Train a model as a YAML config describes",
+    "eval": "Compute losses, metrics and responses on held-out data",
+    "export": "Write a checkpoint as a Hugging Face folder",
+    "generate": "Generate responses: text, and the media that the model produces",
+    "doctor": "Check this machine and its packages",
+    "plan": "Estimate memory, communication and speed without a device",
+    "verify": "Compare layouts with one process",
+    "data": "Show samples as the model receives them, their lengths and mix",
+    "launch": "Print a job file for Slurm or Kubernetes",
+    "new": "Write a first config for a model and data, or the files of a new modality",
+    "report": "Write the report page of a run, or compare runs",
+    "recipes": "List model families with a recipe, and what is tested",
+}
+TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch")  # commands with `--section.key value`
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that raises `UserError` instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse a command line.
+
+    Returns:
+        The arguments. `run` is the function to call, and `overrides` the list of `--section.key` flags.
+    """
+    parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
+    parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, summary in COMMANDS.items():
+        # `train` has its own help action, which lists every config key.
+        commands.add_parser(name, help=summary, add_help=name != "train", allow_abbrev=False)
+
+    command = argv[0] if argv else ""
+    if command in COMMANDS:
+        module = import_module(f"omnizoo.cli.{command}")
+        module.add_arguments(commands.choices[command])
+        parser.set_defaults(run=module.run)
+    elif command and not command.startswith("-"):
+        close = get_close_matches(command, COMMANDS, n=1) or list(COMMANDS)
+        raise UserError(f"unknown command {command!r}; did you mean {' or '.join(close)}?")
+
+    # Overrides are removed first: argparse cannot tell the value of an unknown flag from a positional argument.
+    overrides, rest = split_overrides(argv) if command in TAKE_OVERRIDES else ([], argv)
+    args, unknown = parser.parse_known_args(rest, argparse.Namespace(overrides=overrides))
+    if unknown:
+        hint = suggest(unknown[0], commands.choices.get(command, parser))
+        raise UserError(f"unknown argument {unknown[0]!r}; {hint}")
+    if not hasattr(args, "run"):
+        parser.error(f"expected a command: {', '.join(COMMANDS)}")
+    return args
+
+
+def path_argument(text: str) -> Path:
+    """Return `text` as a path that system calls accept. argparse adds the name of the argument to errors."""
+    if not text or "\0" in text or len(text) > LONGEST_PATH:
+        raise argparse.ArgumentTypeError("expected the name of a file or folder")
+    return Path(text)
+
+
+def allow_code(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that allow code in a model folder. Only the command line can allow it, not a file."""
+    parser.add_argument(
+        "--allow-code",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="Python module, with its submodules, that the folder may name for encoders and decoders; may be repeated",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that ships inside the model folder"
+    )
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the `--section.key` flags with their values, and all other arguments."""
+    overrides: list[str] = []
+    rest: list[str] = []
+    takes_value = False
+    for arg in argv:
+        flag, equals, _ = arg.partition("=")
+        is_override = flag.startswith("--") and "." in flag
+        is_value = takes_value and not arg.startswith("--")
+        (overrides if is_override or is_value else rest).append(arg)
+        takes_value = is_override and not equals
+    return overrides, rest
+
+
+def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
+    """Return a hint: a similar flag of the command, or the full key (`--train.steps` for `--steps`)."""
+    flag = argument.partition("=")[0]
+    flags = {name: name for name in parser._option_string_actions}
+    if parser.prog.split()[-1] in TAKE_OVERRIDES:
+        from omnizoo.config import reference
+        from omnizoo.config.foreign_keys import our_key
+
+        if (hint := our_key(flag.removeprefix("--"))) is not None:
+            return hint
+        keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))
+        flags |= {f"--{key.rpartition('.')[2]}": f"--{key}" for key in reversed(keys)}
+    close = get_close_matches(flag.replace("-", "_").replace("__", "--", 1), flags, n=1)
+    return f"did you mean {flags[close[0]]}?" if close else f"see `{parser.prog} --help`"

@@ -1,0 +1,21 @@
+"""Rendering of the Jinja2 templates for files that commands write."""
+
+import json
+from functools import partial
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+
+def render_file(template: str, **values: Any) -> str:
+    """Render a template in `omnizoo/cli/templates` and return the text."""
+    environment = Environment(
+        loader=PackageLoader("omnizoo.cli"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["grouped"] = "{:,}".format
+    return environment.get_template(template).render(values)

@@ -1,0 +1,75 @@
+"""Command-line overrides of config keys: `--section.key value`."""
+
+import re
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+from omnizoo.config import reference
+from omnizoo.config.error_text import COMMAND_LINE, TYPES
+from omnizoo.config.errors import UserError, printable, shorten, show_value
+from omnizoo.config.yaml_file import MOST_DEPTH, parse_yaml
+
+
+def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
+    """Parse overrides: `["--train.lr", "1e-3", "--log.dir=a"]` -> `{"train.lr": 0.001, "log.dir": "a"}`.
+
+    If a key is repeated, the last value applies.
+    """
+    changes: dict[str, Any] = {}
+    rest = iter(args)
+    for arg in rest:
+        flag, equals, text = arg.partition("=")
+        if not flag.startswith("--"):
+            shown = printable(repr(arg))
+            raise UserError(f"{COMMAND_LINE}: unexpected argument {shown}; overrides are written --section.key value")
+        if not equals:
+            text = next(rest, "--")
+            if text.startswith("--"):
+                raise UserError(
+                    f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it begins with --"
+                )
+        key = flag.removeprefix("--")
+        changes[key], _ = parse_yaml(text, f"{COMMAND_LINE}: {flag} {show_value(text)}", key)
+    return changes
+
+
+def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key` in `data`, and create missing mappings and lists on the way.
+
+    Raises:
+        ValueError: If a part of the key is not a valid index of a list, or is below a plain value.
+    """
+    parts = key.split(".")
+    if len(parts) > MOST_DEPTH:
+        raise ValueError(f"{COMMAND_LINE}: {shorten(key)} is nested more than {MOST_DEPTH} deep")
+
+    container: Any = data
+    for depth, part in enumerate(parts[:-1], start=1):
+        index = _index_in(container, part, key, depth)
+        child = container[index] if isinstance(container, list) else container.get(index)
+        if child is None:
+            is_list = TYPES.get(reference.schema_key(".".join(parts[:depth])), "").startswith("list")
+            child = [] if is_list else {}
+        container[index] = copy(child)  # a YAML alias may refer to the same object from another key
+        container = container[index]
+    container[_index_in(container, parts[-1], key, len(parts))] = value
+
+
+def _index_in(container: Any, part: str, key: str, depth: int) -> Any:
+    """Return `part` as an index of `container`. An index one past the end appends an item to a list."""
+    if isinstance(container, dict):
+        return part
+    parent = ".".join(key.split(".")[: depth - 1])
+    if not isinstance(container, list):
+        raise ValueError(
+            f"{COMMAND_LINE}: {key}: {parent} is {show_value(container)}; expected a mapping to set {part!r} in"
+        )
+    if not re.fullmatch("[0-9]{1,6}", part) or int(part) > len(container):
+        raise ValueError(
+            f"{COMMAND_LINE}: {shorten(key)}: {parent} is a list; expected an index from 0 to {len(container)}, not "
+            f"{show_value(part)}"
+        )
+    if int(part) == len(container):
+        container.append(None)
+    return int(part)

@@ -1,0 +1,162 @@
+"""Plugins: values in the config that are a built-in name, or `package.module:name` of user code.
+
+Only code that the config names is imported. Every mistake is one line with the key, the value and the expected kind.
+Names are checked before torch is imported.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any
+
+from pydantic import AfterValidator
+
+from omnizoo.config.errors import UserError, named_line
+
+# Errors that user code may raise when it is imported or called.
+CODE_ERRORS = (
+    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RuntimeError),
+    *(NameError, SyntaxError, ImportError, OSError, MemoryError),
+)
+
+
+def check_name(value: str, built_in: Iterable[str], what: str) -> str:
+    """Return `value` if it is a built-in name or `package.module:name`.
+
+    Raises:
+        ValueError: If it is neither. The message contains the closest built-in name.
+    """
+    names = list(built_in)
+    if value in names:
+        return value
+    try:
+        return check_own_name(value, what)
+    except ValueError:
+        raise ValueError(
+            f"{repr(value)[:80]} is no built-in {what} ({', '.join(names)}), and one of your own is "
+            f"`package.module:name`{nearest(value, names)}"
+        ) from None
+
+
+def built_in_or_plugin(built_in: Iterable[str], what: str) -> AfterValidator:
+    """Return a validator for keys that contain a built-in name or `package.module:name`."""
+    return AfterValidator(partial(check_name, built_in=built_in, what=what))
+
+
+def plugin(what: str) -> AfterValidator:
+    """Return a validator for keys that contain `package.module:name`."""
+    return AfterValidator(partial(check_own_name, what=what))
+
+
+def check_own_name(value: str, what: str) -> str:
+    """Return `value` if it has the form `package.module:name`.
+
+    Raises:
+        ValueError: If it has another form.
+    """
+    module, _, name = value.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"{value!r:.80} is not the name of {what}")
+    return value
+
+
+def resolve(spec: str, key: str, expected: str) -> Any:
+    """Import the object `package.module:name`.
+
+    Args:
+        spec: The name of the object.
+        key: The config key that contains it.
+        expected: The kind of object that the key expects, for messages.
+
+    Raises:
+        UserError: If the import fails.
+    """
+    path, _, name = spec.partition(":")
+    try:
+        module = import_module(path)
+        if name in vars(module) or hasattr(module, name):  # some packages import names lazily
+            return getattr(module, name)
+    except CODE_ERRORS as error:
+        raise UserError(f"{key}: cannot import {spec}: {named_line(error)}; expected {expected}") from error
+    close = nearest(name, [known for known in vars(module) if not known.startswith("_")])
+    raise UserError(f"{key}: cannot import {spec}: {path} has no {name!r}{close}; expected {expected}")
+
+
+def resolve_class(spec: str, key: str, base: type, expected: str) -> Any:
+    """Import a subclass of `base`, with the arguments of `resolve`.
+
+    Raises:
+        UserError: If the import fails, or the object is not a subclass of `base`.
+    """
+    cls = resolve(spec, key, expected)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise UserError(
+            f"{key}: {spec} is not a subclass of {base.__module__}.{base.__qualname__}; expected {expected}"
+        )
+    return cls
+
+
+def check_call(
+    target: Callable[..., Any], spec: str, key: str, args: Iterable[Any], options: Mapping[str, Any]
+) -> None:
+    """Raise `UserError` if `target` (`spec` in the config) cannot be called with these arguments."""
+    known = takes(target)
+    unknown = [name for name in options if known is not None and name not in known]
+    try:
+        signature(target).bind(*args, **options)
+        if unknown:
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    except ValueError:  # some C functions have no signature
+        return
+    except TypeError as error:
+        close = nearest(unknown[0], known or ()) if unknown else ""
+        raise UserError(f"{key}: {spec}{_shown(target)} does not take what it is given: {error}{close}") from error
+
+
+def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
+    """Call the class or function `spec` of the config key `key` with `options`, and return its result."""
+    target = resolve(spec, key, expected)
+    if not callable(target):
+        raise UserError(f"{key}: {spec} is a {type(target).__name__}; expected {expected}")
+    check_call(target, spec, key, [], options)
+    try:
+        return target(**options)
+    except UserError:
+        raise
+    except CODE_ERRORS as error:
+        raise UserError(f"{key}: {spec} fails: {named_line(error)}; expected {expected}") from error
+
+
+def takes(target: Callable[..., Any]) -> dict[str, Parameter] | None:
+    """Return the keyword arguments of `target`; None if it accepts any, or has no signature.
+
+    A class that passes further arguments on to its base class also accepts those of its base class.
+    """
+    functions: list[Any] = [target]
+    if isinstance(target, type):
+        functions = [vars(cls)["__init__"] for cls in target.__mro__ if "__init__" in vars(cls)]
+    keywords: dict[str, Parameter] = {}
+    for function in functions:
+        try:
+            parameters = list(signature(function).parameters.values())
+        except ValueError:
+            return None
+        for parameter in parameters[isinstance(target, type) :]:  # without `self`
+            if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+                keywords.setdefault(parameter.name, parameter)
+        if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+            return keywords
+    return None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the most similar name; empty if none is similar."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _shown(target: Callable[..., Any]) -> str:
+    names = [str(parameter).partition(":")[0].partition("=")[0] for parameter in signature(target).parameters.values()]
+    return f"({', '.join(names)})"

@@ -1,0 +1,93 @@
+"""Base class of all config sections, value types, and Python objects as values."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
+
+LONGEST_TEXT = 4096  # characters, the longest path of Linux
+Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
+LearningRate = Annotated[float, Field(gt=0, le=1000)]
+LossWeight = Annotated[float, Field(ge=0, le=1e6)]
+WeightDecay = Annotated[float, Field(ge=0, le=1000)]
+Count = Annotated[int, Field(ge=1, le=2**20)]  # number of ranks, or of packs in a step
+Steps = Annotated[int, Field(ge=0, le=10**12)]
+PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
+
+
+def _check_identifier(value: str) -> str:
+    if not value.isidentifier():
+        raise ValueError(f"{value!r} cannot be the name of a metric; use letters, digits and _")
+    return value
+
+
+MetricName = Annotated[str, Field(min_length=1, max_length=80), AfterValidator(_check_identifier)]
+
+
+@dataclass(frozen=True, eq=False)
+class PythonObject:
+    """An object that was passed to `omnizoo.train`. A saved config contains its name instead."""
+
+    value: Any = field(repr=False)
+    name: str
+
+
+def to_plain(value: Any) -> Any:
+    """Return the name of a `PythonObject`, and any other value unchanged."""
+    return value.name if isinstance(value, PythonObject) else value
+
+
+Object = Annotated[Text | PythonObject | None, PlainSerializer(to_plain)]
+
+
+class ConfigSection(BaseModel):
+    """A frozen group of keys. Unknown keys are errors, and types are strict."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        arbitrary_types_allowed=True,  # for `PythonObject`
+        use_attribute_docstrings=True,  # strings below fields are the descriptions of keys
+    )
+
+
+class NamedSettings(ConfigSection):
+    """Settings that can also be given as plain text, which is then the `kind`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_name(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+
+class SubmoduleSettings(ConfigSection):
+    """Settings of a submodule that has its own weights."""
+
+    path: Text | None = None
+    """HF folder with pretrained weights"""
+
+    config: Text | dict[str, Any] | None = None
+    """HF folder or inline mapping (with `model_type`); weights are initialized from `train.seed`"""
+
+    freeze: bool = False
+    """do not train these weights"""
+
+    lr: LearningRate | None = None
+    """peak learning rate; default: `train.lr`"""
+
+    dtype: Literal["fp32", "bf16"] | None = None
+    """dtype of the weights; only frozen submodules may differ from the rest of the model"""
+
+    recompute: Literal["none", "full", "selective"] | None = None
+    """recompute activations in backward; default: `parallel.recompute`"""
+
+    @model_validator(mode="after")
+    def _check_weight_source(self) -> "SubmoduleSettings":
+        if self.path is not None and self.config is not None:
+            raise ValueError("give one of path (weights) and config (random init), not both")
+        if isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ValueError("config as a mapping needs a `model_type`; arguments of a class go into `options`")
+        return self

@@ -1,0 +1,39 @@
+"""Checks for the options of built-in losses and optimizers, which run before torch is imported."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from omnizoo.config.errors import show_value
+from omnizoo.config.plugins import nearest
+from omnizoo.config.type_text import annotation_text
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def check_options(kind: str, known: Mapping[str, Any], options: Mapping[str, Any], key: str) -> None:
+    """Check the options of a built-in `kind`.
+
+    Args:
+        kind: The name of the loss or optimizer.
+        known: All options of this kind, and their types.
+        options: The options in the config.
+        key: The config key of the options; the message starts with it.
+
+    Raises:
+        ValueError: If an option is unknown or has a value of the wrong type.
+    """
+    for name, value in options.items():
+        if name not in known:
+            listed = ", ".join(known) or "it has none"
+            raise ValueError(f"{key}.{name} is no option of {kind} ({listed}){nearest(str(name), known)}")
+        try:
+            TypeAdapter(known[name], config=STRICT).validate_python(to_tuple(value))
+        except ValidationError:
+            raise ValueError(f"{key}.{name} is {show_value(value)}; expected {annotation_text(known[name])}") from None
+
+
+def to_tuple(value: Any) -> Any:
+    """Convert a list in the config to a tuple, as optimizers and losses expect."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,68 @@
+"""Built-in losses, their options and their default names."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+Positive = Annotated[float, Field(gt=0, le=1000)]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
+NonNegative = Annotated[float, Field(ge=0, le=1000)]
+Folder = Annotated[str, Field(min_length=1)]
+POLICY = {
+    "clip_low": Annotated[float, Field(gt=0, le=1)],
+    "clip_high": Positive,
+    "beta": NonNegative,
+    "temperature": Positive,
+    "chunked": bool,
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "cross_entropy": {
+        "label_smoothing": Annotated[float, Field(ge=0, lt=1)],
+        "z_loss": NonNegative,
+        "chunked": bool,
+    },
+    "balance": {},
+    "router_z": {},
+    "dpo": {
+        "beta": Positive,
+        "loss": Literal["sigmoid", "ipo", "hinge"],
+        "label_smoothing": BelowHalf,
+        "length_normalized": bool,
+        "reference": str,
+        "reference_cache": Folder,
+        "chunked": bool,
+    },
+    "kto": {
+        "beta": Positive,
+        "desirable_weight": NonNegative,
+        "undesirable_weight": NonNegative,
+        "baseline": Literal["kl", "zero"],
+        "reference": str,
+        "reference_cache": Folder,
+        "chunked": bool,
+    },
+    "orpo": {"beta": Positive, "chunked": bool},
+    "simpo": {
+        "beta": Positive,
+        "gamma": NonNegative,
+        "label_smoothing": BelowHalf,
+        "chunked": bool,
+    },
+}
+# Losses for rollouts.
+LOSSES |= {
+    "grpo": POLICY
+    | {
+        "aggregation": Literal["token", "sample", "constant"],
+        "length": Annotated[int, Field(ge=1, le=10**9)],
+    },
+    "gspo": POLICY,
+}
+PAIRWISE = ("dpo", "orpo", "simpo")  # losses for preference pairs
+PREFERENCES = (*PAIRWISE, "kto")  # KTO uses labeled responses; a pair counts as two
+OF_ROUTERS = ("balance", "router_z")
+
+
+def default_name(kind: str) -> str:
+    """Return the default name of a loss, if the config sets no `name`."""
+    return "text" if kind == "cross_entropy" else kind.rpartition(":")[2].lower()

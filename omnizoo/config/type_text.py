@@ -1,0 +1,55 @@
+"""Types of config keys as text for help, docs and error messages, such as `integer >= 1`."""
+
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from omnizoo.config.sections.base import ConfigSection, PythonObject
+
+NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null", dict: "mapping"}
+SIGNS = [("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >=")]
+
+
+def sections_in(annotation: Any) -> Iterator[tuple[type[ConfigSection], str]]:
+    """Yield the sections in `annotation`, each with the prefix of its keys: empty, `N.` or `NAME.`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
+        yield annotation, ""
+    elif origin in (Union, UnionType):
+        for arg in args:
+            yield from sections_in(arg)
+    elif origin in (list, dict):
+        place = "N." if origin is list else "NAME."
+        yield from ((section, place + rest) for section, rest in sections_in(args[-1]))
+
+
+def with_bounds(text: str, metadata: Sequence[Any]) -> str:
+    if text == NAMES[str]:  # the minimum length of 1 is not mentioned
+        return text
+    bounds = []
+    for constraint in metadata:
+        for name, sign in SIGNS:
+            bound = getattr(constraint, name, None)
+            if bound is not None:
+                bounds.append(f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}")
+    return " ".join([text, ", ".join(bounds)]).strip()
+
+
+def annotation_text(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
+        return "{" + ", ".join(annotation.model_fields) + "}"
+    if origin is Annotated:
+        return with_bounds(annotation_text(args[0]), args[1].metadata)
+    if origin is dict and any(sections_in(annotation)):
+        return f"mapping of NAME to {annotation_text(args[1])}"
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if origin in (Union, UnionType):
+        # A file cannot contain a Python object.
+        return " or ".join(annotation_text(arg) for arg in args if arg is not PythonObject)
+    if origin is list:
+        return f"list of {annotation_text(args[0])}"
+    if origin is tuple:
+        return f"list of {len(args)}: {annotation_text(args[0])}"
+    return NAMES[origin or annotation]

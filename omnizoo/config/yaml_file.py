@@ -1,0 +1,221 @@
+"""Reading and writing of YAML: scalars of YAML 1.2, limits on size and depth, and the line of every key."""
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Any
+
+import yaml
+
+from omnizoo.config.errors import MOST_MISTAKES, UserError, join_mistakes, printable, shorten, show_value
+from omnizoo.config.schema import Config
+
+# Real configs are far below these limits, which bound the time and memory that a malicious file can take.
+MOST_BYTES = 2**19
+MOST_VALUES = 20_000
+MOST_DEPTH = 64
+LONGEST_NUMBER = 400  # digits
+
+# PyYAML implements YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of
+# YAML 1.2. An integer with a leading zero stays text, because its base is ambiguous.
+SCALARS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", list("-+0123456789")),
+    "float": (
+        r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    "merge": (r"<<", ["<"]),
+}
+TAG_PREFIX = "tag:yaml.org,2002:"
+TAGS = {TAG_PREFIX + name for name in (*SCALARS, "str", "seq", "map")}
+
+Problem = tuple[int, str]  # line, message
+
+
+class YamlLoader(yaml.SafeLoader):
+    """Loader that parses only the scalars of YAML 1.2."""
+
+
+class YamlDumper(yaml.SafeDumper):
+    """Dumper that quotes every text that YAML 1.1 or 1.2 would parse as another type."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML 6 loses unusual line breaks (U+0085, U+2028) unless they are escaped.
+        return self.represent_scalar(f"{TAG_PREFIX}str", data, style=None if data.isprintable() else '"')
+
+
+YamlDumper.add_representer(str, YamlDumper.represent_str)
+YamlLoader.yaml_implicit_resolvers = {}
+for _name, (_pattern, _first_characters) in SCALARS.items():
+    for _dialect in (YamlLoader, YamlDumper):
+        _dialect.add_implicit_resolver(TAG_PREFIX + _name, re.compile(f"^(?:{_pattern})$"), _first_characters)
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a regular file of at most `MOST_BYTES`. Reading other files may block or never end."""
+    if not str(path):
+        raise UserError("the name of the config file is empty")
+    try:
+        _check_file(path)
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file; the working directory is {Path.cwd()}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read as a config file: not UTF-8 ({error.reason})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read as a config file: {error.strerror}") from None
+    except ValueError as error:  # the name contains NUL
+        raise UserError(f"{path}: not a valid name of a config file: {error}") from None
+
+
+def _check_file(path: str | Path) -> None:
+    status = os.stat(path)
+    if not S_ISREG(status.st_mode):
+        kind = "a folder" if S_ISDIR(status.st_mode) else "not an ordinary file"
+        raise UserError(f"{path}: cannot be read as a config file: it is {kind}")
+    if status.st_size > MOST_BYTES:
+        raise UserError(f"{path}: has {status.st_size:,} bytes; a config file has at most {MOST_BYTES:,}")
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write all keys atomically, including defaults, so that the file stays valid when a default changes."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    text = yaml.dump(config.model_dump(), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=120)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: the config cannot be written: {error.strerror}") from None
+
+
+def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int]]:
+    """Parse a document, or the value of one key.
+
+    Args:
+        text: YAML.
+        where: The origin of the text in messages.
+        key: The key whose value is `text`; empty for a whole document.
+
+    Returns:
+        The value, and the line of each dotted key in it.
+
+    Raises:
+        UserError: If the text is not valid YAML, or not valid in a config.
+    """
+    lines: dict[str, int] = {}
+    try:
+        _check_depth(text)
+        loader = YamlLoader(text)
+        node = loader.get_single_node()
+        problems = list(islice(_index_node(node, key, lines, ()), MOST_MISTAKES)) if node else []
+        value = loader.construct_document(node) if node and not problems else None
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark and not key else ""
+        raise UserError(printable(f"{where}{line}: not valid YAML: {error.problem}")) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(printable(f"{where}: not valid YAML: {' '.join(str(error).split())}")) from None
+
+    if problems:
+        # A value on the command line has no line number.
+        mistakes = [f"{where}: {message}" if key else f"{where}:{line}: {message}" for line, message in problems]
+        raise UserError(join_mistakes(mistakes))
+    return value, lines
+
+
+def _check_depth(text: str) -> None:
+    """Check the nesting depth of a document before it is parsed.
+
+    PyYAML takes quadratic time in the depth, and then exceeds the recursion limit.
+    """
+    depth = 0
+    for event in yaml.parse(text, YamlLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MOST_DEPTH:
+            raise _too_deep(event.start_mark)
+
+
+def _too_deep(mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=mark)
+
+
+def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]) -> Iterator[Problem]:
+    """Record the line of every key below `node`, and yield problems: YAML that is valid, but not in a config.
+
+    It is a generator because aliases can multiply the problems of a small file; the caller reads only the first ones.
+    """
+    line = _line_of(node)
+    if node in parents:
+        yield line, f"{key} contains itself through a YAML alias"
+        return
+    if len(parents) > MOST_DEPTH:  # nesting by aliases, which `_check_depth` does not follow
+        raise _too_deep(node.start_mark)
+    if len(lines) > MOST_VALUES:
+        reason = f"more than {MOST_VALUES:,} values; do YAML aliases multiply them?"
+        raise yaml.MarkedYAMLError(problem=reason, problem_mark=node.start_mark)
+
+    if node.tag not in TAGS:
+        tag = node.tag.replace(TAG_PREFIX, "!!")
+        yield line, f"{key} has the YAML tag {shorten(tag)}, which has no meaning in a config; leave it out"
+    elif isinstance(node, yaml.MappingNode):
+        yield from _index_mapping(node, key, lines, (*parents, node))
+    elif isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            item_key = _join(key, str(i))
+            lines[item_key] = _line_of(item)
+            yield from _index_node(item, item_key, lines, (*parents, node))
+    elif problem := _scalar_problem(node):
+        yield line, f"{key} {problem}"
+
+
+def _index_mapping(
+    node: yaml.MappingNode, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]
+) -> Iterator[Problem]:
+    first_lines: dict[str, int] = {}
+    for name_node, value in node.value:
+        line = _line_of(name_node)
+        if not isinstance(name_node, yaml.ScalarNode):
+            yield line, f"{key}: a list or a mapping cannot be a key".removeprefix(": ")
+            continue
+        name = str(name_node.value)
+        full_key = _join(key, name)
+        if problem := _scalar_problem(name_node):
+            yield line, f"the key {show_value(full_key)} {problem}"
+        if name in first_lines:
+            yield line, f"{full_key} is set twice, first on line {first_lines[name]}; keep one of them"
+        first_lines[name] = lines[full_key] = line
+        yield from _index_node(value, full_key, lines, parents)
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _line_of(node: yaml.Node) -> int:
+    return node.start_mark.line + 1
+
+
+def _scalar_problem(node: yaml.Node) -> str | None:
+    """Return why a scalar is invalid for any key, such as a NUL character; None if it is valid."""
+    text = str(node.value)
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        return "has a character in it that text cannot have (NUL, or half of a surrogate pair)"
+    if len(text) > LONGEST_NUMBER and node.tag.endswith((":int", ":float")):
+        return f"is a number of {len(text):,} digits; expected at most {LONGEST_NUMBER}"
+    return None

@@ -1,0 +1,150 @@
+"""Hashes that identify the data of a run, independent of where its files are stored.
+
+A source of at most `WHOLE` bytes is hashed completely; of a larger one, evenly spaced blocks are hashed. The length of
+every row (JSONL), the table of contents (tar) and the footers (Parquet) are always hashed in full. An edit outside the
+blocks is therefore detected if it changes any length.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from omnizoo.data.row import BadRow
+from omnizoo.data.sources.base import RowSource
+from omnizoo.data.sources.hf_datasets import HFDataset
+from omnizoo.data.sources.jsonl import IndexedFile
+from omnizoo.data.sources.open import Concatenation
+from omnizoo.data.sources.parquet import ParquetFile
+from omnizoo.data.sources.python_rows import PythonRows
+from omnizoo.data.sources.renamed_columns import RenamedRows
+from omnizoo.data.sources.subset import RowSubset
+from omnizoo.data.sources.webdataset import WebDatasetFile
+from omnizoo.modalities.processor_files import processor_files
+
+WHOLE = 256 << 20  # bytes; larger sources are hashed in blocks
+BLOCK = 256 << 10  # bytes per block
+BLOCKS = 256  # number of blocks of a larger source
+DATASET_ROWS = 512  # rows hashed of a `datasets` dataset or of a row source plugin
+GIVEN_ROWS = 100_000  # rows hashed of Python rows in memory
+
+
+def content_of(source: RowSource) -> dict[str, Any]:
+    """Return the size and the hashes of a source, independent of where its files are stored."""
+    while isinstance(source, RenamedRows | RowSubset):  # hash the stored rows; `columns` and `take` have separate keys
+        source = source.source
+    parts = source.parts if isinstance(source, Concatenation) else [source]
+    shape, digest = xxhash.xxh3_128(), xxhash.xxh3_128()
+    files: list[Path] = []
+    for part in parts:
+        shape.update(f"{part.stored_kind}/{len(part)};".encode())
+        if isinstance(part, IndexedFile):
+            shape.update(np.ascontiguousarray(part.stops - part.starts).data)
+        elif isinstance(part, WebDatasetFile):
+            shape.update("\0".join(map(repr, zip(part.keys, part.kinds, strict=True))).encode("utf-8", "replace"))
+            shape.update(np.ascontiguousarray(part.spans).data)
+        elif isinstance(part, ParquetFile):
+            shape.update(_footer(part.path))
+        elif isinstance(part, HFDataset):
+            for row in _spread(len(part), DATASET_ROWS):
+                digest.update(repr(part.dataset[row].to_pylist()).encode("utf-8", "replace"))
+        else:
+            most = GIVEN_ROWS if isinstance(part, PythonRows) and part.is_in_memory else DATASET_ROWS
+            for row in _spread(len(part), most):
+                _add_row(digest, part, row)
+        if isinstance(part, IndexedFile | WebDatasetFile | ParquetFile):
+            files.append(part.path)
+    sizes = [file.stat().st_size for file in files]
+    for file, start, count in _blocks(files, sizes):
+        digest.update(_read(file, start, count))
+    return {"bytes": sum(sizes), "shape": shape.hexdigest(), "content": digest.hexdigest()}
+
+
+def _add_row(digest: xxhash.xxh3_128, source: RowSource, row: int) -> None:
+    try:
+        _add(digest, source.read(row))
+    except BadRow as bad:
+        digest.update(f"bad: {bad}".encode("utf-8", "replace"))
+
+
+def _add(digest: xxhash.xxh3_128, value: Any) -> None:
+    """Add a value of a row to the hash, with the same result in every process.
+
+    `repr` would not do: it contains the addresses of objects and omits the middle of arrays.
+    """
+    digest.update(f"{type(value).__name__}(".encode())
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            _add(digest, key)
+            _add(digest, part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _add(digest, part)
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif isinstance(value, str | int | float | PurePath | None):
+        digest.update(str(value).encode("utf-8", "replace"))
+    elif isinstance(value, torch.Tensor):
+        _add(digest, value.detach().cpu().double().numpy())
+    elif callable(getattr(value, "tobytes", None)):  # arrays and PIL images
+        digest.update(f"{getattr(value, 'shape', None) or getattr(value, 'size', None)}".encode() + value.tobytes())
+    digest.update(b")")
+
+
+def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path, int, int]]:
+    """Yield (file, first byte, number of bytes) to hash: all bytes in chunks, or evenly spaced blocks.
+
+    A block that crosses the end of its file is cut there.
+    """
+    total = sum(sizes)
+    if total <= WHOLE:
+        for file, size in zip(files, sizes, strict=True):
+            for start in range(0, size, 1 << 24):
+                yield file, start, 1 << 24
+        return
+    firsts = list(accumulate(sizes, initial=0))
+    for place in _spread(total - BLOCK + 1, BLOCKS):
+        number = int(np.searchsorted(firsts, place, side="right")) - 1
+        yield files[number], place - firsts[number], BLOCK
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most `most` evenly spaced integers from 0 to `count` - 1, both included."""
+    return sorted({int(place) for place in np.linspace(0, max(0, count - 1), min(count, most))})
+
+
+def _footer(path: Path) -> bytes:
+    """Return the footer of a Parquet file: offset, size and usually minimum and maximum of each column chunk."""
+    size = path.stat().st_size
+    length = int.from_bytes(_read(path, size - 8, 4), "little")  # followed by 4 magic bytes
+    return _read(path, max(0, size - 8 - length), length)
+
+
+def _read(path: Path, start: int, count: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(count)
+
+
+def reading_of(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> dict[str, Any]:
+    """Return hashes of what converts rows to samples: the tokenizer, its chat template and the media processors."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    return {
+        "its vocabulary": _hash(repr(vocabulary)),
+        "its special tokens": _hash(repr(special)),
+        "its chat template": _hash(repr(tokenizer.chat_template)),
+        "its definition": _hash(tokenizer.backend_tokenizer.to_str()),
+        "library": version("tokenizers"),  # another version may serialize the same tokenizer differently
+        "its preprocessing of media": _hash("".join(path.name + path.read_text() for path in processor_files(folder))),
+    }
+
+
+def _hash(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,82 @@
+"""Held-out data (`data.eval_sources`): read once, in file order, each source separately."""
+
+import itertools
+import logging
+import re
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.config.sections.data import SourceSettings
+from omnizoo.data.loading.lanes import Lane
+from omnizoo.data.loading.prepare import prepare_pack
+from omnizoo.data.loading.reader import Reader
+from omnizoo.data.packing.pack import Pack
+
+log = logging.getLogger(__name__)
+
+
+def held_out_config(config: Config) -> Config:
+    """Return the config for reading `data.eval_sources` in file order, in one lane."""
+    return config.changed(data={"sources": config.data.eval_sources, "lanes": 1, "shuffle": False})
+
+
+def held_out_parts(reader: Reader) -> dict[str, Reader]:
+    """Split a reader of held-out data into one reader per source, by the short name of the source.
+
+    Each pack then has samples of one source only, so that losses can be reported per source. `evaluation.packs` is
+    divided among the sources by their weights. The reader is not split, and its name is empty, if there is only one
+    source, or if each prompt also gets the response of another row (the KTO baseline).
+    """
+    config, specs = reader.config, reader.config.data.sources
+    if len(specs) == 1 or config.mismatched_answers:
+        return {"": reader}
+    weight = sum(spec.weight for spec in specs)
+    parts = {}
+    for number, (name, spec) in enumerate(zip(short_names(specs), specs, strict=True)):
+        packs = max(1, round(config.evaluation.packs * spec.weight / weight))
+        part_config = config.changed(data={"sources": [spec]}, evaluation={"packs": packs})
+        renderer = copy(reader.renderer)
+        renderer.shapes = [reader.renderer.shape(number)]
+        parts[name] = replace(reader, config=part_config, sources=[reader.sources[number]], renderer=renderer)
+    return parts
+
+
+def short_names(specs: Sequence[SourceSettings]) -> list[str]:
+    """Return the names of sources for use in metrics: file names without folder and suffix.
+
+    A number is appended to repeated names.
+    """
+    seen: dict[str, int] = {}
+    names = []
+    for spec in specs:
+        name = re.sub(r"[^\w.-]", "_", spec.name.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition(".")[0])
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
+def read_held_out(reader: Reader, rank: int, world: int) -> list[Pack]:
+    """Return this rank's part of the first `evaluation.packs` packs of held-out data, reading each row at most once."""
+    data, lane = reader.config.data, Lane(reader, 0, epochs=1)
+    packs, bad, read = [], [], 0
+    for samples in itertools.islice(iter(lane.next_pack, None), reader.config.evaluation.packs):
+        assert samples is not None
+        if read % world == rank:
+            pack, undecodable = prepare_pack(read, samples, reader)
+            packs.append(pack)
+            bad += undecodable
+        read += 1
+    if rank == 0:
+        bad = lane.bad_rows + bad
+    if bad and data.on_bad_row == "error":
+        raise UserError(f"data.eval_sources: {bad[0]} (data.on_bad_row: skip goes on without such rows)")
+    if bad:
+        log.warning("skipped %d rows of data.eval_sources; the first: %s", len(bad), bad[0])
+    if not read:
+        lost = lane.counters.dropped_overlong + lane.counters.few_targets
+        why = f"; {lost} lost to data.pack_tokens ({data.pack_tokens}) or data.min_targets" if lost else ""
+        raise UserError(f"data.eval_sources ({', '.join(s.name for s in data.sources)}): no usable row{why}")
+    return packs

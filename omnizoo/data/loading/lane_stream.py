@@ -1,0 +1,113 @@
+"""Run lanes step by step, in a rank or in a loader worker.
+
+`LaneAssignment` computes which lanes and packs a rank reads. `LaneSteps` yields these packs step by step.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from omnizoo.config.errors import UserError
+from omnizoo.data.loading.lanes import Lane
+from omnizoo.data.loading.prepare import prepare_pack
+from omnizoo.data.loading.reader import Reader
+from omnizoo.data.packing.pack import Pack
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """The packs that a loader worker, or a rank, has loaded for a step."""
+
+    packs: list[Pack]  # empty if loading failed
+    bad_rows: list[str] = field(default_factory=list)  # messages about skipped rows; each row on one rank only
+    undecodable: list[str] = field(default_factory=list)  # set by workers: messages about rows with bad media
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)  # set by workers: states of the lanes that advanced
+    counters: dict[str, int] = field(default_factory=dict)  # set by ranks: `Loader.counters` after this step
+    error: str | None = None  # text of a UserError; DataLoader would wrap the raised error in a traceback
+
+    def status(self) -> dict[str, Any]:
+        """Return the status that is sent to all ranks together with the pack metadata."""
+        return {"error": self.error, "counters": self.counters, "bad_rows": self.bad_rows}
+
+
+def failed_steps(error: str) -> Iterator[LoadedStep]:
+    """Return an endless iterator of steps with this error.
+
+    The loader reads from its workers in turn. A failed worker must not end, or the loader would skip it and its error.
+    """
+    return itertools.repeat(LoadedStep(packs=[], error=error))
+
+
+@dataclass(frozen=True)
+class LaneAssignment:
+    """The lanes and packs that a rank reads."""
+
+    rank: int
+    world: int
+    lanes: int
+    packs_per_step: int
+
+    @property
+    def own_lanes(self) -> range:
+        # Pack g belongs to lane g % lanes and to rank g % world. Some g fits both exactly if lane and rank are equal
+        # modulo the greatest common divisor of `lanes` and `world`.
+        common = math.gcd(self.lanes, self.world)
+        return range(self.rank % common, self.lanes, common)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank reports counters and bad rows: the lowest of the ranks that run the same lanes does."""
+        return self.rank < math.gcd(self.lanes, self.world)
+
+    def packs_of(self, lane: int, steps: int) -> int:
+        """Return the number of packs that a lane has produced after `steps` steps."""
+        return (steps * self.packs_per_step - lane + self.lanes - 1) // self.lanes
+
+
+class LaneSteps(IterableDataset[LoadedStep]):
+    """Dataset of steps that continues from saved lane states.
+
+    In a rank it runs all lanes of that rank; in a loader worker, the lanes of that worker.
+    """
+
+    def __init__(
+        self, reader: Reader, share: LaneAssignment, first_step: int, states: dict[int, dict[str, Any]]
+    ) -> None:
+        self.reader, self.share, self.first_step, self.states = reader, share, first_step, states
+
+    def __iter__(self) -> Iterator[LoadedStep]:
+        try:
+            yield from self.run()
+        except UserError as error:
+            yield from failed_steps(str(error))
+
+    def run(self) -> Iterator[LoadedStep]:
+        reader, share, worker = self.reader, self.share, get_worker_info()
+        numbers = share.own_lanes if worker is None else share.own_lanes[worker.id :: worker.num_workers]
+        epochs = reader.config.train.epochs
+        lanes: dict[int, Lane] = {}
+        for step in itertools.count(self.first_step):
+            packs, moved, undecodable = [], set(), []
+            for index in range(step * share.packs_per_step, (step + 1) * share.packs_per_step):
+                number = index % share.lanes
+                if number not in numbers:
+                    continue
+                if number not in lanes:  # built on first use: there may be far more lanes than packs
+                    lanes[number] = Lane(reader, number, epochs, by_rows=epochs is not None)
+                    if number in self.states:
+                        lanes[number].restore(self.states[number])
+                samples = lanes[number].next_pack()
+                moved.add(number)
+                if index % share.world == share.rank:
+                    pack, bad = prepare_pack(index, samples or [], reader)
+                    if bad and reader.config.data.on_bad_row == "error":
+                        raise UserError(f"{bad[0]} (data.on_bad_row: skip goes on without such rows)")
+                    packs.append(pack)
+                    undecodable += bad
+            bad_rows = [message for n in sorted(moved) for message in lanes[n].take_bad_rows()]
+            states = {n: lanes[n].state() for n in sorted(moved)}
+            yield LoadedStep(packs, bad_rows, undecodable, states)

@@ -1,0 +1,211 @@
+"""The data loader of a rank, which returns the same packs at the same step for any number of ranks and workers.
+
+Pack g of the run is the next pack of lane g % lanes. Step s consists of packs s*G to (s+1)*G - 1, where G is
+`train.packs_per_step`. Rank r reads the packs with g % world == r and decodes their media; packs are redistributed to
+the ranks that train on them afterwards. After a step, every lane is exactly at the end of that step on every rank that
+runs it. A state that was saved on one layout can therefore be loaded on any other.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.plugins import CODE_ERRORS
+from omnizoo.config.schema import Config
+from omnizoo.data.loading.lane_stream import LaneAssignment, LaneSteps, LoadedStep, failed_steps
+from omnizoo.data.loading.lanes import Counters
+from omnizoo.data.loading.reader import Reader, build_reader
+from omnizoo.data.loading.resume_check import check_fingerprint, fingerprint
+from omnizoo.data.loading.worker_pickling import NotPicklable, SharedPickle
+from omnizoo.data.loading.workers import Workers, start_server, worker_count, worker_setup
+
+log = logging.getLogger(__name__)
+ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not included
+AT_HOME = "data.workers: 0 reads without other processes"
+
+
+class HandedOver(IterableDataset[LoadedStep]):
+    """Pickled lanes for a worker, which unpickles them only when it iterates, so that errors become failed steps."""
+
+    def __init__(self, steps: LaneSteps) -> None:
+        self.steps = SharedPickle(steps)
+
+    def __iter__(self) -> Iterator[LoadedStep]:
+        try:
+            steps: LaneSteps = self.steps.open()
+        except (UserError, *CODE_ERRORS) as error:
+            message = f"data.workers: a worker cannot make what it reads with: {named_line(error)}; {AT_HOME}"
+            return failed_steps(message)
+        return iter(steps)
+
+
+def identity(item: Any) -> Any:
+    return item
+
+
+class Loader:
+    """The data loader of a rank: `next_step` returns the packs of the next step, without end.
+
+    `state_dict` describes the last step that `next_step` returned, however many steps the workers have prefetched.
+    """
+
+    def __init__(self, reader: Reader, share: LaneAssignment) -> None:
+        self.reader, self.config, self.share = reader, reader.config, share
+        self.step = 0  # index of the next step
+        self.undecodable = 0  # rows dropped on this rank because their media could not be decoded
+        self.states: dict[int, dict[str, Any]] = {}
+        self.workers = min(worker_count(self.config.data.workers), len(share.own_lanes))
+        if self.workers:
+            start_server()
+        self.iterator: Iterator[LoadedStep] | None = None
+        self.processes = Workers()
+
+    def start(self) -> None:
+        """Start the workers, so that they load data while the model is being set up."""
+        if self.iterator is None:
+            self.iterator = iter(self._reading())
+
+    def next_step(self) -> LoadedStep:
+        self.start()
+        assert self.iterator is not None
+        # DataLoader reads from its workers in turn, so one item from each of them makes a complete step.
+        parts: list[LoadedStep] = []
+        for _ in range(max(1, self.workers)):
+            try:
+                part = next(self.iterator)
+            except RuntimeError as error:  # raised by torch when a loader worker has died
+                raise self.processes.death() or error from error
+            if part.error is not None:
+                self.close()
+                raise UserError(part.error)
+            parts.append(part)
+        for part in parts:
+            self.states |= part.states
+        self.step += 1
+        packs = sorted((pack for part in parts for pack in part.packs), key=lambda pack: pack.index)
+        undecodable = [message for part in parts for message in part.undecodable]
+        self.undecodable += len(undecodable)
+        bad_rows = [message for part in parts for message in part.bad_rows] if self.share.counts else []
+        return LoadedStep(packs, bad_rows + undecodable, counters=self.counters())
+
+    def _reading(self) -> Iterable[LoadedStep]:
+        _ = self.fingerprint  # computed and cached before the first row is read
+        steps = LaneSteps(self.reader, self.share, self.step, self.states)
+        if not self.workers:
+            return steps
+        try:
+            handed_over = HandedOver(steps)
+        except NotPicklable as reason:
+            log.warning("data.workers: 0 instead of %d: other processes cannot be given %s", self.workers, reason)
+            self.workers = 0
+            return steps
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers already run in parallel
+        self.processes = Workers()
+        return DataLoader(
+            handed_over,
+            batch_size=None,
+            collate_fn=identity,
+            num_workers=self.workers,
+            prefetch_factor=self.config.data.prefetch,
+            worker_init_fn=worker_setup(),
+            multiprocessing_context=self.processes,
+            generator=torch.Generator(),  # DataLoader samples a base seed; keep the default generator unchanged
+        )
+
+    def counters(self) -> dict[str, int]:
+        """Return the number of rows read, skipped, dropped, split and so on since the start of the run.
+
+        Each lane is counted on one rank only, so the counters can be summed over ranks.
+        """
+        names = [item.name for item in fields(Counters) if item.name != "packs"]
+        states = list(self.states.values()) if self.share.counts else []
+        counters = {name: sum(state["counters"].get(name, 0) for state in states) for name in names}
+        drawn = sum(drawn for state in states for drawn, *_ in state["cursors"])
+        counters[ROWS_READ] = drawn - sum(len({tuple(id[:3]) for id in state["window"]}) for state in states)
+        return counters | {"undecodable_rows": self.undecodable}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's lanes, which can be stored as JSON.
+
+        Pass the states of all ranks to `merge_states` to get a state for `load_state_dict`.
+        """
+        lanes = {str(lane): state for lane, state in self.states.items()}
+        own = {"undecodable": self.undecodable, "lanes": lanes}
+        return {"step": self.step, "fingerprint": self.fingerprint} | own
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that the order of the data depends on. Empty except on rank 0, which alone reads data for it."""
+        return fingerprint(self.reader) if self.share.rank == 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fingerprint:
+            check_fingerprint(state["fingerprint"], self.fingerprint)
+        own = {lane: state["lanes"][str(lane)] for lane in self.share.own_lanes if str(lane) in state["lanes"]}
+        for lane in self.share.own_lanes:
+            packs = own[lane]["counters"]["packs"] if lane in own else 0
+            expected = self.share.packs_of(lane, state["step"])
+            assert packs == expected, (
+                f"lane {lane} is at pack {packs}, not {expected}: was the state merged of all ranks?"
+            )
+        self.close()
+        self.step, self.states = state["step"], own
+        # The saved count is a sum over ranks, so only one rank continues it.
+        self.undecodable = state.get("undecodable", 0) if self.share.rank == 0 else 0
+
+    def close(self) -> None:
+        """Stop the workers. The loader can still be used: the next step starts new workers."""
+        self.iterator = None
+
+
+def build_loader(config: Config, tokenizer: PreTrainedTokenizerBase, rank: int, world: int, **media: Any) -> Loader:
+    """Build the data loader of a rank.
+
+    Args:
+        config: The config of the run.
+        tokenizer: Tokenizer of the model.
+        rank: Global rank.
+        world: World size.
+        **media: Keyword arguments of `build_reader`: the media that the model accepts, from `read_modalities`.
+
+    Returns:
+        A loader at the start of the data.
+
+    Raises:
+        UserError: If a source cannot be opened.
+    """
+    lanes = config.data.lanes
+    if lanes % world and rank == 0:
+        log.warning(
+            "data.lanes (%d) is not a multiple of the %d ranks: ranks prepare data they do not use; %d lanes would "
+            "avoid it, with another order of the data",
+            *(lanes, world, -(-lanes // world) * world),
+        )
+    reader = build_reader(config, tokenizer, **media)
+    return Loader(reader, LaneAssignment(rank, world, lanes, config.train.packs_per_step))
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the loader states of all ranks into one state that any number of ranks can load.
+
+    Args:
+        states: `Loader.state_dict()` of every rank, in rank order and after the same step.
+
+    Returns:
+        A state for `Loader.load_state_dict`.
+    """
+    assert len({state["step"] for state in states}) == 1, "loader states of different steps"
+    undecodable = sum(state["undecodable"] for state in states)
+    return {
+        **states[0],
+        "undecodable": undecodable,
+        "lanes": {lane: value for state in states for lane, value in state["lanes"].items()},
+    }

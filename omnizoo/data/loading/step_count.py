@@ -1,0 +1,109 @@
+"""Convert `train.epochs` to a number of steps: measure every row once, then run the lanes on the lengths alone.
+
+Packing depends on nothing but the lengths of samples, so the count is exact and the same on every layout. Each rank
+measures a part of the rows.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from omnizoo.config.schema import Config
+from omnizoo.data.loading.lanes import Lane
+from omnizoo.data.loading.reader import Reader
+from omnizoo.data.packing.overlong import SampleSplit
+from omnizoo.data.sample import Sample, SampleId
+from omnizoo.parallel.errors import sync_errors
+from omnizoo.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+NO_TOKENS = np.zeros(1, np.int32)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sample lengths of consecutive rows, starting at row `first`."""
+
+    first: int
+    starts: npt.NDArray[np.int64]  # [rows + 1]; offset of each row in `lengths`
+    lengths: npt.NDArray[np.int32]  # [samples], in tokens
+
+    def of(self, row: int) -> list[int]:
+        start, stop = self.starts[row - self.first : row - self.first + 2]
+        lengths: list[int] = self.lengths[start:stop].tolist()
+        return lengths
+
+
+def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
+    """Measure this rank's part of every source. A bad row raises or has no samples (`data.on_bad_row`)."""
+    lane = Lane(reader, 0)
+    measured = []
+    for number, source in enumerate(reader.sources):
+        first, last = (len(source) * part // world for part in (rank, rank + 1))
+        starts, lengths = [0], []
+        for row in range(first, last):
+            lengths += [len(sample) for sample in lane.samples_of(number, 0, row).samples]
+            starts.append(len(lengths))
+        measured.append(Lengths(first, np.array(starts, np.int64), np.array(lengths, np.int32)))
+    return measured
+
+
+@dataclass
+class CountingLane(Lane):
+    """A lane that packs samples without content, from their lengths alone."""
+
+    lengths: Sequence[Sequence[Lengths]] = field(default=(), kw_only=True)  # [sources][ranks that measured]
+
+    def _read_samples(self, i: int, epoch: int, row: int) -> SampleSplit:
+        part = next(part for part in self.lengths[i] if row < part.first + len(part.starts) - 1)
+        samples = []
+        for piece, length in enumerate(part.of(row)):
+            columns = {"input_ids": np.broadcast_to(NO_TOKENS, length)}
+            samples.append(Sample(columns, id=SampleId(i, epoch, row, piece)))
+        return SampleSplit(samples)
+
+
+def steps_of(reader: Reader, lengths: Sequence[Sequence[Lengths]]) -> int:
+    """Return the number of steps until all lanes are exhausted.
+
+    Args:
+        reader: The data of the run.
+        lengths: For each source, the lengths that each rank has measured.
+    """
+    config, lanes, last = reader.config, reader.config.data.lanes, -1
+    for number in range(lanes):
+        lane = CountingLane(reader, number, config.train.epochs, by_rows=True, lengths=lengths)
+        packs = sum(1 for _ in iter(lane.next_pack, None))
+        if packs:
+            last = max(last, number + (packs - 1) * lanes)
+    return last // config.train.packs_per_step + 1
+
+
+def count_steps(config: Config, reader: Reader, mesh: Mesh, known: int | None = None) -> Config:
+    """Set `train.steps` to the number of steps in `train.epochs`. Collective: all ranks must call it.
+
+    Args:
+        config: The config of the run. It is returned unchanged if `train.epochs` is not set.
+        reader: The data of the run.
+        mesh: The device mesh. Each rank measures a part of the rows.
+        known: Number of steps from an earlier count, such as that of a checkpoint. None counts them.
+
+    Returns:
+        The config with `train.steps` set.
+
+    Raises:
+        UserError: If a row is bad and `data.on_bad_row` is `error`. The error is raised on all ranks.
+    """
+    if config.train.epochs is None:
+        return config
+    if known is None:
+        rows = sum(map(len, reader.sources))
+        log.info("train.epochs: measuring %s rows, to know how many steps they are", f"{rows:,}")
+        own = sync_errors(mesh, lambda: measure(reader, mesh.rank, mesh.layout.world))
+        parts = mesh.gather(own)
+        known = mesh.from_first(steps_of(reader, list(zip(*parts, strict=True))) if mesh.is_first else None)
+    assert known is not None
+    return config.changed(train={"steps": max(1, known)})

@@ -1,0 +1,110 @@
+"""Pickle objects for loader workers, with large arrays in a file that all workers map into memory.
+
+Workers are not forks of the training process, so they do not share its memory. Without the file, every worker would
+hold a copy of the index of a hundred million rows, or of the arrays of a user's row source.
+"""
+
+import io
+import mmap
+import pickle
+import tempfile
+from multiprocessing.reduction import DupFd
+from types import FunctionType
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from omnizoo.config.errors import named_line
+
+LARGE = 1 << 16  # bytes; smaller arrays are part of the pickle
+
+
+class NotPicklable(Exception):  # noqa: N818 (no error: the run goes on without workers)
+    """An object cannot be pickled for another process. The message names the object and the reason."""
+
+
+class SharedPickle:
+    """A pickled copy of `value`. Pass it to a process when it starts; `open` rebuilds the value there."""
+
+    def __init__(self, value: Any) -> None:
+        # An unnamed file: the system deletes it when the last process closes it.
+        self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.spans: list[tuple[int, int]] = []
+        pickled = io.BytesIO()
+        try:
+            _Pickler(pickled, self._keep_small).dump(value)
+        except NotPicklable:
+            raise
+        except Exception as error:  # pickling runs user code, which may raise any exception
+            raise NotPicklable(named_line(error)) from error
+        self.file.flush()
+        self.pickled = pickled.getvalue()
+
+    def _keep_small(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < LARGE:
+            return True
+        self.file.seek(-(-self.file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self.spans.append((self.file.tell(), raw.nbytes))
+        self.file.write(raw)
+        return False
+
+    def __getstate__(self) -> tuple[bytes, list[tuple[int, int]], Any]:
+        return self.pickled, self.spans, DupFd(self.file.fileno()) if self.spans else None
+
+    def __setstate__(self, state: tuple[bytes, list[tuple[int, int]], Any]) -> None:
+        self.pickled, self.spans, file = state
+        if file is not None:
+            self.file = open(file.detach(), "rb")  # noqa: SIM115 (as long as the value is used)
+
+    def open(self) -> Any:
+        # Copy on write: processes share a page until one of them writes to it.
+        mapped = (
+            memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY)) if self.spans else memoryview(b"")
+        )
+        return pickle.loads(self.pickled, buffers=[mapped[start : start + size] for start, size in self.spans])
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, keep_small: Any) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep_small)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            # A worker would have to run the user's script again to define it.
+            raise NotPicklable(f"{value.__qualname__} is defined in the script that was started, not in a module")
+        if _is_large(value):
+            raw = value.contiguous().view(-1).view(torch.uint8).numpy()
+            return _tensor, (raw, value.dtype, tuple(value.shape))
+        if type(value) is np.ndarray and value.nbytes >= LARGE and not value.flags.contiguous:
+            return np.ascontiguousarray(value).__reduce_ex__(5)  # otherwise it becomes part of the pickle
+        if isinstance(value, nn.Module):
+            return _without_hooks(value)
+        return NotImplemented
+
+
+def _is_large(value: Any) -> bool:
+    is_plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
+    return is_plain and value.nbytes >= LARGE and not value.requires_grad
+
+
+def _without_hooks(module: nn.Module) -> Any:
+    """Reduce a module without its hooks and without a `forward` set on the instance.
+
+    Workers run no forward pass, so they need neither. Our hooks are nested functions, which cannot be pickled.
+    """
+    reduced = module.__reduce_ex__(5)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced  # the class defines its own pickling
+    state = {
+        name: type(part)() if "_hooks" in name and isinstance(part, dict) else part
+        for name, part in reduced[2].items()
+        if name != "forward"
+    }
+    return (*reduced[:2], state, *reduced[3:])
+
+
+def _tensor(raw: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,0 +1,158 @@
+"""Loader workers: processes of a rank that prefetch data.
+
+Workers are forked from a small server process that has imported what they need and does nothing else. A fork of the
+rank would copy the locks that its threads hold (kernels, process groups, tokenizers, Arrow) but not the threads: such
+workers occasionally crashed or hung.
+"""
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+MOST_WORKERS, CORES_PER_WORKER = 4, 4  # maximum per rank, and CPU cores for each, if data.workers is not set
+IMPORTED = ["omnizoo.data.loading.loader", "tokenizers"]
+QUIET = "ignore:resource_tracker"
+LIGHTER = "use fewer data.workers, or a smaller data.prefetch, data.look_ahead or data.pack_tokens"
+
+
+class WorkerDeath(RuntimeError):  # noqa: N818 (what it is about)
+    """A loader worker has died. The message is written for users."""
+
+
+def worker_count(asked: int | None) -> int:
+    """Return the number of loader workers of a rank: `data.workers` if it is set, otherwise a default.
+
+    The default is enough to load faster than most models train. It is 0 if a rank has few CPU cores, which the model
+    may need, and in daemon processes, which cannot have children.
+    """
+    if asked is not None:
+        return asked
+    if multiprocessing.current_process().daemon:
+        return 0
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(MOST_WORKERS, cores // CORES_PER_WORKER)
+
+
+def start_server() -> None:
+    """Start the server process that workers are forked from. It imports torch, for seconds, in the background."""
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    # The resource tracker, which frees the resources that a killed rank leaves, must start first: starting it unblocks
+    # signals. QUIET turns off its warnings about these resources.
+    sys.warnoptions.append(QUIET)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(QUIET)
+    # Schedulers send SIGTERM to all processes of a job. The rank then saves a checkpoint and needs its workers until
+    # the last step, so the signal must not end them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+class Workers(ForkServerContext):
+    """Multiprocessing context for DataLoader. It keeps the processes that it starts, to report how they ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[ForkServerProcess] = []
+
+    def Process(self, *args: Any, **options: Any) -> ForkServerProcess:  # type: ignore[override]  # noqa: N802
+        start_server()
+        process = _Process(*args, **options)
+        self.started.append(process)
+        return process
+
+    def death(self) -> WorkerDeath | None:
+        """Return an error for the first worker that ended with a nonzero exit code; None if there is none."""
+        codes = [process.exitcode for process in self.started if process.exitcode]
+        return WorkerDeath(told(codes[0])) if codes else None
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process: Any) -> Any:  # noqa: N802
+        with _main_left_out():
+            return ForkServerProcess._Popen(process)
+
+
+@contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Context manager: start processes that do not import the main script.
+
+    Python imports the main script in every new process, under another name. A script without
+    `if __name__ == "__main__"` would train again in every worker. Python skips a main module that has neither
+    `__spec__` nor `__file__`.
+    """
+    main = sys.modules["__main__"]
+    said: dict[str, Any] = vars(main)
+    kept: dict[str, Any] = {name: said[name] for name in ("__spec__", "__file__") if name in said}
+    said["__spec__"] = None
+    said.pop("__file__", None)
+    try:
+        yield
+    finally:
+        said.update(kept)
+
+
+def worker_setup() -> Callable[[int], None]:
+    """Return the function that a worker calls first, which copies the environment and settings of its rank."""
+    log_level, transformers_level = logging.getLogger().getEffectiveLevel(), transformers_logging.get_verbosity()
+    return partial(_set_up, dict(os.environ), torch.get_default_dtype(), log_level, transformers_level)
+
+
+def _set_up(
+    environment: Mapping[str, str], dtype: torch.dtype, log_level: int, transformers_level: int, worker: int
+) -> None:
+    """Set up this worker process.
+
+    The worker ignores SIGINT, which the training loop handles. It ends when its loader or its rank ends.
+    """
+    # Print a traceback if native code crashes. Use file descriptor 2, because `sys.stderr` of notebooks has none.
+    faulthandler.enable(2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_watch, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(dtype)
+    logging.basicConfig(level=log_level, format="%(levelname)s: %(message)s")
+    transformers_logging.set_verbosity(transformers_level)
+
+
+def _watch() -> None:
+    # An exiting Python process ends its children by SIGTERM, so a SIGTERM from the rank must end this worker. A killed
+    # rank sends none. torch's own watchdog does not help: it watches the parent, which is the server, and the server
+    # lives as long as any worker.
+    rank = multiprocessing.parent_process()
+    assert rank is not None, "a worker was started by its rank"
+    while rank.is_alive():
+        received = signal.sigtimedwait({signal.SIGTERM}, 1)
+        if received is not None and received.si_pid == rank.pid:
+            break
+    os._exit(0)
+
+
+def told(code: int) -> str:
+    """Return a message about a worker that ended with this exit code."""
+    if code == -signal.SIGKILL:
+        return f"a loader worker was killed (SIGKILL), as the kernel does when memory runs out; {LIGHTER}"
+    if code == -signal.SIGBUS:
+        return f"a loader worker was out of shared memory (SIGBUS); make /dev/shm larger, or {LIGHTER}"
+    how = f"was killed by a signal ({signal.strsignal(-code)})" if code < 0 else "ended"
+    return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {LIGHTER}"

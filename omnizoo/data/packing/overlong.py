@@ -1,0 +1,160 @@
+"""Rows that do not fit a pack are truncated, dropped or split (`data.overlong`).
+
+By default, plain text is split at any token. A chat, or any other row with a prompt, is truncated: a part without a
+response would have no targets. Media items are never cut, and each of several responses keeps the complete prompt.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from omnizoo.config.sections.data import DataSection
+from omnizoo.data.row import BadRow
+from omnizoo.data.sample import RenderedRow, Sample, SampleId, Segment, segment_slices
+from omnizoo.data.token_fields import cut_piece, select
+
+
+@dataclass(frozen=True)
+class SampleSplit:
+    """The samples of a row, and how they were fitted to a pack."""
+
+    samples: list[Sample]
+    counter: str = ""  # field of `Counters` to increment; empty if the row fits a pack
+    few_targets: int = 0  # number of samples dropped because of `data.min_targets`
+    reason: str = ""  # why there are no samples
+
+
+def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: DataSection) -> SampleSplit:
+    """Return the samples of a row, each of at most `data.pack_tokens` tokens."""
+    limit, counter = data.pack_tokens, ""
+    if len(rendered) > limit:
+        method = data.overlong or ("split" if rendered.is_prose else "truncate")
+        longer = f"longer than data.pack_tokens ({limit})"
+        if method == "drop":
+            return SampleSplit([], "dropped_overlong", reason=longer)
+        if method == "truncate":
+            shorter = truncate(rendered, limit)
+            if shorter is None:
+                reason = f"{longer}, and nothing that is learnt is within them"
+                return SampleSplit([], "dropped_overlong", reason=reason)
+            rendered = shorter
+        counter = "split_overlong" if method == "split" else "truncated_overlong"
+    samples = list(split(source, epoch, row, rendered, limit))
+    # Every sample of a plain text has targets, from its second token on. A part of a chat may be all prompt.
+    fewest = max(data.min_targets, int(counter == "split_overlong" and not rendered.is_prose))
+    kept = [sample for sample in samples if not fewest or num_targets(sample) >= fewest]
+    reason = "" if kept else f"fewer tokens with a loss than data.min_targets ({data.min_targets})"
+    return SampleSplit(kept, counter, len(samples) - len(kept), reason)
+
+
+def split(source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int) -> Iterator[Sample]:
+    """Yield samples of at most `pack_tokens` tokens. Only a row without media and preferences may give several.
+
+    Raises:
+        BadRow: If the row has media or preferences and is too long.
+    """
+    if len(rendered) > pack_tokens:
+        _check_split(rendered, pack_tokens)
+    for part, start in enumerate(range(0, len(rendered), pack_tokens)):
+        columns = cut_piece(rendered.columns, start, start + pack_tokens)
+        id = SampleId(source, epoch, row, part)
+        yield Sample(columns, rendered.items, rendered.responses, rendered.row_schema, id=id)
+
+
+def _check_split(rendered: RenderedRow, pack_tokens: int) -> None:
+    if rendered.items:
+        inside = [item for item in rendered.items if item.port.role != "follower"]
+        largest = max(inside, key=lambda item: item.size.num_placeholders, default=None)
+        raise BadRow(
+            f"{len(rendered)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never "
+            "cut into pieces (data.overlong: truncate cuts it off)"
+            + (f"; its largest item, {largest.media.name}, takes {largest.size.num_placeholders}" if largest else "")
+        )
+    if rendered.responses:
+        raise BadRow(
+            f"the {len(rendered)} tokens of this preference pair are longer than data.pack_tokens ({pack_tokens}), and "
+            "a pair is never cut into pieces (data.overlong: truncate cuts its answers off)"
+        )
+
+
+def num_targets(sample: Sample) -> int:
+    """Return the number of target tokens and placeholder tokens of media targets.
+
+    With several responses, the target tokens of the response with the fewest are counted.
+    """
+    inside = [item for item in sample.items if item.is_target and item.port.role != "follower"]
+    num_placeholders = sum(item.size.num_placeholders for item in inside)
+    is_target = sample.is_target
+    # No token precedes the first one of a segment, so it is not predicted.
+    num_tokens = [int(is_target[segment][1:].sum()) for segment in segment_slices(sample.lengths)]
+    return num_placeholders + min(num_tokens)
+
+
+def truncate(rendered: RenderedRow, limit: int) -> RenderedRow | None:
+    """Return the first tokens of a row, at most `limit`; None if none of them is a target.
+
+    If the limit falls within a media item, the row ends before the item and its marks. Of several responses, the
+    longest are cut first. Each of them must keep the prompt, all media and at least one target, and responses that
+    differ must still differ; otherwise the result is None.
+
+    Raises:
+        BadRow: If a media item alone is longer than `limit`.
+    """
+    if any(stop - start > limit for start, stop in rendered.item_spans):
+        largest = max(rendered.items, key=lambda item: item.size.num_placeholders)
+        raise BadRow(
+            f"{len(rendered)} tokens are longer than data.pack_tokens ({limit}), and no cut would help: its largest "
+            f"item, {largest.media.name}, takes {largest.size.num_placeholders}"
+        )
+    if rendered.responses:
+        return _truncate_responses(rendered, limit)
+    end = limit
+    for start, stop in rendered.item_spans:
+        end = start if start < end < stop else end
+    shorter = keep_tokens(rendered, np.arange(len(rendered)) < end)
+    has_targets = shorter.is_target[1:].any() or any(item.is_target for item in shorter.items)
+    return shorter if has_targets else None
+
+
+def _truncate_responses(rendered: RenderedRow, limit: int) -> RenderedRow | None:
+    longest = longest_each(rendered.lengths, limit)
+    is_kept = np.concatenate([np.arange(length) < longest for length in rendered.lengths])
+    responses = tuple(Segment(role, min(length, longest)) for role, length in rendered.responses)
+    shorter = replace(keep_tokens(rendered, is_kept), responses=responses)
+    if not all(shorter.is_target[segment][1:].any() for segment in segment_slices(shorter.lengths)):
+        return None
+    if _num_different(shorter) < _num_different(rendered):
+        return None
+    ends = np.cumsum(rendered.lengths)
+    for start, count in (span for item in rendered.items for span in item.spans):
+        stop = start + count
+        if not is_kept[start:stop].all() or (stop not in ends and not is_kept[stop]):
+            return None  # an item or its end mark would be cut, which would change the meaning of the response
+    return shorter
+
+
+def _num_different(rendered: RenderedRow) -> int:
+    return len({rendered.input_ids[segment].tobytes() for segment in segment_slices(rendered.lengths)})
+
+
+def longest_each(lengths: Sequence[int], limit: int) -> int:
+    """Return the largest length to cut each response to, such that all of them have at most `limit` tokens."""
+    for done, length in enumerate(sorted(lengths)):
+        share = limit // (len(lengths) - done)
+        if length > share:
+            return share
+        limit -= length
+    return max(lengths)
+
+
+def keep_tokens(rendered: RenderedRow, is_kept: npt.NDArray[np.bool_]) -> RenderedRow:
+    """Return a row with the tokens of the mask `[tokens]`, and the items all of whose tokens are kept."""
+    new_index = np.cumsum(is_kept) - 1
+    items = tuple(
+        replace(item, spans=tuple((int(new_index[start]), count) for start, count in item.spans))
+        for item in rendered.items
+        if all(is_kept[start : start + count].all() for start, count in item.spans)
+    )
+    return replace(rendered, columns=select(rendered.columns, is_kept), items=items, item_spans=())

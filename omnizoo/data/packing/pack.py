@@ -1,0 +1,40 @@
+"""A pack as loader workers send it to ranks: concatenated samples, shifted labels, decoded media."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnizoo.data.sample import Preferences
+from omnizoo.data.token_fields import IGNORE_INDEX, Columns, make_columns
+from omnizoo.modalities.item import MediaItem
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Concatenated samples, without padding. A sample consists of one segment, or of one per response.
+
+    Labels are shifted: labels[t] is the token after t. It is IGNORE_INDEX if that token is not a target or belongs to
+    the next segment.
+    """
+
+    index: int  # position of the pack in the run
+    columns: Columns
+    lengths: list[int]  # [segments], in tokens
+    sample_ids: list[str]  # [segments], source/epoch/row/part, and /role for preferences; empty for dummy packs
+    items: tuple[MediaItem, ...] = ()  # decoded; spans are (first token in the pack, number of tokens)
+    preferences: Preferences | None = None  # role of each segment; None without preference rows
+
+    @property
+    def is_dummy(self) -> bool:
+        return not self.sample_ids
+
+    @property
+    def num_targets(self) -> int:
+        """The number of text tokens that are targets."""
+        return int((self.columns["labels"] != IGNORE_INDEX).sum())
+
+
+def dummy_pack(index: int) -> Pack:
+    """Return a pack of two tokens, for a rank that has no pack. It is computed, but excluded from losses and counts."""
+    columns = make_columns(input_ids=np.zeros(2), labels=np.full(2, IGNORE_INDEX))
+    return Pack(index, columns, [2], [])

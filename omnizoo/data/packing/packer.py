@@ -1,0 +1,72 @@
+"""Combine samples of any length into packs of at most `pack_tokens` tokens, which are nearly always exactly full.
+
+The packs depend on nothing but the samples and their order.
+"""
+
+from omnizoo.data.sample import Sample
+
+WINDOW, GROWTH = 256, 32  # default window size in samples; its growth per pack at the start
+
+
+class Packer:
+    """Best-fit packing over a window of samples.
+
+    A pack consists of the oldest sample in the window and those that fill the rest of the pack best. Older samples are
+    preferred among equally full packs. A sample waits for at most as many packs as the window has samples.
+
+    The window has `look_ahead` samples. By default it has `WINDOW` samples, or more if these would not fill two packs.
+    The default window starts small and grows with every pack, because a run cannot start before every lane has produced
+    its first packs.
+    """
+
+    def __init__(self, pack_tokens: int, look_ahead: int | None = None, packs: int = 0) -> None:
+        self.pack_tokens, self.look_ahead = pack_tokens, look_ahead
+        self.packs = packs  # number of packs produced so far
+        self.tokens = 0  # number of tokens in the window
+        self.buffer: list[Sample] = []
+
+    @property
+    def is_ready(self) -> bool:
+        if self.look_ahead is not None:
+            return len(self.buffer) >= self.look_ahead
+        return len(self.buffer) >= min(WINDOW, GROWTH * (1 + self.packs)) and self.tokens >= 2 * self.pack_tokens
+
+    def add(self, sample: Sample) -> None:
+        assert 0 < len(sample) <= self.pack_tokens, "over-long samples are split or dropped before"
+        self.buffer.append(sample)
+        self.tokens += len(sample)
+
+    def pop(self) -> list[Sample]:
+        """Remove the samples of the next pack from the window and return them."""
+        lengths = [len(sample) for sample in self.buffer]
+        chosen = [0, *(1 + i for i in best_fill(lengths[1:], self.pack_tokens - lengths[0]))]
+        samples = [self.buffer[i] for i in chosen]
+        for i in reversed(chosen):
+            del self.buffer[i]
+        self.packs += 1
+        self.tokens -= sum(map(len, samples))
+        return samples
+
+
+def best_fill(lengths: list[int], room: int) -> list[int]:
+    """Return the indices, in ascending order, of lengths with the largest sum that is at most `room`.
+
+    This is subset sum. An integer represents the set of reachable sums: bit n is set if some subset sums to n. One
+    shift adds a sample to all subsets and takes about a microsecond. The search stops as soon as `room` is filled
+    exactly.
+    """
+    if sum(lengths) <= room:
+        return list(range(len(lengths)))
+    within = (1 << (room + 1)) - 1
+    reachable = [1]
+    for length in lengths:
+        if reachable[-1] >> room:
+            break
+        reachable.append((reachable[-1] | reachable[-1] << length) & within)
+    left = reachable[-1].bit_length() - 1
+    chosen = []
+    for i in range(len(reachable) - 2, -1, -1):
+        if not reachable[i] >> left & 1:  # this sum needs sample i
+            chosen.append(i)
+            left -= lengths[i]
+    return chosen[::-1]

@@ -1,0 +1,56 @@
+"""Join several responses to one prompt into one rendered row."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from omnizoo.data.row import BadRow
+from omnizoo.data.sample import TRAINED_ROLES, RenderedRow, Segment
+from omnizoo.data.token_fields import concatenate
+from omnizoo.modalities.item import MediaItem
+
+
+def join_responses(responses: Sequence[tuple[str, RenderedRow]], trains_decoders: bool = True) -> RenderedRow:
+    """Join rows that share a prompt.
+
+    Each media item of the prompt gets spans in the copy of each response, so that it is encoded only once. The loss
+    weights are 0 except in `TRAINED_ROLES`, because per-token losses, such as cross entropy, train on those only.
+
+    Args:
+        responses: Role of each response, and the response rendered with its prompt.
+        trains_decoders: Whether decoder losses train on the responses in `TRAINED_ROLES`.
+
+    Returns:
+        One row with a segment per response.
+
+    Raises:
+        BadRow: If a message has a loss weight other than 0 and 1.
+    """
+    prompt_items: list[list[MediaItem]] = []
+    response_items: list[MediaItem] = []
+    parts = []
+    start = 0
+    for role, row in responses:
+        if "loss_weights" in row.columns:
+            raise BadRow("a preference pair has no weights; a message of it has a `weight` other than 0 and 1")
+        is_trained = role in TRAINED_ROLES
+        items = [item.moved(start, has_targets=trains_decoders and is_trained) for item in row.items]
+        prompt_items.append(items[: row.num_prompt_items])
+        response_items += items[row.num_prompt_items :]
+        parts.append({**row.columns, "loss_weights": row.is_target.astype(np.float32) * is_trained})
+        start += len(row)
+    sizes = [[item.size for item in items] for items in prompt_items]
+    assert all(each == sizes[0] for each in sizes), "one prompt, the same media"
+    shared_items = (_join_spans(copies) for copies in zip(*prompt_items, strict=True))
+    return RenderedRow(
+        concatenate(parts),
+        (*shared_items, *response_items),
+        tuple(Segment(role, len(row)) for role, row in responses),
+        "preference",
+    )
+
+
+def _join_spans(copies: Sequence[MediaItem]) -> MediaItem:
+    """Return one item with the spans of all its copies."""
+    return replace(copies[0], spans=tuple(span for item in copies for span in item.spans))

@@ -1,0 +1,139 @@
+"""Static analysis of chat templates: the message fields that a template reads, and the strings and names in its code.
+
+The result depends on the parsed template only, so it is the same for all rows.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jinja2
+from jinja2 import nodes
+
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # tag of transformers, which plain jinja2 cannot parse
+FIRST_OR_LAST = ("first", "last", "random")
+DUMPS = ("tojson", "items", "string", "pprint", "dictsort", "xmlattr", "urlencode")
+READERS = (nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call, nodes.Filter, nodes.For, nodes.Output)
+ITEM, LIST = "message", "messages"
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """Properties of a chat template that follow from its source."""
+
+    fields: frozenset[str] | None  # message fields that it reads; None if it may read any field
+    words: frozenset[str]  # string constants in its code, such as roles
+    variables: frozenset[str]  # names of variables in its code
+
+
+def read_template(source: str) -> TemplateFacts:
+    """Analyze the source of a chat template. For an invalid template, assume that it may read anything."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+    try:
+        tree = environment.parse(GENERATION.sub("", source))
+        words = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+        names = frozenset(node.name for node in tree.find_all(nodes.Name))
+        return TemplateFacts(MessageTracker(tree).looked_at(), words, names)
+    except (jinja2.TemplateError, RecursionError):  # rendering reports the error
+        return TemplateFacts(None, frozenset(), frozenset({"tools"}))
+
+
+class MessageTracker:
+    """Tracks messages through loops, macros and assignments, and collects the fields that are read from them."""
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self.tree, self.kinds = tree, {"messages": LIST}
+        self.macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        before = -1
+        while len(self.kinds) > before:
+            before = len(self.kinds)
+            for target, kind in self._assigned():
+                if kind is not None:
+                    self.kinds.setdefault(target, kind)
+
+    def _assigned(self) -> Iterator[tuple[str, str | None]]:
+        """Yield the variables that loops, macros and assignments set, each with the kind of its value."""
+        for loop in self.tree.find_all(nodes.For):
+            if isinstance(loop.target, nodes.Name):
+                yield loop.target.name, ITEM if self.kind(loop.iter) == LIST else None
+        for call in self.tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Name) and call.node.name in self.macros:
+                for argument, value in zip(self.macros[call.node.name].args, call.args, strict=False):
+                    yield argument.name, self.kind(value)
+        for assignment in self.tree.find_all(nodes.Assign):
+            if isinstance(assignment.target, nodes.Name):
+                yield assignment.target.name, self.kind(assignment.node)
+            elif isinstance(assignment.target, nodes.NSRef):
+                yield f"{assignment.target.name}.{assignment.target.attr}", self.kind(assignment.node)
+
+    def kind(self, node: nodes.Node | None) -> str | None:
+        """Return `ITEM` if an expression is a message, `LIST` if it is a list of messages, and else None."""
+        if isinstance(node, nodes.Name):
+            return self.kinds.get(node.name)
+        if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+            if node.node.name == "loop" and node.attr in ("previtem", "nextitem"):
+                return ITEM
+            return self.kinds.get(f"{node.node.name}.{node.attr}")
+        if isinstance(node, nodes.Getitem) and self.kind(node.node) == LIST:
+            return LIST if isinstance(node.arg, nodes.Slice) else ITEM
+        if isinstance(node, nodes.Filter) and self.kind(node.node) == LIST:
+            return ITEM if node.name in FIRST_OR_LAST else LIST
+        if isinstance(node, nodes.Add):
+            return self.kind(node.left) or self.kind(node.right)
+        if isinstance(node, nodes.List):
+            return LIST if any(self.kind(item) == ITEM for item in node.items) else None
+        if isinstance(node, nodes.CondExpr):
+            return self.kind(node.expr1) or self.kind(node.expr2)
+        return None
+
+    def looked_at(self) -> frozenset[str] | None:
+        """Return the names of the fields that are read, or None if a message may be read as a whole."""
+        found: set[str] = set()
+        for node in self.tree.find_all(READERS):
+            names = self._taken(node)
+            if names is None:
+                return None
+            found |= names
+        return frozenset(found)
+
+    def _taken(self, node: nodes.Node) -> set[str] | None:
+        """Return the fields that one expression reads from a message; None if it may read all of them."""
+        if isinstance(node, nodes.Getattr) and self.kind(node.node) == ITEM:
+            return {node.attr}  # may also be the name of a method, which is harmless
+        if isinstance(node, nodes.Getitem) and self.kind(node.node) == ITEM:
+            return constants(node.arg)
+        if isinstance(node, nodes.Compare) and any(self.kind(other.expr) == ITEM for other in node.ops):
+            return constants(node.expr)  # "name" in message
+        if isinstance(node, nodes.Call):
+            return self._taken_by_call(node)
+        if isinstance(node, nodes.Filter):
+            return self._taken_by_filter(node)
+        if isinstance(node, nodes.For) and self.kind(node.iter) == ITEM:
+            return None
+        if isinstance(node, nodes.Output) and any(self.kind(part) is not None for part in node.nodes):
+            return None
+        return set()
+
+    def _taken_by_call(self, call: nodes.Call) -> set[str] | None:
+        """Return the fields that a call reads, such as `message.get("name")`; None if it may read all of them."""
+        method = call.node
+        if isinstance(method, nodes.Getattr) and self.kind(method.node) == ITEM:
+            return constants(*call.args[:1]) if method.attr == "get" and call.args else None
+        is_copy = isinstance(method, nodes.Name) and method.name == "dict"
+        return None if is_copy and any(self.kind(argument) == ITEM for argument in call.args) else set()
+
+    def _taken_by_filter(self, node: nodes.Filter) -> set[str] | None:
+        """Return the fields that a filter reads, such as `selectattr`; None if it may read all of them."""
+        kind = self.kind(node.node)
+        if kind == LIST:
+            if node.name in DUMPS:
+                return None
+            arguments = [*node.args, *(pair.value for pair in node.kwargs)]  # selectattr("role", ...)
+            return {str(argument.value) for argument in arguments if isinstance(argument, nodes.Const)}
+        return None if kind == ITEM and node.name in (*DUMPS, "list") else set()
+
+
+def constants(*expressions: nodes.Expr) -> set[str] | None:
+    """Return the values of constant expressions, or None if an expression is not constant."""
+    known = [expression for expression in expressions if isinstance(expression, nodes.Const)]
+    return {str(expression.value) for expression in known} if len(known) == len(expressions) else None

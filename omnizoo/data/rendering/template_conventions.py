@@ -1,0 +1,147 @@
+"""Conventions of a chat template, and checks that it does not drop content of a row."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from omnizoo.data.rendering.chat_template import ChatTemplate, unused_mark
+from omnizoo.data.rendering.template_analysis import read_template
+from omnizoo.data.row import BadRow
+from omnizoo.data.rows.messages import PLAIN, ROLES, SPEAKERS, Message, check_names
+from omnizoo.data.rows.unused_fields import HARMLESS_IN_MESSAGE, RowFields
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+TAIL = 64  # characters; a template may remove the beginning of a response (its thinking), but not its end
+
+
+class Conventions:
+    """Conventions of one chat template.
+
+    They depend on the template only, so that the result for a row does not depend on the rows before it.
+
+    Args:
+        source: The Jinja source of the template.
+        special_tokens: Special tokens of the tokenizer by name, such as `bos_token`.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, Any]) -> None:
+        self.source, self.special_tokens = source, special_tokens
+        self.facts = read_template(source)
+        self._is_written: dict[str, bool] = {}  # cache of `is_written`, by role
+
+    def render(self, messages: list[Message], tools: list[Any] | None) -> str:
+        """Return the text of a conversation."""
+        return ChatTemplate(self.source, tools, self.special_tokens).render(messages)
+
+    def knows(self, role: str) -> bool:
+        """Whether a role is a standard role, or occurs in the code of the template."""
+        return role in ROLES or role in self.facts.words
+
+    def role_of(self, speaker: str) -> str:
+        """Return the role of a speaker, such as "human". Keep a word for tools that only the template defines."""
+        role = SPEAKERS.get(speaker, speaker)
+        words = self.facts.words
+        return speaker if role == "tool" and speaker in words and "tool" not in words else role
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether the template expects the arguments of calls as objects, and not as JSON text as in the OpenAI API."""
+        return '"a1x"' in self._call({"a1x": "b"}) or "a1x" not in self._call('{"a1x": "b"}')
+
+    def _call(self, arguments: Any) -> str:
+        """Render a tool call with the given arguments. Return "" if the template raises an error."""
+        function = {"name": "f", "arguments": arguments}
+        # Some templates do not read `function`, so the call has its keys as well.
+        call = {"id": "call00000", "type": "function", "function": function, **function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._try([{"role": "user", "content": "a"}, turn])
+
+    def _try(self, messages: list[Message]) -> str:
+        """Render a conversation. Return "" if the template raises an error."""
+        try:
+            return self.render(messages, None)
+        except BadRow:
+            return ""
+
+    def is_written(self, role: str) -> bool:
+        """Whether the template renders the content of a message of this role, in a short sample conversation."""
+        if role not in self._is_written:
+            turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            own: Message = {"role": role, "content": "mark0x"}
+            place = {"user": [own, turns[1]], "assistant": [turns[0], own], "system": [own, *turns]}
+            self._is_written[role] = "mark0x" in self._try(place.get(role, [turns[0], turns[1], own]))
+        return self._is_written[role]
+
+    def check(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:
+        """Check that the rendered text contains all messages, tools and tool calls.
+
+        Args:
+            messages: The messages, with contents as text.
+            tools: The tools of the row; None if there are none.
+            text: The rendered conversation.
+
+        Raises:
+            BadRow: If the template drops a message, a tool or a tool call.
+        """
+        if tools:
+            if "tools" not in self.facts.variables:
+                raise BadRow("the chat template leaves out its `tools`")
+            check_names(tools, text, "its `tools`")
+        at, unsure = 0, []
+        for number, message in enumerate(messages):
+            if "tool_calls" in message:
+                check_names(message["tool_calls"], text, f"the calls of message {number}")
+            if not (content := message["content"].strip()):
+                continue
+            if not self.is_written(message["role"]):
+                unsure.append(number)
+            elif (found := text.find(content, at)) >= 0:
+                at = found + len(content)
+            elif len(content) > TAIL and (found := text.find(content[-TAIL:], at)) >= 0:
+                at = found + TAIL
+            else:
+                unsure.append(number)
+        if unsure:
+            self._check_written(messages, tools, unsure)
+
+    def _check_written(self, messages: list[Message], tools: list[Any] | None, numbers: Sequence[int]) -> None:
+        """Check that the template renders these messages, by replacing their contents with markers."""
+        contents = "".join(message["content"] for message in messages)
+        mark = unused_mark(contents)
+        marked = list(messages)
+        for number in numbers:
+            marked[number] = {**messages[number], "content": f"{mark}{number}x"}
+        text = self.render(marked, tools)
+        for number in numbers:
+            if marked[number]["content"] not in text:
+                raise BadRow(f"the chat template leaves out message {number} (of the {messages[number]['role']})")
+
+    def check_fields(self, messages: list[Message], tools: list[Any] | None, fields: RowFields) -> None:
+        """Check that the template uses all message fields, except harmless and ignored ones. Raises `BadRow` if not."""
+        for number, message in enumerate(messages):
+            for name in sorted(message.keys() - PLAIN - HARMLESS_IN_MESSAGE):
+                if fields.ignores(name) or self._reads(name, number, messages, tools):
+                    continue
+                of = f" of message {number} ({message['role']}): the chat template does not use it"
+                raise BadRow(fields.unread([name], of))
+
+    def _reads(self, name: str, number: int, messages: list[Message], tools: list[Any] | None) -> bool:
+        """Whether the template uses the field `name` of message `number`."""
+        looked_at = self.facts.fields
+        if looked_at is None:
+            return True
+        if name in REASONING:  # synonyms; templates may drop the reasoning of earlier turns
+            return not looked_at.isdisjoint(REASONING)
+        role = messages[number]["role"]
+        if name == "tool_calls" and role == "assistant":
+            return name in looked_at  # `check` also looks for the names of the calls in the text
+        if (role, name) == ("tool", "name"):
+            return True  # redundant: the preceding call contains the name
+        if name not in looked_at:
+            return False
+        without = {other: value for other, value in messages[number].items() if other != name}
+        changed = [*messages[:number], without, *messages[number + 1 :]]
+        try:
+            return self.render(changed, tools) != self.render(messages, tools)
+        except BadRow:
+            return True

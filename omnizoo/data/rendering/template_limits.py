@@ -1,0 +1,110 @@
+"""Time and memory limits for chat templates, which are untrusted programs.
+
+The sandbox of transformers denies templates access to files and processes. It does not prevent endless loops, or texts
+that double in size with every line.
+"""
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+CHECK_INTERVAL = 0.2  # seconds between checks of the processor time, after the first check
+PROCESS_SIZE = Path("/proc/self/statm")  # Linux only
+_limits_memory = ContextVar("limits_memory", default=False)  # whether memory is also limited outside loader workers
+
+
+class OutOfTime(BaseException):
+    """Raised if the time limit is exceeded.
+
+    It is not an `Exception`, because jinja2 swallows those during constant folding.
+    """
+
+
+@contextmanager
+def limits(seconds: float, memory: int) -> Iterator[None]:
+    """Context manager: raise `OutOfTime` or `MemoryError` if the code inside exceeds a limit.
+
+    The time limit applies in the main thread only, because only that thread receives signals. The memory limit applies
+    in loader workers and inside `memory_limits()` only. It affects a whole process, so in the training process it could
+    make other threads fail.
+
+    Args:
+        seconds: Processor time, which does not depend on the load of the machine.
+        memory: Bytes in addition to the current size of the process. No effect on systems other than Linux.
+    """
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(_time_limit(seconds))
+        if (get_worker_info() is not None or _limits_memory.get()) and PROCESS_SIZE.exists():
+            stack.enter_context(_memory_limit(memory))
+        yield
+
+
+@contextmanager
+def memory_limits() -> Iterator[None]:
+    """Context manager: `limits` also limits memory in this process. For commands that do not train."""
+    token = _limits_memory.set(True)
+    try:
+        yield
+    finally:
+        _limits_memory.reset(token)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Limit processor time by a signal, which also interrupts long arithmetic.
+
+    The timer counts real time, and its handler checks processor time, because processor time timers can stand still in
+    virtual machines. A timer that was active before is restored afterwards.
+    """
+    end = time.thread_time() + seconds
+
+    def check(number: int, frame: FrameType | None) -> None:
+        if time.thread_time() > end:
+            raise OutOfTime
+
+    def report_unraisable(lost: Any) -> None:
+        if lost.exc_type is not OutOfTime:
+            previous_hook(lost)
+
+    previous_handler = signal.signal(signal.SIGALRM, check)
+    previous_hook = sys.unraisablehook
+    sys.unraisablehook = report_unraisable
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    start = time.monotonic()
+    # The timer repeats, because an error raised in a finalizer is lost.
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, CHECK_INTERVAL)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGALRM, previous_handler)
+        sys.unraisablehook = previous_hook
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - start), 1e-6), interval)
+
+
+@contextmanager
+def _memory_limit(memory: int) -> Iterator[None]:
+    """Limit the address space of this process to its current size plus `memory` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(PROCESS_SIZE.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

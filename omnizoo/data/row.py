@@ -1,0 +1,65 @@
+"""Types, field names and checks for rows, shared by all sources and row formats."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+SIDES = ("chosen", "rejected")  # the responses of a preference pair
+SINGLE = ("completion", "label")  # a labeled response: the text, and whether it is desirable
+PROMPTS = ("prompt", "messages", "conversations")  # fields that may contain the prompt of a preference row
+CONVERSATION = ("messages", "conversations", "text")  # main content of a row; the first field present is used
+# Fields whose value is, or may be, a list of objects.
+STRUCTS = ("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion")
+
+
+class BadRow(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
+    """Raised for a row that cannot be used.
+
+    The message is the reason. The caller adds the location of the row (file and line). `data.on_bad_row` sets whether
+    the run skips the row or stops.
+
+    Example::
+
+        raise BadRow("`label` is missing")
+    """
+
+
+def check_characters(value: Any) -> None:
+    """Check that no string in a value contains a lone surrogate.
+
+    JSON can express lone surrogates, but they cannot be encoded as UTF-8, so tokenizers and files reject them.
+
+    Raises:
+        BadRow: If a string, at any depth, contains a lone surrogate.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = value[error.start].encode("unicode_escape").decode()
+            raise BadRow(f"a string has {half} at character {error.start}, which is half a character") from None
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            check_characters(key)
+            check_characters(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            check_characters(part)
+
+
+def without_nulls(row: Row, names: Sequence[str]) -> Row:
+    """Return the row without keys that are None inside the lists of objects in the fields `names`.
+
+    Arrow struct columns give every object the union of all keys. Without this, two calls of different tools would each
+    have the arguments of both.
+    """
+    return row | {name: _without_nulls(row[name]) for name in names if isinstance(row.get(name), list)}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return the value without keys that are None, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(part) for part in value]
+    return value

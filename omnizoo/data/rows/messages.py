@@ -1,0 +1,218 @@
+"""Convert messages in various conventions to the form that chat templates expect.
+
+Roles, tools, tool calls and loss weights get one form. `template_conventions.py` checks that the chat template does not
+drop a message, a field of a message, or the tools.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from omnizoo.data.row import BadRow
+from omnizoo.data.rows.unused_fields import RowFields, says_nothing
+
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool")
+LEARNT = {role: role == "assistant" for role in ROLES}
+# Speaker names of ShareGPT and similar formats. If the template has its own word for tools, that word is kept.
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+}
+ABOUT_LOSS = ("loss", "train", "weight")  # keys of a message that set its loss weight
+CALLS = ("function_call", "tool_call")  # speakers whose content is a tool call of the assistant, as JSON
+PLAIN = {"role", "content", "loss"}
+MOST_WEIGHT = 1e6  # maximum loss weight of a message or row
+
+
+class MessageRules(Protocol):
+    """Properties of a chat template that are needed to read messages."""
+
+    def knows(self, role: str) -> bool:
+        """Whether the template accepts messages of this role."""
+
+    def role_of(self, speaker: str) -> str:
+        """Return the role that the template uses for a speaker, such as "human"."""
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether the template expects the arguments of calls as objects, not as JSON text."""
+
+
+def read_messages(value: Any, field: str, system: Any, rules: MessageRules, fields: RowFields) -> list[Message]:
+    """Return messages in the form that the template expects, each with a `loss`: its loss weight, 0 if not trained on.
+
+    Args:
+        value: The messages in the row.
+        field: Name of the field, for error messages.
+        system: The `system` field of the row; None if there is none.
+        rules: Properties of the chat template.
+        fields: Contains the fields to ignore.
+
+    Raises:
+        BadRow: If the messages cannot be read.
+    """
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"`{field}` is not a list of messages, or empty")
+    messages = [read_message(message, number, rules, fields) for number, message in enumerate(value)]
+    return messages if system is None else with_system(messages, system)
+
+
+def read_message(said: Any, number: int, rules: MessageRules, fields: RowFields) -> Message:
+    """Return one message in the form that the template expects. `number` is its index, for error messages."""
+    if not isinstance(said, dict):
+        raise BadRow(f"message {number} is not an object with a `role`")
+    if len(said) == 2 and (role := said.get("role")) in LEARNT and isinstance(said.get("content"), str):
+        return {"role": role, "content": said["content"], "loss": float(LEARNT[role])}  # fast path for the common case
+    # Columnar files give every message the union of all keys, so None means that the key is absent.
+    message: Message = {name: item for name, item in said.items() if item is not None and name not in fields.names}
+    if "from" in message:
+        if both := sorted(message.keys() & {"role", "content"}):
+            raise BadRow(f"message {number} has `from`, and `{both[0]}` too: only one way of writing is read")
+        message["role"] = message.pop("from")
+        if "value" in message:
+            message["content"] = message.pop("value")
+    speaker = message.get("role")
+    if not isinstance(speaker, str):
+        raise BadRow(f"message {number} is not an object with a `role`; it has {', '.join(map(repr, message))}")
+    if speaker in CALLS and not rules.knows(speaker):
+        message |= {"role": "assistant", "content": "", "tool_calls": read_calls(message.get("content"), number)}
+    elif speaker not in ROLES:
+        message["role"] = rules.role_of(speaker)
+        if not rules.knows(message["role"]):
+            raise BadRow(f"`role` of message {number} is {speaker!r}, which the chat template does not know either")
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+        if calls := read_list(message["tool_calls"], f"`tool_calls` of message {number}"):
+            message["tool_calls"] = [with_arguments(call, rules, number) for call in calls]
+        else:
+            del message["tool_calls"]
+    message["loss"] = loss_weight(message, number)
+    for name in [name for name, item in message.items() if name not in PLAIN and says_nothing(item)]:
+        del message[name]
+    return message
+
+
+def loss_weight(message: Message, number: int) -> float:
+    """Remove `loss`, `train` and `weight` from a message, and return its loss weight.
+
+    `loss` and `train` are synonyms for a weight of 1 or 0. Without any of these keys, the weight is 1 for assistant
+    messages and 0 for others.
+    """
+    role, flags, weight = message["role"], [], 1.0
+    for name in ("loss", "train"):
+        if name in message:
+            flag = message.pop(name)
+            if not isinstance(flag, bool):
+                raise BadRow(f"`{name}` of message {number} is {flag!r}, not true or false")
+            flags.append(flag)
+    if "weight" in message:
+        weight = read_weight(message.pop("weight"), f"`weight` of message {number}")
+        if weight and role != "assistant" and True not in flags:
+            raise BadRow(
+                f"`weight` of message {number} ({role}) is {weight:g}: write `loss: true` if it shall be learnt"
+            )
+        flags.append(weight > 0)
+    if len(set(flags)) > 1:
+        raise BadRow(f"`loss`, `train` and `weight` of message {number} contradict each other")
+    return weight if (flags[0] if flags else role == "assistant") else 0.0
+
+
+def read_weight(value: Any, what: str) -> float:
+    """Return the loss weight of a message or row. Raises `BadRow` unless it is a number from 0 to `MOST_WEIGHT`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_WEIGHT:
+        raise BadRow(f"{what} is {str(value)[:80]!r}; expected what its loss is multiplied by: 0 to {MOST_WEIGHT:g}")
+    return float(value)
+
+
+def with_system(messages: list[Message], system: Any) -> list[Message]:
+    """Return the messages, beginning with the system prompt. Raises `BadRow` if they have a different one."""
+    if not isinstance(system, str):
+        raise BadRow(f"`system` is {type(system).__name__}, not a string")
+    own = [message["content"] for message in messages if message["role"] == "system"]
+    if own and own != [system]:
+        raise BadRow(
+            "it has a `system` field, and another system message; name the field in data.ignore to leave it out"
+        )
+    return messages if own else [{"role": "system", "content": system, "loss": 0.0}, *messages]
+
+
+def as_prompt(messages: Sequence[Message]) -> list[Message]:
+    """Return copies of the messages that are not trained on, whatever loss keys they have."""
+    prompt = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if key not in ABOUT_LOSS}
+        prompt.append(kept | {"loss": False})
+    return prompt
+
+
+def read_calls(value: Any, number: int) -> list[Any]:
+    """Return the tool calls in the content of a `function_call` message, which is JSON: one call or a list of calls."""
+    calls = parse(value, f"message {number} (function_call)")
+    calls = calls if isinstance(calls, list) else [calls]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise BadRow(f"message {number} (function_call) is not a call with `name` and `arguments`")
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+        for call in calls
+    ]
+
+
+def with_arguments(call: Any, rules: MessageRules, number: int) -> Message:
+    """Return a tool call with its arguments in the form that the template expects: an object or JSON text."""
+    if not isinstance(call, dict):
+        raise BadRow(f"`tool_calls` of message {number} holds {type(call).__name__}, not objects")
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": with_arguments(inner, rules, number)}
+    if "arguments" not in call:
+        return call
+    what = f"`arguments` of a call in message {number}"
+    arguments = parse(call["arguments"], what)
+    if not isinstance(arguments, dict):
+        raise BadRow(f"{what} are {type(arguments).__name__}, not an object")
+    return {**call, "arguments": arguments if rules.takes_objects else json.dumps(arguments, ensure_ascii=False)}
+
+
+def read_list(value: Any, what: str) -> list[Any]:
+    """Return a list of objects. The list, or each object in it, may be JSON text."""
+    if isinstance(value, str):
+        value = parse(value, what) if value.strip() else []
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise BadRow(f"{what} is {type(value).__name__}, not a list")
+    objects = [parse(item, what) for item in value]
+    for item in objects:
+        if not isinstance(item, dict):
+            raise BadRow(f"{what} holds {type(item).__name__}, not objects")
+    return objects
+
+
+def parse(value: Any, what: str) -> Any:
+    """Parse a string as JSON, and return other values unchanged. Raises `BadRow` if the JSON is not valid."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        python = " (written by Python's str(), not by json.dumps?)" if "'" in value else ""
+        raise BadRow(f"{what} is a text, and not valid JSON: {str(error)[:200]}{python}") from None
+
+
+def check_names(functions: Sequence[Any], text: str, what: str) -> None:
+    """Check that the name of each tool or tool call occurs in the rendered text. Raises `BadRow` otherwise."""
+    for function in functions:
+        inner = function.get("function") if isinstance(function.get("function"), dict) else function
+        name = inner.get("name")
+        if isinstance(name, str) and name not in text:
+            raise BadRow(f"the chat template leaves out {name!r} of {what}")

@@ -1,0 +1,145 @@
+"""The `RowSource` contract, media folders, and base classes of the built-in sources."""
+
+import stat
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from omnizoo.data.row import Row
+from omnizoo.modalities.media import BadMedia, kind_of_file
+
+Rows = npt.NDArray[np.int64]
+EXTENT = 256  # default rows per extent, for sources with cheap random access
+
+
+class RowSource(ABC):
+    """Base class of data sources: rows with random access by number, from 0.
+
+    A subclass must implement `__len__` and `read`. It may override `extents`, `find` and `where`.
+
+    Example::
+
+        class Numbers(omnizoo.RowSource):
+            def __len__(self) -> int:
+                return 1000
+
+            def read(self, row: int) -> dict[str, Any]:
+                return {"text": f"The number is {row}."}
+    """
+
+    stored_kind: ClassVar[str] = "OwnRows"  # stored in the data fingerprint of checkpoints: must never change
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows. It must not change during a run."""
+
+    @abstractmethod
+    def read(self, row: int) -> Row:
+        """Return one row. Repeated calls must return the same row.
+
+        Args:
+            row: Number of the row, from 0 to `len(self) - 1`.
+
+        Returns:
+            The fields of the row by name.
+
+        Raises:
+            BadRow: If the row cannot be used.
+        """
+
+    @cached_property
+    def extents(self) -> Rows:
+        """Boundaries of runs of rows that are best read together, from 0 to `len(self)`.
+
+        The extents of Parquet files are their row groups; other sources have small blocks of equal size.
+        """
+        return np.append(np.arange(0, len(self), EXTENT), len(self))
+
+    def find(self, row: int, name: str) -> Path | bytes:
+        """Return a media file that a row refers to. By default, names are paths relative to the working directory.
+
+        Args:
+            row: Number of the row.
+            name: Name of the file, as the row contains it.
+
+        Returns:
+            The path of the file, or its content.
+
+        Raises:
+            BadMedia: If the file does not exist or must not be read.
+        """
+        return MediaFolder(Path(), Path().resolve()).find(name)
+
+    def where(self, row: int) -> str:
+        """Return the location of a row for messages, such as `rows.jsonl:17`."""
+        return f"{type(self).__name__} row {row}"
+
+
+@dataclass(frozen=True)
+class MediaFolder:
+    """Finds media files relative to `base`. Files outside `root`, also through symbolic links, are rejected."""
+
+    base: Path
+    root: Path | None  # resolved path; None allows any file
+
+    def find(self, name: str) -> Path:
+        """Return the path of a media file. Raises `BadMedia` if it is not a readable, non-empty file below `root`."""
+        path = self.base / name
+        shown = path if len(name) < 256 else f"{name[:64]}..."
+        try:
+            if self.root is not None and not path.resolve().is_relative_to(self.root):
+                raise BadMedia(f"{shown} is outside of {self.root} (data.media_outside: true allows such paths)")
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):  # opening a pipe blocks, and a device may never end
+                raise BadMedia(f"{shown} is {kind_of_file(about.st_mode)}, not a file")
+            if about.st_size == 0:
+                raise BadMedia(f"{shown} is empty")
+        except FileNotFoundError:
+            raise BadMedia(f"{shown} does not exist") from None
+        except (OSError, RuntimeError, ValueError) as error:  # name too long, circular links, null bytes
+            raise BadMedia(f"{shown} cannot be a file: {getattr(error, 'strerror', None) or error}") from None
+        return path
+
+
+class FolderRows(RowSource):
+    """Base class of sources whose media files are in a folder."""
+
+    name: str | Path  # name of the source in messages
+    folder: MediaFolder
+
+    def find(self, row: int, name: str) -> Path:
+        return self.folder.find(name)
+
+    def where(self, row: int) -> str:
+        return f"{self.name} row {row}"
+
+
+class RowView(RowSource):
+    """Base class of sources that select, rename or concatenate rows of other sources.
+
+    Subclasses set `extents`, whose last entry is the number of rows.
+    """
+
+    @abstractmethod
+    def locate(self, row: int) -> tuple[RowSource, int]:
+        """Return the underlying source of a row, and the number of the row in that source."""
+
+    def __len__(self) -> int:
+        return int(self.extents[-1])
+
+    def read(self, row: int) -> Row:
+        source, number = self.locate(row)
+        return source.read(number)
+
+    def find(self, row: int, name: str) -> Path | bytes:
+        source, number = self.locate(row)
+        return source.find(number, name)
+
+    def where(self, row: int) -> str:
+        source, number = self.locate(row)
+        return source.where(number)

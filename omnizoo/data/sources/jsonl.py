@@ -1,0 +1,198 @@
+"""Rows of a JSONL file or of a JSON array. Opening a file indexes byte offsets; a row is parsed when it is read."""
+
+import json
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnizoo.config.errors import UserError
+from omnizoo.data.row import BadRow, Row, check_characters
+from omnizoo.data.sources.base import FolderRows, MediaFolder, Rows
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+MOST_BYTES = 1 << 30  # limit per line or tar member: a single read cannot return much more
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # lone surrogates, and also valid pairs
+
+
+class IndexedFile(FolderRows):
+    """A file whose rows are byte ranges. Opening the file indexes the ranges; a row is parsed when it is read."""
+
+    def __init__(self, path: Path, folder: MediaFolder, open_file: Callable[[Path], FileIO]) -> None:
+        self.path, self.folder, self.open_file = path, folder, open_file
+        self.starts, self.stops, self.lines = self.index()
+
+    @abstractmethod
+    def index(self) -> tuple[Rows, Rows, Rows]:
+        """Return the start byte, the stop byte and the line number (from 1) of each row; each `[rows]`."""
+
+    @abstractmethod
+    def parse(self, text: bytes) -> Row:
+        """Parse the bytes of a row. Raises `BadRow` if the row cannot be used."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def read(self, row: int) -> Row:
+        start, stop = int(self.starts[row]), int(self.stops[row])
+        return self.parse(read_bytes(self.open_file, self.path, start, stop - start))
+
+    def where(self, row: int) -> str:
+        return f"{self.path}:{self.lines[row]}"
+
+
+class JsonlFile(IndexedFile):
+    """A file with one JSON object per line. Blank lines are skipped, but counted in line numbers."""
+
+    stored_kind = "JsonLines"
+
+    def index(self) -> tuple[Rows, Rows, Rows]:
+        return index_lines(self.path)
+
+    def parse(self, text: bytes) -> Row:
+        return parse_object(text)
+
+
+class JsonArrayFile(JsonlFile):
+    """A file with one JSON array of objects, with any line breaks.
+
+    The library `datasets` is not used because it converts dates, and gives all values of a field one type.
+    """
+
+    stored_kind = "JsonArray"
+
+    def index(self) -> tuple[Rows, Rows, Rows]:
+        return index_array(self.path)
+
+    def where(self, row: int) -> str:
+        """Return the path with the line of the row, or with its index if several rows begin on that line."""
+        shared = np.searchsorted(self.lines, self.lines[row], "right") - np.searchsorted(self.lines, self.lines[row])
+        return super().where(row) if shared == 1 else f"{self.path}[{row}]"
+
+
+def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size: int) -> bytes:
+    """Read `size` bytes at `start`. `pread` has no shared file position, so threads can read the same file.
+
+    Raises:
+        BadRow: If the range is too large, or the file was truncated since it was opened.
+        UserError: If the file cannot be read.
+    """
+    if size > MOST_BYTES:
+        raise BadRow(f"its {size:,} bytes are more than the {MOST_BYTES:,} that are read at once")
+    try:
+        found = os.pread(open_file(path).fileno(), size, start)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+    if len(found) < size:
+        raise BadRow(f"{len(found)} of its {size} bytes are there: the file has been cut since it was opened")
+    return found
+
+
+def parse_object(text: bytes) -> Row:
+    """Parse a JSON object. Raises `BadRow` for invalid JSON, repeated keys and lone surrogates."""
+    try:
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=without_repeats)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not valid JSON: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except ValueError as error:
+        raise BadRow(f"not valid JSON ({error})") from None
+    except RecursionError:
+        raise BadRow("not valid JSON: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise BadRow(f"a JSON object was expected, not {type(value).__name__}")
+    if SURROGATE.search(text):
+        check_characters(value)
+    return value
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    """Build a dict, and raise `ValueError` for a repeated key: JSON does not define which value counts."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(key for key in value if sum(name == key for name, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r} is there twice in one object")
+    return value
+
+
+def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Rows]:
+    """Return the start byte, the stop byte and the line number (from 1) of every line that is not blank."""
+    ends, first_bytes, position, after_newline = [], [], 0, True
+    with open(path, "rb") as file:
+        while chunk := file.read(chunk_bytes):
+            data = np.frombuffer(chunk, np.uint8)
+            newlines = np.flatnonzero(data == ord("\n"))
+            heads = newlines + 1 if not after_newline else np.concatenate(([0], newlines + 1))
+            first_bytes.append(data[heads[heads < len(data)]])
+            ends.append(newlines + position)
+            position += len(data)
+            after_newline = chunk.endswith(b"\n")
+    last = np.array([] if after_newline else [position], np.int64)  # last line, if it has no newline
+    stops = np.concatenate([*ends, last])
+    starts = np.concatenate((np.zeros(1, np.int64), stops[:-1] + 1))[: len(stops)]
+    lines = np.arange(1, len(stops) + 1)
+    if not len(stops):
+        return starts, stops, lines
+    # Only lines that begin with white space can be blank. There are few of them, so read each one.
+    keep = np.ones(len(stops), bool)
+    with open(path, "rb") as file:
+        for line in np.flatnonzero(np.isin(np.concatenate(first_bytes), np.frombuffer(b" \t\r\n\v\f", np.uint8))):
+            file.seek(starts[line])
+            keep[line] = bool(file.read(stops[line] - starts[line]).strip())
+    return (starts, stops, lines) if keep.all() else (starts[keep], stops[keep], lines[keep])
+
+
+def index_array(path: Path) -> tuple[Rows, Rows, Rows]:
+    """Return the start byte, the stop byte and the line number (from 1) of each value of a JSON array."""
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise UserError(f"{path} is one JSON array of {size:,} bytes; write more than {MOST_BYTES:,} as JSONL")
+    data, mark = path.read_bytes(), b"\xef\xbb\xbf"
+    byte, line, before = len(mark) if data.startswith(mark) else 0, 1, 0
+    found: list[tuple[int, int, int]] = []
+    try:
+        text = data[byte:].decode()
+        for start, stop in spans_of_array(text):
+            byte += len(text[before:start].encode())
+            line += text.count("\n", before, start)
+            length = len(text[start:stop].encode())
+            found.append((byte, byte + length, line))
+            byte, line, before = byte + length, line + text.count("\n", start, stop), stop
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no valid JSON array: {str(error)[:200]}") from None
+    starts, stops, lines = np.array(found, np.int64).reshape(-1, 3).T
+    return starts, stops, lines
+
+
+def spans_of_array(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the start and stop character of each value of a JSON array."""
+    decoder, gap = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
+
+    def sign(place: int) -> tuple[str, int]:
+        """Return the next character that is not white space, and its index."""
+        found = gap.match(text, place)
+        assert found is not None, "it matches nothing, too"
+        return text[found.end() : found.end() + 1], found.end()
+
+    next_one, at = sign(text.index("[") + 1)
+    while next_one != "]":
+        _, end = decoder.raw_decode(text, at)
+        yield at, end
+        next_one, at = sign(end)
+        if next_one == ",":
+            _, at = sign(at + 1)
+        elif next_one != "]":
+            line = text.count("\n", 0, at) + 1
+            raise ValueError(f"a comma or the end was expected in line {line}")
+    if rest := sign(at + 1)[0]:
+        raise ValueError(f"there is more after its end: {rest!r}")
+
+
+def is_array(path: Path) -> bool:
+    """Whether a `.json` file contains a JSON array. Otherwise it has one row per line."""
+    with open(path, "rb") as file:
+        return path.suffix == ".json" and file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")

@@ -1,0 +1,104 @@
+"""Rows of a Parquet file. Opening a file reads its footer. Row groups are decoded as a whole and cached."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from omnizoo.config.errors import UserError, first_line
+from omnizoo.config.plugins import CODE_ERRORS
+from omnizoo.data.row import STRUCTS, BadRow, Row, without_nulls
+from omnizoo.data.sources.base import FolderRows, MediaFolder
+
+if TYPE_CHECKING:
+    import pyarrow  # imported at run time only where needed: most runs read no Parquet
+
+PARQUET = (".parquet",)
+MOST_ROWS_PER_BYTE = 1000  # a footer with more rows per byte of the file is damaged
+
+
+def arrow_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that pyarrow raises for damaged files and for values without a Python type."""
+    from pyarrow import ArrowException
+
+    return (ArrowException, *CODE_ERRORS)
+
+
+class GroupCache:
+    """A cache of decoded Parquet row groups, shared by the files of one source.
+
+    The most recently used row groups are kept, up to `limit` bytes. Errors of damaged row groups are kept as well, so
+    that a group is not decoded again for each of its rows.
+    """
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self.limit, self.bytes = limit, 0
+        self.tables: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
+        self.damaged: dict[tuple[Path, int], str] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the tables: another process starts with an empty cache."""
+        return GroupCache, (self.limit,)
+
+    def get(self, path: Path, group: int) -> "pyarrow.Table":
+        """Return a row group of a file. Raises `BadRow` if it is damaged."""
+        from pyarrow.parquet import ParquetFile
+
+        key = (path, group)
+        if key in self.damaged:
+            raise BadRow(self.damaged[key])
+        if key not in self.tables:
+            try:
+                with ParquetFile(path, page_checksum_verification=True) as file:
+                    # One thread is enough: loader workers already run in parallel.
+                    table = file.read_row_group(group, use_threads=False)
+                table.validate(full=True)  # without this, damaged offsets would read arbitrary memory
+            except arrow_errors() as error:
+                self.damaged[key] = f"its row group {group} is damaged: {first_line(error)}"
+                raise BadRow(self.damaged[key]) from None
+            self.tables[key] = table
+            self.bytes += self.tables[key].nbytes
+            while self.bytes > self.limit and len(self.tables) > 1:
+                self.bytes -= self.tables.popitem(last=False)[1].nbytes
+        self.tables.move_to_end(key)
+        return self.tables[key]
+
+
+class ParquetFile(FolderRows):
+    """A Parquet file. Its extents are the row groups that are not empty."""
+
+    stored_kind = "ParquetRows"
+
+    def __init__(self, path: Path, folder: MediaFolder, cache: GroupCache) -> None:
+        from pyarrow.parquet import read_metadata
+
+        self.name = self.path = path
+        self.folder, self.cache = folder, cache
+        try:
+            metadata = read_metadata(path)
+            sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            names = metadata.schema.to_arrow_schema().names
+        except arrow_errors() as error:
+            raise UserError(f"{path} is not a readable Parquet file: {first_line(error)}") from None
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise UserError(f"{path} has several columns of the name {min(twice)!r}")
+        if min(sizes, default=0) < 0 or not sum(sizes) == metadata.num_rows <= MOST_ROWS_PER_BYTE * path.stat().st_size:
+            raise UserError(f"{path} is not a readable Parquet file: {metadata.num_rows} rows cannot be in it")
+        self.extents = np.cumsum([0, *(size for size in sizes if size)])
+        self.groups = [group for group, size in enumerate(sizes) if size]
+
+    def __len__(self) -> int:
+        return int(self.extents[-1])
+
+    def read(self, row: int) -> Row:
+        extent = int(np.searchsorted(self.extents, row, side="right")) - 1
+        table = self.cache.get(self.path, self.groups[extent])
+        offset = row - int(self.extents[extent])
+        value: Row = {}
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            try:
+                value[name] = column[offset].as_py()
+            except arrow_errors() as error:
+                raise BadRow(f"its {name!r} cannot be read: {first_line(error)}") from None
+        return without_nulls(value, STRUCTS)

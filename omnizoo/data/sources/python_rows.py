@@ -1,0 +1,150 @@
+"""Rows from Python: the argument of `omnizoo.train(data=...)`, or the result of a callable that the config names.
+
+A sequence of dicts, a `datasets.Dataset` or a map-style torch dataset has random access, like a file. An iterable, such
+as a generator or an iterable dataset, is read into memory once.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+from torch.utils.data import IterableDataset
+
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.plugins import CODE_ERRORS, call
+from omnizoo.config.sections.base import PythonObject
+from omnizoo.config.sections.data import SourceSettings
+from omnizoo.data.row import BadRow, Row, check_characters
+from omnizoo.data.sources.base import FolderRows, MediaFolder, RowSource
+from omnizoo.data.sources.hf_datasets import HFDataset
+
+MOST_IN_MEMORY = 1_000_000  # maximum number of rows of an iterable
+EXPECTED = (
+    "rows: a list of dicts or an iterable of them, a `datasets.Dataset`, a torch dataset, or an omnizoo.RowSource"
+)
+
+
+class PythonRows(FolderRows):
+    """Rows of an object with `__len__` and `__getitem__`."""
+
+    stored_kind = "GivenRows"
+
+    def __init__(self, rows: Any, name: str, folder: MediaFolder) -> None:
+        self.rows, self.name, self.folder = rows, name, folder
+        try:
+            self.count = len(rows)
+        except CODE_ERRORS as error:
+            raise UserError(f"{name}: how many rows it has cannot be told: {named_line(error)}") from error
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the rows are a list or tuple."""
+        return isinstance(self.rows, list | tuple)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, row: int) -> Row:
+        return read_row(self.rows.__getitem__, row)
+
+
+class UserRows(RowSource):
+    """A `RowSource` of the user. Checks its rows, and adds the name of the source to their locations.
+
+    Args:
+        source: The source of the user.
+        name: Name of the source in messages.
+        again: Function and arguments that open the source again in another process, as `__reduce__` returns them. The
+            source may have members that cannot be pickled, such as a connection. None: the source is pickled.
+    """
+
+    def __init__(self, source: RowSource, name: str, again: tuple[Any, ...] | None) -> None:
+        self.source, self.name, self.again = source, name, again
+        try:
+            self.extents, self.count = source.extents, len(source)
+        except CODE_ERRORS as error:
+            raise UserError(f"{name}: how many rows it has cannot be told: {named_line(error)}") from error
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.again or super().__reduce_ex__(protocol)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, row: int) -> Row:
+        return read_row(self.source.read, row)
+
+    def find(self, row: int, name: str) -> Path | bytes:
+        return self.source.find(row, name)
+
+    def where(self, row: int) -> str:
+        return f"{self.name}: {self.source.where(row)}"
+
+
+def read_row(read: Callable[[int], Any], number: int) -> Row:
+    """Read a row by user code, and check that it is a dict with valid names and strings. Raises `BadRow` otherwise."""
+    try:
+        value = read(number)
+    except UserError:
+        raise
+    except CODE_ERRORS as error:
+        raise BadRow(f"cannot be read: {named_line(error)}") from error
+    if not isinstance(value, Mapping):
+        raise BadRow(f"a row is a dict; this one is of type {type(value).__name__}")
+    row = dict(value)
+    if odd := [name for name in row if not isinstance(name, str)]:
+        raise BadRow(f"its field {odd[0]!r:.40} has no name: expected text, not {type(odd[0]).__name__}")
+    check_characters(row)
+    return row
+
+
+def open_rows(spec: SourceSettings, media_outside: bool) -> RowSource:
+    """Open a source of rows from Python: a callable that the config names, or an object passed to `omnizoo.train`."""
+    if spec.rows is not None:
+        rows, name = call(spec.rows, "data.sources.rows", f"a callable that gives {EXPECTED}", spec.options), spec.rows
+    elif isinstance(spec.given, PythonObject):
+        rows, name = spec.given.value, spec.given.name
+    else:
+        raise UserError(f"data.sources: {spec.given} was an object in Python; give it to omnizoo.train again")
+    if isinstance(rows, RowSource):
+        if spec.media_dir is not None:
+            raise UserError(f"{name}: media_dir is for plain rows; a RowSource finds media by its own `find`")
+        return UserRows(rows, name, (open_rows, (spec, media_outside)) if spec.rows is not None else None)
+    base = Path(spec.media_dir).expanduser() if spec.media_dir is not None else Path()
+    folder = MediaFolder(base, None if media_outside else base.resolve())
+    if isinstance(rows, str | bytes | Path | Mapping | type):
+        kind = f"the class {rows.__name__}" if isinstance(rows, type) else f"a {type(rows).__name__}"
+        hint = " (a file or folder goes into data.sources: [{path: ...}])" if isinstance(rows, str | Path) else ""
+        raise UserError(f"{name} is {kind}; expected {EXPECTED}{hint}")
+    if is_plain_dataset(rows):
+        return HFDataset(name, folder, rows)
+    by_number = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
+    return PythonRows(rows if by_number else read_all(rows, name), name, folder)
+
+
+def is_plain_dataset(rows: Any) -> bool:
+    """Whether the rows are a `datasets.Dataset` without a transform, which can be read in stored form."""
+    datasets = sys.modules.get("datasets")  # imported already if `rows` is a dataset
+    return datasets is not None and isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom"
+
+
+def read_all(rows: Any, name: str) -> list[Any]:
+    """Read all rows of an iterable. Raises `UserError` if there are none, or more than `MOST_IN_MEMORY`."""
+    if not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
+        raise UserError(f"{name} is a {type(rows).__name__}; expected {EXPECTED}")
+    try:
+        read = list(islice(iter(rows), MOST_IN_MEMORY + 1))
+    except UserError:
+        raise
+    except CODE_ERRORS as error:
+        raise UserError(f"{name}: its rows cannot be read: {named_line(error)}") from error
+    if len(read) > MOST_IN_MEMORY:
+        raise UserError(
+            f"{name} gave more than {MOST_IN_MEMORY:,} rows: what has no length is kept in memory, and must end before "
+            "that; give something with rows by number (a list, a `datasets.Dataset`, an omnizoo.RowSource)"
+        )
+    if not read:
+        raise UserError(f"{name} gave no rows; a generator gives its rows once only: was it used before?")
+    return read

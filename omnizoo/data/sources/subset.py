@@ -1,0 +1,28 @@
+"""A subset of the rows of a source (`data.sources.N.take`), so that one file can provide training and held-out data."""
+
+import re
+
+import numpy as np
+
+from omnizoo.data.sources.base import RowSource, RowView
+
+EVERY = re.compile(r"(all but )?every ([0-9]{1,9})(?:st|nd|rd|th)")
+
+
+class RowSubset(RowView):
+    """Every n-th row of a source, or all other rows.
+
+    The two subsets never share a row, and rows appended to the source do not move earlier rows between them.
+    """
+
+    def __init__(self, source: RowSource, take: str) -> None:
+        found = EVERY.fullmatch(take)
+        assert found is not None, "checked with the config"
+        self.source, self.others, self.every = source, bool(found[1]), int(found[2])
+        kept_before = source.extents - source.extents // self.every if self.others else source.extents // self.every
+        self.extents = np.unique(kept_before)
+
+    def locate(self, row: int) -> tuple[RowSource, int]:
+        if self.others:
+            return self.source, row + row // (self.every - 1)
+        return self.source, (row + 1) * self.every - 1

@@ -1,0 +1,117 @@
+"""The table of per-token columns. Each entry defines how a column is packed, shifted and sent to the device.
+
+Samples, packs and batches store columns by name, with tokens as the last dimension. A column that no sample has is
+absent. To add a column, add an entry here, fill the column where samples are built, and read it in a loss.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IGNORE_INDEX = -100  # label of a token without a target, as in torch's cross entropy
+COUNT = "count"  # fill value that stands for 0, 1, 2, ... within each sample or pack
+
+Columns = Mapping[str, npt.NDArray[Any]]
+Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
+
+
+@dataclass(frozen=True)
+class TokenField:
+    """Properties of one per-token column."""
+
+    name: str
+    dtype: npt.DTypeLike | None  # in samples and packs; None keeps the computed dtype (positions may be fractional)
+    fill: Any  # value for samples and dummy packs that lack the column
+    is_next_token: bool = False  # shifted by one when a pack is built, as labels are, with `fill` at segment ends
+    at_targets: bool = False  # only values of target tokens are copied to the device
+    restarts: bool = False  # later samples of a split row subtract their first value
+
+
+TOKEN_FIELDS = {
+    field.name: field
+    for field in (
+        TokenField("input_ids", np.int32, fill=0),
+        TokenField("labels", np.int32, fill=IGNORE_INDEX, is_next_token=True, at_targets=True),
+        TokenField("position_ids", None, fill=COUNT, restarts=True),
+        TokenField("loss_weights", np.float32, fill=1.0, is_next_token=True, at_targets=True),
+        # `collate` computes these from the lengths of packs and segments.
+        TokenField("pack_of_token", np.int64, fill=-1),
+        TokenField("sample_of_token", np.int64, fill=-1),
+    )
+}
+
+
+def field_of(name: str) -> TokenField:
+    """Return the entry of a column. Columns that are not in the table belong to losses: one number per target."""
+    return TOKEN_FIELDS.get(name) or TokenField(name, np.float64, fill=0.0, is_next_token=True, at_targets=True)
+
+
+def make_columns(**columns: npt.NDArray[Any] | None) -> Columns:
+    """Return the columns that are not None, converted to the dtypes of the table."""
+    return {name: np.asarray(c, field_of(name).dtype) for name, c in columns.items() if c is not None}
+
+
+def num_tokens(columns: Columns) -> int:
+    """Return the number of tokens of a sample, pack or batch."""
+    tokens: int = columns["input_ids"].shape[-1]
+    return tokens
+
+
+def select(columns: Mapping[str, Array], index: Any) -> dict[str, Array]:
+    """Return the columns at some tokens, given by a slice, a mask or an index array."""
+    return {name: column[..., index] for name, column in columns.items()}
+
+
+def cut_piece(columns: Columns, start: int, stop: int) -> Columns:
+    """Return the tokens [start, stop) of a row as a separate sample."""
+    piece = select(columns, slice(start, stop))
+    for name, column in piece.items():
+        if start and field_of(name).restarts:
+            piece[name] = column - column[..., :1]
+    return piece
+
+
+def concatenate(parts: Sequence[Columns]) -> Columns:
+    """Concatenate samples or packs. A column that a part lacks gets the fill value of the table."""
+    templates = {name: column for part in parts for name, column in part.items()}
+    return {
+        name: np.concatenate([part[name] if name in part else _fill(part, name, template) for part in parts], axis=-1)
+        for name, template in templates.items()
+    }
+
+
+def _fill(part: Columns, name: str, template: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return fill values of a column for a part that lacks it, in the shape and dtype of `template`."""
+    fill = field_of(name).fill
+    length = num_tokens(part)
+    values = np.arange(length) if fill == COUNT else fill
+    return np.full((*template.shape[:-1], length), values, template.dtype)
+
+
+def shift_to_next_token(columns: Columns, lengths: Sequence[int]) -> Columns:
+    """Shift next-token columns, such as labels, to the left by one token.
+
+    The last token of each segment gets the fill value, so no value crosses a segment boundary.
+
+    Args:
+        columns: Columns of a whole pack.
+        lengths: Lengths of its segments in tokens.
+    """
+    shifted = dict(columns)
+    last_tokens = np.cumsum(lengths) - 1
+    for name, column in columns.items():
+        field = field_of(name)
+        if field.is_next_token:
+            shifted[name] = np.roll(column, -1, axis=-1)
+            shifted[name][..., last_tokens] = field.fill
+    return shifted
+
+
+def to_tensors(columns: Columns) -> dict[str, torch.Tensor]:
+    """Return the columns as tensors of shape `[1, tokens]` or `[rows, 1, tokens]`. Integers become int64."""
+    tensors = {name: torch.from_numpy(column).unsqueeze(-2) for name, column in columns.items()}
+    return {name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()}

@@ -1,0 +1,162 @@
+"""Generate responses to chat messages. Messages are rendered as in training, and a response is a list of pieces."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.data.rendering.renderer import HERE, Renderer
+from omnizoo.data.row import BadRow
+from omnizoo.data.sample import RenderedRow
+from omnizoo.data.sources.base import MediaFolder
+from omnizoo.generation.generate import GeneratedPiece, GenerativeModel, OnPiece
+from omnizoo.modalities.base import find_module
+from omnizoo.modalities.media import BadMedia
+from omnizoo.modalities.sampling import Sampling
+from omnizoo.models.build import check_vocabulary
+from omnizoo.models.media.hf_model import media_model
+from omnizoo.models.read_config import load_tokenizer
+from omnizoo.models.weights.load import load_whole
+
+
+@dataclass(frozen=True)
+class ChatModel(GenerativeModel):
+    """A trained, unsharded model on one device that responds to chat messages."""
+
+    renderer: Renderer
+
+    def write(
+        self,
+        messages: list[dict[str, Any]] | str,
+        sampling: Sampling | None = None,
+        max_tokens: int = 256,
+        folder: MediaFolder = HERE,
+        followed: Mapping[str, Any] | None = None,
+    ) -> list[GeneratedPiece]:
+        """Generate the response to `messages`.
+
+        Args:
+            messages: Chat messages. A string is a single user message, or, if the tokenizer has no chat template, text
+                to continue.
+            sampling: Temperature, top-k, top-p and generator. Default: temperature 1, without top-k and top-p.
+            max_tokens: Maximum number of generated text tokens.
+            folder: Folder that media paths in `messages` are relative to.
+            followed: Options for the followers, such as `{"speaker": "ethan"}` for a talker. None skips the followers.
+
+        Returns:
+            The pieces of the response: text, media items, and the output of the followers.
+
+        Raises:
+            UserError: If the prompt is empty, or its messages or media cannot be used.
+        """
+        try:
+            prompt = self.renderer.prompt(messages, folder.find)
+        except (BadRow, BadMedia) as reason:
+            raise UserError(f"the prompt cannot be used: {reason}") from None
+        return self.answer(prompt, sampling, max_tokens, followed=followed)
+
+    def answer(
+        self,
+        prompt: RenderedRow,
+        sampling: Sampling | None = None,
+        max_tokens: int = 256,
+        on_piece: OnPiece = lambda piece: None,
+        followed: Mapping[str, Any] | None = None,
+    ) -> list[GeneratedPiece]:
+        """Generate the response to a rendered prompt.
+
+        Args:
+            prompt: Prompt from the renderer.
+            sampling: See `write`.
+            max_tokens: See `write`.
+            on_piece: Called with a piece whenever it grows.
+            followed: See `write`.
+
+        Returns:
+            The pieces of the response, see `write`.
+
+        Raises:
+            UserError: If the prompt is empty or its media cannot be used.
+        """
+        try:
+            items = [
+                replace(item, inputs=find_module(self.modalities, item.port).prepare(item.media))
+                for item in prompt.items
+            ]
+        except BadMedia as reason:
+            raise UserError(f"the prompt cannot be used: {reason}") from None
+        if not len(prompt):
+            raise UserError("the prompt is empty: there is nothing to go on from")
+        sampling = sampling or Sampling()
+        ids = prompt.input_ids.tolist()
+        pieces = self.generate(ids, items, max_tokens, sampling, self._end_of_turn(), on_piece)
+        response = [token for piece in pieces for token in piece.ids]
+        if followed is None or not response:
+            return pieces
+        more = self.follow([*ids, *response], items, followed, sampling)
+        for piece in more:
+            on_piece(piece)
+        return pieces + more
+
+    def save(self, piece: GeneratedPiece, stem: Path) -> str:
+        """Write a generated media item to a file whose path starts with `stem`, and return the path."""
+        modality = self.modalities[piece.modality]
+        decoder = modality.decoder or modality.follower
+        assert decoder is not None
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        return decoder.save(piece.item, str(stem))
+
+    def text(self, pieces: Sequence[GeneratedPiece]) -> str:
+        """Return the generated text without special tokens. Media items appear as their modality in brackets."""
+        return "".join(self.decode(piece) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces)
+
+    def decode(self, piece: GeneratedPiece) -> str:
+        """Return the text of a piece, without special tokens."""
+        return str(self.tokenizer.decode(piece.ids, skip_special_tokens=True))
+
+    def _end_of_turn(self) -> list[int]:
+        """Return the tokens that end a response: those of the generation config and that of the chat template."""
+        declared = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ends = declared if isinstance(declared, list) else [declared] if declared is not None else []
+        return [*ends, *self.renderer.end_of_turn()]
+
+
+def load_chat_model(
+    folder: str | Path,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    allow_code: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> ChatModel:
+    """Load a chat model from a Hugging Face folder, such as `omnizoo export` writes.
+
+    Args:
+        folder: Folder with config, weights and tokenizer.
+        device: Device of the model. Default: CPU.
+        dtype: Dtype of the weights.
+        allow_code: Python modules that the folder may name as encoders and decoders.
+        trust_remote_code: Whether to run Python code from the folder.
+
+    Returns:
+        The model in evaluation mode, with its tokenizer and renderer.
+    """
+    spec = ModelSection(path=str(folder), allow_code=list(allow_code), trust_remote_code=trust_remote_code)
+    model = load_whole(spec, dtype)
+    nn.Module.to(model, device or torch.device("cpu"))
+    return chat_model_from(model, spec, load_tokenizer(spec))
+
+
+def chat_model_from(model: PreTrainedModel, spec: ModelSection, tokenizer: Any) -> ChatModel:
+    """Build a chat model from an unsharded transformers model with weights."""
+    check_vocabulary(model, tokenizer)
+    media = media_model(model)
+    modalities = media.modalities(spec)
+    media.attach(spec)
+    renderer = Renderer(tokenizer, False, modalities, ignore=["*"], turns=media.speaker_format)
+    return ChatModel(model.eval(), media, tokenizer, modalities, renderer)

@@ -1,0 +1,166 @@
+"""Start ranks on this machine, forward signals to them, and return the exit code of the first one that fails.
+
+torchrun is not used, because its agent exits with code 1 after a graceful stop by SIGTERM, and takes seconds to start.
+This launcher does not import torch and never polls. No rank outlives it, even if the launcher is killed.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from omnizoo.launch.rank_failure import USER_ERROR, failure_message, first_failure
+from omnizoo.launch.stderr import CRASH, ERROR_FD, print_error
+from omnizoo.reporting.start_clock import LAUNCHED_AT
+
+LAUNCHER_FD = "OMNIZOO_LAUNCHER_FD"  # read end of a pipe that closes when the launcher ends
+STORE_FD = "OMNIZOO_STORE_FD"  # rank 0 only: the listening socket behind MASTER_PORT
+GRACE = 5.0  # seconds for the other ranks to exit on their own after one has failed
+
+
+def launch(
+    args: Sequence[str], nproc: int, command: Sequence[str] = (sys.executable, "-m", "omnizoo"), grace: float = GRACE
+) -> int:
+    """Run `command args` as `nproc` ranks and wait for all of them.
+
+    Signals stay blocked, so the caller should exit afterwards.
+
+    Args:
+        args: Arguments of the command.
+        nproc: Number of ranks.
+        command: The program to run.
+        grace: Seconds to wait for the other ranks after one has failed, before they are killed.
+
+    Returns:
+        The exit code for this process.
+    """
+    # Signals are blocked and received one at a time by sigwait, so that none is lost between two system calls. A signal
+    # that is already ignored, as in background jobs of a script, stays ignored.
+    stop = {s for s in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(s) is not signal.SIG_IGN}
+    watched = stop | {signal.SIGCHLD, signal.SIGALRM}
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    errors, errors_in = os.pipe()
+    os.set_blocking(errors, False)
+    ranks = _Ranks(_start([*command, *args], nproc, errors_in, unblocked), errors)
+    while ranks.alive:
+        ranks.pass_on(signal.sigwait(watched))
+        failed = ranks.collect_ended()
+        ranks.collect_messages()
+        if failed and not ranks.failures:
+            signal.setitimer(signal.ITIMER_REAL, grace)  # SIGALRM then kills ranks that still wait for the failed one
+        # The order of ranks that ended between two checks is unknown. A user error or a signal is then the cause; other
+        # exit codes come from connections that were lost as a consequence.
+        ranks.failures += sorted(failed, key=lambda failure: (failure[1] != USER_ERROR, failure[1] < 128))
+    return ranks.exit_code()
+
+
+@dataclass
+class _Ranks:
+    """The ranks on this machine: the running processes, and the failures of the others."""
+
+    alive: dict[int, subprocess.Popen[bytes]]
+    errors: int  # read end of the pipe that ranks write errors to
+    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), except ranks killed here
+    printed: set[str] = field(default_factory=set)  # messages that were printed
+    crashes: list[str] = field(default_factory=list)  # messages of ranks that end with a traceback, oldest first
+    is_stopping: bool = False
+    is_killed: bool = False
+
+    def pass_on(self, received: int) -> None:
+        """Forward the first SIGTERM or SIGINT to the ranks. Kill them at another SIGINT or at SIGALRM."""
+        if received in (signal.SIGTERM, signal.SIGINT) and not self.is_stopping:
+            self.is_stopping = True
+            if received == signal.SIGINT:
+                print("stopping; Ctrl-C again ends all ranks at once, without saving", file=sys.stderr, flush=True)
+            for child in self.alive.values():
+                child.send_signal(received)
+        elif received in (signal.SIGALRM, signal.SIGINT):
+            self.is_killed = True
+            for child in self.alive.values():
+                os.killpg(child.pid, signal.SIGKILL)  # including its loader workers
+
+    def collect_ended(self) -> list[tuple[int, int]]:
+        """Remove ranks that have ended. Return rank and exit code of those that failed and were not killed here."""
+        failed = []
+        for rank, child in list(self.alive.items()):
+            code = child.poll()
+            if code is None:
+                continue
+            del self.alive[rank]
+            if code != 0 and not (self.is_killed and code == -signal.SIGKILL):
+                failed.append((rank, 128 - code if code < 0 else code))
+        return failed
+
+    def collect_messages(self) -> None:
+        """Print each distinct error that ranks have reported, and store crash reports for `exit_code`."""
+        for message in _messages(self.errors):
+            if message.startswith(CRASH):
+                self.crashes.append(message.removeprefix(CRASH))
+            elif message not in self.printed and message not in self.crashes:
+                print_error(message)
+                self.printed.add(message)
+
+    def exit_code(self) -> int:
+        """Return the exit code of the rank that failed first. Print the reason if no rank has printed it."""
+        if not self.failures:
+            return 128 + signal.SIGINT if self.is_killed else 0
+        rank, code = first_failure(self.failures)
+        message = failure_message(rank, code, self.crashes, has_printed=bool(self.printed))
+        if message is not None:
+            print_error(message)
+        return code
+
+
+def _start(
+    command: list[str], nproc: int, errors: int, unblocked: set[int | signal.Signals]
+) -> dict[int, subprocess.Popen[bytes]]:
+    launcher, _ = os.pipe()  # never written to; only this process holds the write end, until it ends
+    world = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1"}
+    world[LAUNCHED_AT] = str(psutil.Process().create_time())
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}
+    ranks = {}
+    # The launcher binds the port and rank 0 inherits the socket, so that no other program can take the port in between.
+    # The launcher closes its copy once rank 0 has started: connecting to a dead rank 0 must fail instead of waiting.
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as store:
+        world["MASTER_PORT"] = str(store.getsockname()[1])
+        for rank in range(nproc):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER_FD: str(launcher), ERROR_FD: str(errors)}
+            fds = [launcher, errors]
+            if rank == 0:
+                own[STORE_FD] = str(store.fileno())
+                fds.append(store.fileno())
+            ranks[rank] = subprocess.Popen(
+                command,
+                env=threads | os.environ | world | own,
+                pass_fds=fds,
+                start_new_session=True,  # Ctrl-C sends SIGINT to the launcher only
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, unblocked),
+            )
+    return ranks
+
+
+def _messages(fd: int) -> list[str]:
+    """Return the messages that ranks have written to `fd`. Ranks write before they end, so no message arrives later."""
+    try:
+        return os.read(fd, 2**20).decode().split("\0")[:-1]
+    except BlockingIOError:
+        return []
+
+
+def watch_launcher() -> None:
+    """Exit this process when its launcher ends. Do nothing if the process was not started by a launcher."""
+    if LAUNCHER_FD not in os.environ:
+        return
+    fd = int(os.environ[LAUNCHER_FD])
+
+    def wait() -> None:
+        os.read(fd, 1)  # blocks until the pipe closes
+        os._exit(1)
+
+    threading.Thread(target=wait, name="watch-launcher", daemon=True).start()

@@ -1,0 +1,54 @@
+"""One-line messages about failed ranks: which rank failed, why, and what to do about it."""
+
+import signal
+from collections.abc import Sequence
+
+from omnizoo.config.errors import TrainingError, UserError, first_line, is_out_of_memory, named_line
+from omnizoo.launch.stderr import report_crash
+
+USER_ERROR = 2  # exit code
+
+
+def foreseen(rank: int, error: BaseException) -> str | None:
+    """Return a message for failures that need no traceback: out of memory, or a dead loader worker. Otherwise None."""
+    if is_out_of_memory(error):
+        return (
+            f"rank {rank} is out of memory ({first_line(error)}): lower data.pack_tokens or train.micro_batch, set "
+            "parallel.recompute: full, or share the model among more ranks (parallel.dp_shard)"
+        )
+    from omnizoo.data.loading.workers import WorkerDeath
+
+    return f"rank {rank}: {error}" if isinstance(error, WorkerDeath) else None
+
+
+def report_failure(rank: int, error: BaseException) -> None:
+    """Report a crash to the launcher immediately, because later failures of other ranks are only consequences."""
+    if isinstance(error, Exception) and not isinstance(error, UserError | TrainingError):
+        report_crash(foreseen(rank, error) or f"rank {rank} failed: {named_line(error)}")
+
+
+def first_failure(failures: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return rank and exit code of the failure that caused the others.
+
+    Args:
+        failures: Rank and exit code of every failed rank, in the order in which they ended.
+    """
+
+    def priority(failure: tuple[int, int]) -> int:
+        code = failure[1]
+        if code == USER_ERROR:
+            return 0
+        # SIGABRT is not counted as a signal from outside: a rank may abort because another rank has ended.
+        return 1 if code > 128 and code != 128 + signal.SIGABRT else 2
+
+    return min(failures, key=priority)  # the earliest failure of the highest priority
+
+
+def failure_message(rank: int, code: int, crashes: Sequence[str], has_printed: bool) -> str | None:
+    """Return the line that the launcher prints about the first failure; None if a rank has printed one."""
+    if code > 128 and not (code == 128 + signal.SIGABRT and crashes):
+        memory = " (out of memory?)" if code == 128 + signal.SIGKILL else ""
+        return f"rank {rank} was killed by {signal.Signals(code - 128).name}{memory}"
+    if has_printed:
+        return None
+    return crashes[0] if crashes else f"rank {rank} exited with code {code}"  # later crashes are consequences

@@ -1,0 +1,38 @@
+"""Print errors to stderr, in red on a terminal. An error that occurs on all ranks is printed once."""
+
+import os
+
+from omnizoo.config.errors import printable
+
+CRASH = "\1"  # prefix of messages about crashes, which may be consequences of another rank's crash
+ERROR_FD = "OMNIZOO_ERROR_FD"  # set by the launcher, which prints each distinct message that ranks write there
+
+
+def report_error(message: str) -> None:
+    if ERROR_FD in os.environ:
+        os.write(int(os.environ[ERROR_FD]), _plain(message).encode() + b"\0")
+    else:
+        print_error(message)
+
+
+def report_crash(message: str) -> None:
+    """Report a crash to the launcher, which prints the first crash of all ranks when they have ended.
+
+    Do nothing without a launcher.
+    """
+    if ERROR_FD in os.environ:
+        os.write(int(os.environ[ERROR_FD]), (CRASH + message).encode() + b"\0")
+
+
+def print_error(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    for line in _plain(message).split("\n"):
+        console.print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)  # do not wrap long lines
+
+
+def _plain(message: str) -> str:
+    """Escape unprintable characters but line breaks and tabs: names in messages may contain any character."""
+    return printable(message.replace("\r\n", "\n"), allowed="\n\t")

@@ -1,0 +1,158 @@
+"""Audio encoder around any Whisper-type Hugging Face encoder, which takes log-mel windows of a fixed length.
+
+Audio is split into whole windows, the last one padded with silence, as in pretraining. Only features of real audio are
+kept: padding costs FLOPs in the tower, but no placeholder tokens in the pack.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.audio_utils import mel_filter_bank
+
+from omnizoo.config.errors import UserError, first_line
+from omnizoo.modalities.base import Encoder
+from omnizoo.modalities.encoders.projector import build_projector
+from omnizoo.modalities.encoders.tower import TowerFlops, tower_skeleton
+from omnizoo.modalities.files.audio import audio_length, read_audio
+from omnizoo.modalities.files.decoding import SOUND_OPTIONS
+from omnizoo.modalities.files.preview import audio_player, thumbnail
+from omnizoo.modalities.flop_count import is_trained, measured_flops
+from omnizoo.modalities.item import Inputs, MediaSize
+from omnizoo.modalities.media import Media
+from omnizoo.modalities.processor_files import processor_settings
+
+FRAMES_PER_POSITION = 2  # stride of the convolutions before the layers of a Whisper-type encoder
+TOP_FREQUENCY = 8000.0  # maximum frequency of the mel filters in Hz
+PREVIEW_SECONDS = 3
+
+
+class AudioEncoder(Encoder):
+    """Encoder for audio.
+
+    Args:
+        width: Width of the foundation.
+        config: Config of the tower, or of a model that contains it.
+        folder: Model folder, whose preprocessor config provides the defaults of the spectrogram.
+        projector: `kind` and options of the projector.
+        max_seconds: Maximum length in seconds. Longer audio raises an error. A row can select a part by `start` and
+            `end`.
+        sample_rate: Sampling rate in Hz.
+        hop_length: Distance of spectrogram frames, in samples.
+        n_fft: Length of the Fourier transform, in samples.
+    """
+
+    item_options = SOUND_OPTIONS
+
+    def __init__(
+        self,
+        width: int,
+        config: PretrainedConfig | None = None,
+        folder: str | None = None,
+        projector: dict[str, Any] | None = None,
+        max_seconds: float = 300.0,
+        sample_rate: int | None = None,
+        hop_length: int | None = None,
+        n_fft: int | None = None,
+    ) -> None:
+        super().__init__()
+        skeleton = tower_skeleton(config, "audio")
+        settings, _ = processor_settings(folder, "feature_extractor")
+        self.sample_rate: int = sample_rate or settings.get("sampling_rate", 16000)
+        self.hop: int = hop_length or settings.get("hop_length", 160)
+        self.n_fft: int = n_fft or settings.get("n_fft", 400)
+        self.max_seconds = max_seconds
+        try:
+            self.bins: int = skeleton.config.num_mel_bins
+            self.frames: int = skeleton.config.max_source_positions * FRAMES_PER_POSITION
+            probe = torch.zeros(1, self.bins, self.frames, device="meta")
+            with torch.no_grad():
+                self.positions, features = skeleton(input_features=probe).last_hidden_state.shape[1:]
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"encoder.config: {type(skeleton).__name__} is no whisper-type encoder: it takes no log-mel windows of "
+                f"twice max_source_positions ({first_line(error)})"
+            ) from error
+        if self.frames * self.hop <= self.n_fft // 2 or self.n_fft < 2:
+            raise UserError(f"encoder.n_fft: {self.n_fft} samples do not fit a window of {self.frames * self.hop}")
+        self.filters = mel_filter_bank(
+            1 + self.n_fft // 2,
+            self.bins,
+            min_frequency=0.0,
+            max_frequency=min(TOP_FREQUENCY, self.sample_rate / 2),
+            sampling_rate=self.sample_rate,
+            norm="slaney",
+            mel_scale="slaney",
+        )
+        self.measured = measured_flops(lambda: skeleton(input_features=probe).last_hidden_state)
+        self.tower: PreTrainedModel = type(skeleton)(skeleton.config)
+        self.projector = build_projector(projector, features, width, 1)
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        return self.tower
+
+    @cached_property
+    def work(self) -> TowerFlops:
+        return TowerFlops(is_trained(self.tower), per_item=self.measured[is_trained(self.tower)])
+
+    def measure(self, media: Media) -> MediaSize:
+        kept = self._kept(audio_length(media, self.sample_rate, self.max_seconds))
+        cost = sum(self.work.per_item + self.projector.flops((n,), self.work.trained) for n in kept)
+        return MediaSize(sum(self.projector.places((n,)) for n in kept), cost)
+
+    def prepare(self, media: Media) -> Inputs:
+        sound = read_audio(media, self.sample_rate, self.max_seconds)
+        kept = self._kept(len(sound))
+        padded = np.pad(sound, (0, len(kept) * self.frames * self.hop - len(sound)))
+        return {
+            "input_features": self._log_mel(torch.from_numpy(padded).view(len(kept), -1)),
+            "kept": torch.tensor(kept),
+        }
+
+    def dummy_input(self) -> Inputs:
+        return {"input_features": torch.zeros(1, self.bins, self.frames), "kept": torch.ones(1, dtype=torch.int64)}
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        heard = self.tower(input_features=torch.cat([item["input_features"] for item in items])).last_hidden_state
+        kept = torch.cat([item["kept"] for item in items]).tolist()
+        features = torch.cat([window[:n] for window, n in zip(heard, kept, strict=True)])
+        projected: torch.Tensor = self.projector(features, [(n,) for n in kept])
+        return projected
+
+    def preview(self, media: Media) -> str:
+        sound = read_audio(media, self.sample_rate, self.max_seconds)
+        title = f"{media.name}, {len(sound) / self.sample_rate:.1f} s"
+        start = sound[: PREVIEW_SECONDS * self.sample_rate]
+        return audio_player(start, self.sample_rate, title) + self._spectrogram(media)
+
+    def _spectrogram(self, media: Media) -> str:
+        """Return HTML with the input of the tower, without the silence at the end."""
+        from PIL import Image  # an optional package, used by previews only
+
+        inputs = self.prepare(media)
+        mels = torch.cat(list(inputs["input_features"]), 1)
+        heard = mels[:, : max(1, math.ceil(int(inputs["kept"].sum()) * self.frames / self.positions))].flip(0)
+        shade = ((heard - heard.min()) / (heard.max() - heard.min()).clamp(min=1e-6) * 255).byte()
+        return thumbnail(Image.fromarray(shade.numpy()), f"{self.bins} mel bins", 320)
+
+    def _kept(self, samples: int) -> list[int]:
+        """Return the number of positions with audio in each window."""
+        window = self.frames * self.hop
+        full, rest = divmod(samples, window)
+        last = [max(1, math.ceil(rest * self.positions / window))] if rest else []
+        return [self.positions] * full + last
+
+    def _log_mel(self, windows: torch.Tensor) -> torch.Tensor:
+        """Convert windows `[n, samples]` to log-mel features `[n, bins, frames]`.
+
+        As in Whisper, values more than eight decades below the peak of their window are clipped.
+        """
+        spectrum = torch.stft(windows, self.n_fft, self.hop, window=torch.hann_window(self.n_fft), return_complex=True)
+        mel = torch.from_numpy(self.filters).float().T @ spectrum[..., :-1].abs().square().contiguous()
+        log = mel.clamp(min=1e-10).log10()
+        return (log.maximum(log.amax((1, 2), keepdim=True) - 8) + 4) / 4

@@ -1,0 +1,97 @@
+"""The tower of an encoder: a Hugging Face model built from its config, the arguments it takes, and its FLOPs."""
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from omnizoo.config.errors import UserError, first_line
+from omnizoo.modalities.flop_count import FlopCounter, is_trained
+
+
+def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrainedModel:
+    """Build the tower on the meta device.
+
+    If `config` describes a larger model, the tower is its encoder for `modality`, or the encoder of an encoder-decoder.
+    Dropout is disabled, because its random numbers would depend on which other items a rank encodes.
+    """
+    if config is None:
+        raise UserError(f"encoder: the {modality} encoder needs a `path` or a `config` of a Hugging Face model")
+    if type(config) not in MODEL_MAPPING:
+        raise UserError(
+            f"encoder.config: transformers builds no `{config.model_type}` on its own; "
+            "if it is part of a larger model, give the config of that"
+        )
+    config = copy.deepcopy(config)
+    if config.is_encoder_decoder:
+        config.decoder_layers = 0
+    with torch.device("meta"):
+        try:
+            whole = AutoModel.from_config(config, dtype=torch.float32)
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
+            raise UserError(f"encoder.config: `{config.model_type}`: {first_line(error)}") from error
+        tower = whole.get_encoder(modality)
+        if tower is whole and config.is_encoder_decoder:
+            tower = whole.get_encoder()
+        for name, value in tower.config.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(tower.config, name, 0.0)
+        # A composed model uses neither a pooled vector nor features for layers of the foundation (deepstack).
+        if hasattr(tower, "use_head"):
+            tower.config.vision_use_head = False
+        if hasattr(tower.config, "deepstack_visual_indexes"):
+            tower.config.deepstack_visual_indexes = []
+        skeleton = type(tower)(tower.config)
+    assert isinstance(skeleton, PreTrainedModel)
+    skeleton.eval()  # some towers sample random numbers in training mode, which the meta device does not support
+    return skeleton
+
+
+def takes(tower: PreTrainedModel, name: str) -> bool:
+    return name in inspect.signature(tower.forward).parameters
+
+
+@dataclass(frozen=True)
+class TowerFlops:
+    """FLOPs of training a tower, or of its forward pass if it is frozen.
+
+    Computed once per tower, because iterating over all weights is slow.
+    """
+
+    trained: bool
+    per_item: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0  # per pair of tokens, in layers with full attention
+    per_near_pair: float = 0.0  # per pair of tokens, in layers with window attention
+    window: int = 0  # tokens per window
+
+    @classmethod
+    def of(cls, tower: PreTrainedModel, merging: Sequence[str] = (), merge: int | None = None) -> "TowerFlops":
+        """Count the FLOPs of a tower that uses each matrix once per token, or once per `merge` tokens after merging.
+
+        Matrices after merging are those of submodules named mergers and of the submodules in `merging`.
+        """
+        config, tally = tower.config, FlopCounter()
+        merge = merge or getattr(config, "spatial_merge_size", 1) ** 2
+        mergers = {name: part for name, part in tower.named_children() if "merger" in name or name in merging}
+        for name, part in tower.named_children():
+            if name not in mergers:
+                tally.run(part, 1)
+        layers = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None) or 1
+        width = getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None) or 1
+        pair = FlopCounter(tally.trained)
+        pair.attend(1, width)
+        for merger in mergers.values():
+            tally.run(merger, 1 / merge)
+        whole = len(getattr(config, "fullatt_block_indexes", range(layers)))
+        window = (getattr(config, "window_size", 0) // getattr(config, "patch_size", 1)) ** 2 if whole < layers else 0
+        near = (layers - whole) * pair.flops
+        return cls(is_trained(tower), 0.0, tally.flops, whole * pair.flops, near, window)
+
+    def flops(self, tokens: int) -> float:
+        pairs = self.per_pair * tokens**2 + self.per_near_pair * tokens * min(tokens, self.window)
+        return self.per_item + self.per_token * tokens + pairs

@@ -1,0 +1,84 @@
+"""FLOPs of training, from the weights that rows are multiplied with and the pairs of tokens that attend to each other.
+
+In the forward pass, a weight takes one multiplication and one addition per row. The backward pass takes the same number
+for the gradient of the weight, if it is trained, and again for the gradient of its input, if anything before it is
+trained. Recomputation, norms, activations and softmax are not counted.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from omnizoo.ops.quantization import own_weights
+
+MULTIPLYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def weights_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the name and value of each parameter, and whether rows are multiplied with it.
+
+    Rows are not multiplied with embedding tables, norms, biases and learned rows.
+    """
+    for prefix, part in module.named_modules():
+        for name, parameter in own_weights(part):
+            is_matrix = parameter.ndim > 1 and not name.endswith("bias") and not isinstance(part, nn.Embedding)
+            is_multiplied = is_matrix and (isinstance(part, MULTIPLYING) or parameter.shape[0] > 1)
+            yield f"{prefix}.{name}" if prefix else name, parameter, is_multiplied
+
+
+class FlopCounter:
+    """Counts the FLOPs of a model. Its modules are added in the order in which the model runs them."""
+
+    def __init__(self, trained: bool = False) -> None:
+        self.flops = 0.0
+        self.trained = trained  # whether anything counted so far is trained, so that gradients must reach it
+
+    def multiply(self, weight: torch.Tensor, rows: float) -> None:
+        self.flops += 2 * weight.numel() * rows * (1 + weight.requires_grad + self.trained)
+        self.trained |= weight.requires_grad
+
+    def add(self, forward: float) -> None:
+        """Add products of activations with each other, by their forward FLOPs.
+
+        The backward pass takes twice as many.
+        """
+        self.flops += forward * (3 if self.trained else 1)
+
+    def run(self, module: nn.Module, rows: float) -> None:
+        """Add a module that uses each of its matrices once per row."""
+        for _, parameter, is_multiplied in weights_of(module):
+            if is_multiplied:
+                self.multiply(parameter, rows)
+            self.trained |= parameter.requires_grad
+
+    def attend(self, pairs: float, width: float) -> None:
+        """Add a score and a weighted value per (query, key) pair.
+
+        Args:
+            pairs: Number of (query, key) pairs.
+            width: Number of heads x mean of the key and value widths.
+        """
+        self.add(4 * pairs * width)
+
+
+def is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    """Return the forward FLOPs, and the forward and backward FLOPs, that torch counts for `run` on the meta device."""
+    from torch.utils.flop_counter import FlopCounterMode  # imported here because it imports triton
+
+    with FlopCounterMode(display=False) as counter:
+        out = run()
+        forward = float(counter.get_total_flops())
+        if out.requires_grad:
+            out.sum().backward()
+        return forward, float(counter.get_total_flops())
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """Return the number of (query, key) pairs of a sample in causal attention, with at most `window` keys per query."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen

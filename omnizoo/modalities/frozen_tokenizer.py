@@ -1,0 +1,125 @@
+"""The frozen part of a decoder: a pretrained tokenizer or autoencoder that is never trained.
+
+It is built without weights. `Decoder.pretrained` provides Hugging Face models to fill with weights; diffusers models
+are read from their own folder during initialization. Items are encoded one at a time: in a batch, rounding could change
+a code, so that the targets of an item would depend on the other items of its rank.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError, first_line
+from omnizoo.modalities.flop_count import measured_flops
+from omnizoo.modalities.processor_files import read_json_object
+
+
+class Frozen(nn.Module):
+    """Wraps `model` without gradients and in eval mode, whatever the mode of the surrounding decoder."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Return the weights, by name, that are read from a separate folder."""
+        return {}
+
+    @property
+    def like(self) -> torch.Tensor:
+        """An empty tensor with the dtype and device of the weights."""
+        weight = next(self.model.parameters())
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
+
+    def encode(self, item: torch.Tensor) -> torch.Tensor:
+        """Return the codes or latents of one item."""
+        raise NotImplementedError
+
+
+def frozen_tokenizers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the frozen submodules of `model` by name: those of decoders, and tokenizers in multimodal HF models.
+
+    A tokenizer of an HF model is recognized by its codebook (`quantize` or `quantizer`) and its method `encode`.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        makes_codes = isinstance(module, PreTrainedModel) and hasattr(module, "encode")
+        has_codebook = hasattr(module, "quantize") or hasattr(module, "quantizer")
+        if isinstance(module, Frozen) or (name and makes_codes and has_codebook):
+            found[name] = module
+    return found
+
+
+def forward_flops(
+    frozen: nn.Module, item: torch.Tensor, encode: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+) -> float:
+    """Return the FLOPs of `encode`, counted on the meta device.
+
+    If `encode` depends on values, which the meta device does not have, the FLOPs are estimated from the number of
+    weights.
+    """
+    skeleton: Any = deepcopy(frozen).to("meta")
+    try:
+        with torch.no_grad():
+            given = item.to("meta")
+            counted = measured_flops(lambda: encode(skeleton, given) if encode else skeleton.encode(given))[0]
+    except (RuntimeError, ValueError, TypeError):
+        counted = 0.0
+    return counted or 2.0 * math.prod(item.shape[-2:]) * sum(t.numel() for t in frozen.state_dict().values())
+
+
+class Diffusers(Frozen):
+    """A diffusers model, built from `config` (the content of config.json). Without a folder, its weights are random."""
+
+    def __init__(self, config: Mapping[str, Any], folder: str | None) -> None:
+        package = diffusers_package(config["_class_name"])
+        model_class = getattr(package, str(config["_class_name"]), None)
+        if not (isinstance(model_class, type) and issubclass(model_class, package.ModelMixin)):
+            raise UserError(
+                f"decoder: this diffusers has no model `{config['_class_name']}`; see _class_name in config.json"
+            )
+        build: Any = model_class
+        super().__init__(build.from_config(dict(config)))
+        self.folder = folder
+        if not self.like.is_meta:  # on the meta device, `stored` is called later
+            self.load_state_dict(self.stored(), strict=False)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        if self.folder is None:
+            return {}
+        try:  # the loader of diffusers converts older names of weights
+            stored, info = type(self.model).from_pretrained(
+                self.folder,
+                use_safetensors=True,
+                local_files_only=True,
+                low_cpu_mem_usage=False,
+                output_loading_info=True,
+            )
+        except OSError as error:
+            raise UserError(f"decoder.path: cannot load {self.folder}: {first_line(error)}") from error
+        if info["missing_keys"]:
+            raise UserError(f"decoder.path: {self.folder} lacks weights of its model: {info['missing_keys'][:3]}")
+        return {f"model.{name}": tensor for name, tensor in stored.state_dict().items()}
+
+
+def diffusers_package(wanted: str) -> Any:
+    try:
+        return import_module("diffusers")
+    except ImportError as error:
+        raise UserError(f"decoder: {wanted} needs diffusers: pip install diffusers ({error})") from error
+
+
+def read_settings(folder: str | None) -> dict[str, Any]:
+    """Return the content of a folder's config.json; {} if there is none."""
+    file = Path(folder or "") / "config.json"
+    return read_json_object(file) if folder and file.is_file() else {}

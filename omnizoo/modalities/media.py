@@ -1,0 +1,80 @@
+"""A raw media item of a row, before decoding: its path, bytes or values, and its name in error messages."""
+
+import io
+import mimetypes
+import stat
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+# Python's table lacks these types; the table of the operating system may lack them too.
+for suffix, kind in {
+    ".flac": "audio/flac",
+    ".ogg": "audio/ogg",
+    ".m4a": "audio/mp4",
+    ".mkv": "video/x-matroska",
+}.items():
+    mimetypes.add_type(kind, suffix)
+
+
+WELL_KNOWN = ("image", "audio", "video")  # names of media in datasets, whether or not a model reads them
+
+
+class BadMedia(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
+    """Raised for a media item that cannot be used. The message is the reason; the row reader adds the file and line."""
+
+
+def kind_of_file(mode: int) -> str:
+    """Return a description of a path that is not a regular file, from its `st_mode`."""
+    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return names.get(stat.S_IFMT(mode), "a device")
+
+
+@dataclass(frozen=True)
+class Media:
+    """One media item of a row: a path, encoded bytes, or plain values (numbers, lists, mappings, arrays)."""
+
+    modality: str
+    value: Path | bytes | Any
+    options: dict[str, Any]  # other fields of the item in the row: start and end in seconds, sampling rate, ...
+    seed: int = 0  # for augmentation and noise; depends on the run's seed, the epoch, the row and the item
+
+    @property
+    def name(self) -> str:
+        """The name of the item in error messages."""
+        if isinstance(self.value, Path):
+            return str(self.value)
+        return f"{self.modality} given as {type(self.value).__name__}"
+
+    def open(self) -> BinaryIO:
+        """Open the item as a binary file.
+
+        Returns:
+            A file object at the first byte.
+
+        Raises:
+            BadMedia: If the item is neither a readable regular file nor bytes, or if it is empty.
+        """
+        if isinstance(self.value, bytes):
+            if not self.value:
+                raise BadMedia(f"{self.name} is empty")
+            return io.BytesIO(self.value)
+        if not isinstance(self.value, Path):
+            raise BadMedia(f"{self.name}: a path or encoded bytes were expected")
+        try:
+            about = self.value.stat()
+            if not stat.S_ISREG(about.st_mode):  # opening a pipe may block, and reading a device may never end
+                raise BadMedia(f"{self.name} is {kind_of_file(about.st_mode)}, not a file")
+            if about.st_size == 0:
+                raise BadMedia(f"{self.name} is empty")
+            return open(self.value, "rb")
+        except OSError as error:
+            raise BadMedia(f"{self.name}: {error.strerror or error}") from None
+
+    @cached_property
+    def random(self) -> np.random.Generator:
+        """The random generator of the item. It does not depend on the layout, on resume or on the loader worker."""
+        return np.random.Generator(np.random.PCG64(self.seed))

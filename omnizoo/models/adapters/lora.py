@@ -1,0 +1,399 @@
+"""LoRA, DoRA and rsLoRA: small trained adapter matrices next to frozen weights.
+
+Adapters are attached to a model on meta, before it is sharded. The adapter matrices are ordinary parameters of their
+module, and so of its FSDP unit. They have PEFT's names (`q_proj.lora_A.default.weight`), but modules are not wrapped as
+in PEFT: base weights keep their names, so published weights, tied weights, recipes and checkpoints need no second set
+of names.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.sections.model import AdapterSettings
+from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
+from omnizoo.models.hf_private import is_experts, kept_in_fp32, language_model, routers
+from omnizoo.models.user_module import tied_names
+
+ALL_LINEAR = "all-linear"
+ATTACHED = "_omnizoo_adapter"  # attribute of a model that stores its `AdapterInfo`
+OFF = "_omnizoo_adapter_off"  # attribute of a module with adapter matrices while they are disabled
+DEFAULT = "default"  # PEFT's default adapter name
+KEY = "model.adapter"
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """An attached adapter. All names are full names; patterns are resolved."""
+
+    settings: AdapterSettings
+    modules: tuple[str, ...]  # linear layers and embeddings
+    experts: tuple[str, ...]  # parameters of fused experts, `[experts, ...]`
+    saved: tuple[str, ...]  # modules that are fully trained
+    trained: frozenset[str]  # parameters: all adapter matrices, and the parameters of `saved`
+    started: frozenset[str]  # adapter matrices, which have no value in the base
+    generates: bool = True  # whether the model has transformers' `generate`, which PEFT's task type requires
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields in JSON format."""
+        fields: dict[str, Any] = TypeAdapter(AdapterInfo).dump_python(self, mode="json")
+        return fields | {name: sorted(fields[name]) for name in ("trained", "started")}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "AdapterInfo":
+        """Return the adapter from the result of `fields`. The folder that it started from is dropped."""
+        settings = fields["settings"] | {"path": None}
+        return TypeAdapter(cls).validate_python({**fields, "settings": settings})
+
+
+def scaling_of(settings: AdapterSettings) -> float:
+    """Return the factor of the product of the adapter matrices."""
+    return settings.alpha / (math.sqrt(settings.rank) if settings.kind == "rslora" else settings.rank)
+
+
+def attached(model: nn.Module) -> AdapterInfo | None:
+    """Return the adapter that is attached to `model`, or None."""
+    return vars(model).get(ATTACHED)
+
+
+@contextmanager
+def adapter_disabled(model: nn.Module) -> Iterator[None]:
+    """Context manager: disable the adapter matrices, so `model` computes the outputs of its base.
+
+    Fully trained modules keep their trained weights.
+    """
+    found = attached(model)
+    assert found is not None, "a model without an adapter"
+    names = {*found.modules, *(name.rpartition(".")[0] for name in found.experts)}
+    modules = [model.get_submodule(name) for name in sorted(names)]
+    for module in modules:
+        vars(module)[OFF] = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)[OFF]
+
+
+def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stored: torch.dtype) -> None:
+    """Attach adapter matrices to `model`, and freeze everything else except `modules_to_save`.
+
+    A frozen weight needs no master copy: FSDP would round it to the precision of the run before every use. Must be
+    called under the device of the model.
+
+    Args:
+        model: The model, usually on meta.
+        settings: The adapter settings.
+        dtype: The dtype of the adapter matrices.
+        stored: The dtype of frozen weights.
+    """
+    kinds = _adaptable(model)
+    names = _chosen(model, settings, kinds)
+    saved = _saved(model, settings, names)
+    for name in names:
+        _check_fit(name, model, kinds[name], settings)
+    before = {name for name, _ in model.named_parameters()}
+    kept = {name for name in before if name.startswith(tuple(f"{module}." for module in saved))}
+    # The codes of tokenizers must not change, so their weights keep their dtype.
+    whole = {p for module in frozen_tokenizers(model).values() for p in module.parameters()}
+    whole |= set(kept_in_fp32(model).values())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in kept)
+        if name not in kept and parameter not in whole and parameter.is_floating_point():
+            parameter.data = parameter.data.to(stored)
+    for name in names:
+        owner, _, own = name.rpartition(".")
+        if kinds[name] == "experts":
+            _attach_to_experts(model.get_submodule(owner), own, settings, dtype)
+        elif kinds[name] == "embedding":
+            _attach_to_embedding(model.get_submodule(name), settings, dtype)
+        else:
+            _attach_to_linear(model.get_submodule(name), settings, dtype)
+    factors = frozenset(name for name, _ in model.named_parameters()) - before
+    found = AdapterInfo(
+        settings,
+        tuple(name for name in names if kinds[name] != "experts"),
+        tuple(name for name in names if kinds[name] == "experts"),
+        saved,
+        factors | kept,
+        factors,
+        hasattr(model, "prepare_inputs_for_generation"),
+    )
+    vars(model)[ATTACHED] = found
+
+
+# Target modules
+
+
+def _adaptable(model: nn.Module) -> dict[str, str]:
+    """Return possible targets by full name: linear layers, embeddings and parameters of fused experts."""
+    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if name.startswith(frozen):
+            continue
+        if isinstance(module, nn.Linear):
+            found[name] = "linear"
+        elif isinstance(module, nn.Embedding):
+            found[name] = "embedding"
+        elif is_experts(module):
+            own = [own for own, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+            found |= {f"{name}.{own}": "experts" for own in own}
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether `pattern` matches `name`. With wildcards it must match the full name, otherwise its end, as in PEFT."""
+    if re.search(r"[*?[]", pattern):
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def linear_of_blocks(model: nn.Module) -> list[str]:
+    """Return the linear layers in the language model's blocks, which are in a module list. Routers are excluded."""
+    prefix = ""
+    if isinstance(model, PreTrainedModel):
+        language = language_model(model)
+        prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is language)
+    routing = set(routers(model))
+    linear = [name for name, kind in _adaptable(model).items() if kind == "linear"]
+    inside = [name for name in linear if name.startswith(prefix)]
+    return [name for name in inside if re.search(r"\.\d+\.", f".{name}") and name not in routing]
+
+
+def _matching(
+    key: str, patterns: Sequence[str], names: Collection[str], what: str, all_linear: Collection[str] = ()
+) -> set[str]:
+    """Return the `names` that the patterns of a config key match. Each pattern must match at least one."""
+    chosen: set[str] = set()
+    for i, pattern in enumerate(patterns):
+        found = all_linear if pattern == ALL_LINEAR else [name for name in names if matches(name, pattern)]
+        if not found:
+            raise UserError(f"{KEY}.{key}.{i}: {pattern[:80]!r} matches no {what}; {nearest_names(pattern, names)}")
+        chosen.update(found)
+    return chosen
+
+
+def _chosen(model: nn.Module, settings: AdapterSettings, kinds: dict[str, str]) -> list[str]:
+    """Return the names of the adapter's targets."""
+    what = "linear layer, embedding or expert weights"
+    chosen = _matching("targets", settings.targets, kinds, what, linear_of_blocks(model))
+    chosen -= _matching("exclude", settings.exclude, chosen, "target")
+    if not chosen:
+        raise UserError(f"{KEY}.exclude: {settings.exclude} leaves nothing of the targets {settings.targets}")
+    return [name for name in kinds if name in chosen]  # in the order of the model
+
+
+def _saved(model: nn.Module, settings: AdapterSettings, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that are fully trained; only the outermost ones."""
+    modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    chosen = _matching("modules_to_save", settings.modules_to_save, modules, "module with weights")
+    inside = tuple(f"{name}." for name in chosen)
+    if clash := [target for target in targets if f"{target}.".startswith(inside)]:
+        raise UserError(f"{KEY}.modules_to_save: a module is trained whole, and {clash[0]} in it has factors; use one")
+    # PEFT trains an untied copy of a module. A file with only one of two tied weights would be a different model there.
+    for names in tied_names(model):
+        trained = [name for name in names if name.startswith(inside)]
+        if trained and len(trained) < len(names):
+            other = next(name for name in names if name not in trained)
+            raise UserError(f"{KEY}.modules_to_save: {trained[0]} is tied to {other}; name the modules of both")
+    return tuple(name for name in modules if name in chosen and not name.startswith(inside))
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> str:
+    """Return a hint with the nearest names. Names that differ only in the layer number are listed once."""
+    by_kind = {re.sub(r"\d+", "*", name): name for name in reversed(list(names))}
+    ends = {name.rpartition(".")[2]: name for name in by_kind.values()}
+    close = get_close_matches(pattern[:200], [*by_kind.values(), *ends], n=3, cutoff=0)
+    return f"the nearest are {', '.join(dict.fromkeys(close))}" if close else "there is none"
+
+
+def _check_fit(name: str, model: nn.Module, kind: str, settings: AdapterSettings) -> None:
+    """Check that a target can have adapter matrices, before any are attached."""
+    if kind != "linear" and settings.kind == "dora":
+        raise UserError(f"{KEY}.kind: dora is for linear layers; exclude {name}, or use lora")
+    if kind == "experts" and settings.dropout:
+        raise UserError(f"{KEY}.dropout: {settings.dropout:g} cannot be had for experts ({name}); set it to 0")
+    shape = (
+        model.get_parameter(name) if kind == "experts" else model.get_submodule(name).get_parameter("weight")
+    ).shape
+    if settings.rank > min(shape[-2:]):
+        sizes = " x ".join(str(size) for size in shape[-2:])
+        raise UserError(
+            f"{KEY}.rank: {settings.rank} is above a dimension of {name} ({sizes}); expected at most {min(shape[-2:])}"
+        )
+
+
+# Linear layers
+
+BASE = "lora_base"  # attribute of a layer with adapter matrices: (base forward, scaling)
+
+
+def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype) -> None:
+    first = nn.Linear(module.in_features, settings.rank, bias=False, dtype=dtype)
+    second = nn.Linear(settings.rank, module.out_features, bias=False, dtype=dtype)
+    _draw(first.weight, second.weight, settings)
+    module.lora_A, module.lora_B = nn.ModuleDict({DEFAULT: first}), nn.ModuleDict({DEFAULT: second})
+    if settings.dropout:
+        module.lora_dropout = nn.ModuleDict({DEFAULT: nn.Dropout(settings.dropout)})
+    if settings.kind == "dora":
+        magnitude = nn.Module()
+        magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))  # set after loading the base
+        module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
+    # Set on the instance, where models/interfaces/lm_head.py detects that the head is not a plain linear layer. All
+    # layers share one function: with a partial per layer, each layer would have a separate compiled graph.
+    vars(module).update({BASE: (module.forward, scaling_of(settings)), "forward": MethodType(_linear, module)})
+
+
+def set_base(module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let `module` compute its base output with `forward`. Adapter matrices stay attached."""
+    if BASE in vars(module):
+        vars(module)[BASE] = forward, vars(module)[BASE][1]
+    else:
+        vars(module)["forward"] = forward
+
+
+def _draw(first: torch.Tensor, second: torch.Tensor, settings: AdapterSettings) -> None:
+    """Initialize `first` randomly and `second` with zeros, as PEFT does. With `init: random`, both are random."""
+    if settings.init == "gaussian":
+        nn.init.normal_(first, std=1 / settings.rank)
+    else:
+        nn.init.kaiming_uniform_(first, a=math.sqrt(5))
+    if settings.init == "random":
+        nn.init.kaiming_uniform_(second, a=math.sqrt(5))
+    else:
+        nn.init.zeros_(second)
+
+
+def _linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    base, scaling = module.lora_base
+    out: torch.Tensor = base(x)
+    if OFF in vars(module):
+        return out
+    first, second = module.lora_A[DEFAULT], module.lora_B[DEFAULT]
+    entering = x.to(first.weight.dtype)
+    is_dropped = hasattr(module, "lora_dropout") and module.training
+    if is_dropped:
+        entering = module.lora_dropout[DEFAULT](entering)
+    added: torch.Tensor = second(first(entering)) * scaling
+    if hasattr(module, "lora_magnitude_vector"):
+        weight = module.weight.to(entering.dtype)
+        # Treated as a constant in backward, as in section 4.3 of the DoRA paper and in PEFT.
+        norm = row_norms(weight, first.weight, second.weight, scaling)
+        ratio = module.lora_magnitude_vector[DEFAULT].weight / norm
+        plain = F.linear(entering, weight) if is_dropped else out if module.bias is None else out - module.bias
+        added = (ratio - 1) * plain + ratio * added
+    return out + added.to(out.dtype)
+
+
+@torch.no_grad()
+def row_norms(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return the norm of each row of the merged weight."""
+    norms: torch.Tensor = torch.linalg.vector_norm(weight + scaling * (second @ first).to(weight.dtype), dim=1)
+    return norms
+
+
+@torch.no_grad()
+def set_magnitudes(model: nn.Module, found: AdapterInfo) -> None:
+    """Initialize DoRA's magnitudes to the row norms, after the base weights are loaded.
+
+    Sharded models are supported.
+    """
+    for name in found.modules if found.settings.kind == "dora" else ():
+        module: Any = model.get_submodule(name)
+        magnitude = module.lora_magnitude_vector[DEFAULT].weight
+        factors = (module.lora_A[DEFAULT].weight, module.lora_B[DEFAULT].weight)
+        magnitude.copy_(row_norms(module.weight.to(magnitude.dtype), *factors, scaling_of(found.settings)))
+
+
+# Embeddings
+
+
+def _attach_to_embedding(module: Any, settings: AdapterSettings, dtype: torch.dtype) -> None:
+    first = nn.Parameter(torch.empty(settings.rank, module.num_embeddings, dtype=dtype))
+    second = nn.Parameter(torch.empty(module.embedding_dim, settings.rank, dtype=dtype))
+    nn.init.zeros_(first)  # as in PEFT; for embeddings, the second matrix is random
+    nn.init.normal_(second)
+    if settings.init == "random":
+        nn.init.normal_(first)
+    module.lora_embedding_A = nn.ParameterDict({DEFAULT: first})
+    module.lora_embedding_B = nn.ParameterDict({DEFAULT: second})
+    vars(module)["forward"] = partial(_embedding, module, module.forward, scaling_of(settings))
+
+
+def _embedding(
+    module: Any, base: Callable[[torch.Tensor], torch.Tensor], scaling: float, ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the embeddings plus the adapter output. Dropout does not apply to ids, as in PEFT."""
+    out = base(ids)
+    if OFF in vars(module):
+        return out
+    rows = F.embedding(ids, module.lora_embedding_A[DEFAULT].T, module.padding_idx)
+    added: torch.Tensor = rows @ module.lora_embedding_B[DEFAULT].T * scaling
+    return out + added.to(out.dtype)
+
+
+# Fused experts
+
+
+def factor_names(own: str) -> tuple[str, str]:
+    """Return the names of the two adapter matrices of the expert parameter `own`, in the same module."""
+    return f"{own}_lora_A", f"{own}_lora_B"
+
+
+def _attach_to_experts(module: Any, own: str, settings: AdapterSettings, dtype: torch.dtype) -> None:
+    """Attach adapter matrices `[experts, rank, width]` to fused experts.
+
+    Expert parallelism splits the first dim. With `ep` larger than 1, FSDP splits the last dim.
+    """
+    experts, rows, columns = getattr(module, own).shape
+    entering, leaving = (rows, columns) if module.is_transposed else (columns, rows)
+    first = nn.Parameter(torch.empty(experts, settings.rank, entering, dtype=dtype))
+    second = nn.Parameter(torch.empty(experts, settings.rank, leaving, dtype=dtype))
+    _draw(first.view(-1, entering), second.view(-1, leaving), settings)
+    for name, factor in zip(factor_names(own), (first, second), strict=True):
+        module.register_parameter(name, factor)
+    module.lora_scaling = scaling_of(settings)
+
+
+# Merging
+
+
+@torch.no_grad()
+def merge(
+    model: nn.Module, weights: dict[str, torch.Tensor], found: AdapterInfo, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Merge the adapter `state` (full tensors by name) into the `weights` of the base `model`, in place."""
+    scaling = scaling_of(found.settings)
+    for name in found.modules:
+        key = f"{name}.weight"
+        if f"{name}.lora_embedding_A.{DEFAULT}" in state:
+            first, second = (state[f"{name}.lora_embedding_{side}.{DEFAULT}"] for side in "AB")
+            weights[key] = weights[key] + scaling * (second @ first).T
+            continue
+        first, second = (state[f"{name}.lora_{side}.{DEFAULT}.weight"] for side in "AB")
+        merged = weights[key] + scaling * (second @ first)
+        if (length := state.get(f"{name}.lora_magnitude_vector.{DEFAULT}.weight")) is not None:
+            merged = merged * (length / row_norms(weights[key], first, second, scaling)).unsqueeze(1)
+        weights[key] = merged
+    for name in found.experts:
+        owner, _, own = name.rpartition(".")
+        first, second = (state[f"{owner}.{factor}"] for factor in factor_names(own))
+        module: Any = model.get_submodule(owner)
+        added = first.transpose(1, 2) @ second  # [experts, input width, output width]
+        weights[name] = weights[name] + scaling * (added if module.is_transposed else added.transpose(1, 2))
+    weights |= {name: tensor for name, tensor in state.items() if name not in found.started}

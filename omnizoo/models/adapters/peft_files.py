@@ -1,0 +1,211 @@
+"""Read and write PEFT adapter folders: `adapter_config.json` and `adapter_model.safetensors`.
+
+Names in the file are the model's names with the prefix `base_model.model.` and without the adapter name. The adapter
+matrices of fused experts are concatenated in one matrix. Their names contain `base_layer` once for each further PEFT
+wrapper of the module.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.sections.model import AdapterSettings
+from omnizoo.models.adapters.lora import DEFAULT, KEY, AdapterInfo, attached, factor_names, matches
+from omnizoo.models.untrusted_folders import open_weights, read_json, tensor_names
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+BASE = "omnizoo_base"  # key in the file's metadata: hash of the base model
+INITS = {"kaiming": True, "gaussian": "gaussian", "random": False}
+# Fields that define the adapter matrices, and fields that do not affect the output of a trained adapter.
+READ = {"r", "lora_alpha", "use_rslora", "use_dora", "target_parameters", "modules_to_save", "peft_type"}
+UNIMPORTANT = {
+    "lora_dropout", "target_modules", "exclude_modules", "init_lora_weights", "inference_mode", "task_type",
+    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "layers_to_transform", "layers_pattern",
+    "megatron_core", "qalora_group_size", "loftq_config", "runtime_config", "ensure_weight_tying",
+}  # fmt: skip
+
+
+def adapter_settings(settings: AdapterSettings) -> AdapterSettings:
+    """Return `settings`, or the settings of the folder `settings.path`, with full names as targets."""
+    if settings.path is None:
+        return settings
+    folder = Path(settings.path)
+    fields = _read_config(folder)
+    kind = "dora" if fields.get("use_dora") else "rslora" if fields.get("use_rslora") else "lora"
+    if fields.get("use_dora") and fields.get("use_rslora"):
+        raise UserError(f"{KEY}.path: {folder / CONFIG} is of DoRA and rsLoRA at once, which is not supported")
+    names = [name.removeprefix(PREFIX) for name in tensor_names(folder / WEIGHTS)]
+    if not names:
+        raise UserError(f"{KEY}.path: {folder / WEIGHTS} holds no weights")
+    factor = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_(embedding_)?[AB](\.weight)?$")
+    modules: dict[str, int] = {}  # module -> number of PEFT wrappers around it
+    whole: dict[str, None] = {}
+    for name in names:
+        if found := factor.match(name):
+            modules[found[1]] = max(modules.get(found[1], 0), found[2].count("base_layer"))
+        elif not name.endswith(".lora_magnitude_vector"):
+            whole[name.rpartition(".")[0]] = None
+    experts: list[str] = []
+    for parameter in fields.get("target_parameters") or ():
+        owner, _, own = str(parameter).rpartition(".")
+        experts += [f"{module}.{own}" for module in modules if matches(module, owner)]
+    owners = {name.rpartition(".")[0] for name in experts}
+    return settings.model_copy(
+        update={
+            "kind": kind,
+            "rank": fields["r"],
+            "alpha": float(fields["lora_alpha"]),
+            "targets": [*(module for module in modules if module not in owners), *experts],
+            "modules_to_save": list(whole),
+        }
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of `adapter_config.json`. Raise a `UserError` if one of them is not supported."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise UserError(f"{KEY}.path: {folder} is not the folder of a PEFT adapter (no {name} in it)")
+    fields = read_json(folder / CONFIG)
+    where = f"{KEY}.path: {folder / CONFIG}"
+    if fields.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'")
+    for name in ("r", "lora_alpha"):
+        if not isinstance(fields.get(name), int | float) or not fields[name] > 0:
+            raise UserError(f"{where}: {name} is {fields.get(name)!r}; expected a number above 0")
+    if fields.get("init_lora_weights", True) not in (*INITS.values(), "orthogonal", "eva"):
+        raise UserError(
+            f"{where}: init_lora_weights is {fields['init_lora_weights']!r}, which changes the base as well; convert "
+            "the adapter to plain LoRA with PEFT first"
+        )
+    usual = lora_config(rank=1).to_dict()
+    for name, value in fields.items():
+        if name not in READ | UNIMPORTANT and value and value != usual.get(name):
+            raise UserError(f"{where}: {name} is {str(value)[:80]!r}, which is not supported")
+    return fields
+
+
+def lora_config(rank: int, **fields: Any) -> Any:
+    """Return a PEFT config. PEFT is imported here, because the import takes seconds that most runs do not need."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, **fields)
+
+
+def check_base(model: nn.Module, settings: AdapterSettings) -> None:
+    """Check that the modules of an adapter folder exist in `model`, before adapter matrices are attached."""
+    if settings.path is not None:
+        here = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+        for name in (*settings.targets, *settings.modules_to_save):
+            if name not in here:
+                raise UserError(f"{KEY}.path: {settings.path} is of another base: this model has no {name}")
+
+
+def check_shapes(model: nn.Module, settings: AdapterSettings) -> None:
+    """Check that the shapes in an adapter folder match `model`, after adapter matrices are attached."""
+    found = attached(model)
+    if settings.path is None or found is None:
+        return
+    with open_weights([Path(settings.path) / WEIGHTS]) as weights:
+        shapes = {key: tuple(weight.get_shape()) for key, weight in weights.items()}
+    wanted = {}
+    for name, key in file_names(found).items():
+        wanted[key] = tuple(_to_file(model.get_parameter(name).detach(), name, found).shape)
+    for key in (*wanted, *shapes):
+        if wanted.get(key) != shapes.get(key):
+            there, here = (side.get(key, "nothing") for side in (shapes, wanted))
+            raise UserError(f"{KEY}.path: {settings.path} is of another base: {key} is {there} there and {here} here")
+
+
+def file_names(found: AdapterInfo) -> dict[str, str]:
+    """Return the name of each trained parameter in PEFT's file."""
+    names = {}
+    by_owner: dict[str, list[str]] = {}
+    for name in found.experts:  # in module order, the order in which PEFT wraps them
+        owner, _, own = name.rpartition(".")
+        by_owner.setdefault(owner, []).append(own)
+    for owner, owns in by_owner.items():
+        for outside, own in enumerate(reversed(owns)):
+            for side, factor in zip("AB", factor_names(own), strict=True):
+                names[f"{owner}.{factor}"] = f"{PREFIX}{owner}{'.base_layer' * outside}.lora_{side}.weight"
+    for name in sorted(found.trained - set(names)):
+        key = name.replace(f".{DEFAULT}", "") if name in found.started else name
+        names[name] = PREFIX + (key.removesuffix(".weight") if ".lora_magnitude_vector." in key else key)
+    return names
+
+
+def _to_file(tensor: torch.Tensor, name: str, found: AdapterInfo) -> torch.Tensor:
+    """Return an adapter matrix in the layout of PEFT's file.
+
+    For fused experts, experts and ranks form the rows of A `[experts * rank, width]` and the columns of B `[width, rank
+    * experts]`.
+    """
+    if name.rpartition("_lora_")[0] not in found.experts:
+        return tensor
+    experts, rank, width = tensor.shape
+    if name.endswith("A"):
+        return tensor.reshape(experts * rank, width)
+    return tensor.permute(2, 1, 0).reshape(width, rank * experts)
+
+
+def published_factor(name: str, tensor: torch.Tensor, found: AdapterInfo) -> tuple[str, torch.Tensor]:
+    """Return the name and the full tensor of a trained parameter as in PEFT's file."""
+    return file_names(found)[name], _to_file(tensor, name, found)
+
+
+def _from_file(tensor: torch.Tensor, name: str, found: AdapterInfo) -> torch.Tensor:
+    """Return an adapter matrix from the layout of PEFT's file."""
+    if name.rpartition("_lora_")[0] not in found.experts:
+        return tensor
+    rank = found.settings.rank
+    if name.endswith("A"):
+        return tensor.view(-1, rank, tensor.shape[1])
+    return tensor.view(len(tensor), rank, -1).permute(2, 1, 0)
+
+
+def read_factors(found: AdapterInfo) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in the model, value) for all tensors in the folder `settings.path`."""
+    assert found.settings.path is not None
+    with open_weights([Path(found.settings.path) / WEIGHTS]) as weights:
+        for name, key in file_names(found).items():
+            yield name, _from_file(weights[key][...], name, found)
+
+
+def base_of(folder: Path) -> str | None:
+    """Return the hash of the adapter's base model, or None if the file does not contain it."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        return metadata.get(BASE) or None
+
+
+def write_folder(out: Path, found: AdapterInfo, state: Mapping[str, torch.Tensor], path: str | None, base: str) -> None:
+    """Write the trained parameters `state` as a PEFT adapter.
+
+    `path` is the folder of the base model, and `base` its hash.
+    """
+    settings = found.settings
+    tensors = {key: _to_file(state[name], name, found).contiguous() for name, key in file_names(found).items()}
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt", BASE: base})
+    config = lora_config(
+        settings.rank,
+        lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+        lora_dropout=settings.dropout,
+        use_rslora=settings.kind == "rslora",
+        use_dora=settings.kind == "dora",
+        init_lora_weights=INITS[settings.init],
+        target_modules=list(found.modules),
+        target_parameters=list(found.experts) or None,
+        modules_to_save=list(found.saved) or None,
+        base_model_name_or_path=path,
+        task_type="CAUSAL_LM" if found.generates else None,
+        inference_mode=True,
+    )
+    config.save_pretrained(out)

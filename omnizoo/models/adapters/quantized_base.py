@@ -1,0 +1,80 @@
+"""A frozen base model in 4 or 8 bits (`model.adapter.base`): which weights are quantized, and how layers use them.
+
+Linear layers in the language model's blocks and fused experts are quantized; they are nearly all of a large model.
+Embeddings, heads, routers, norms, biases, encoders, decoders and trained weights keep their precision.
+"""
+
+from collections.abc import Collection
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.config.errors import UserError
+from omnizoo.models.adapters.lora import KEY, attached, linear_of_blocks, set_base
+from omnizoo.models.hf_private import count_owners, kept_in_fp32
+from omnizoo.ops.quantization import PACKINGS, Nf4Table, Packed, Packing, multiply, packed_names, packings_of
+
+
+def quantize_base(model: nn.Module, experts: Collection[str]) -> None:
+    """Replace the base weights of `model` by quantized parameters, as its adapter settings specify.
+
+    `model` is on meta and not sharded. `experts` are the paths of modules with fused experts.
+    """
+    found = attached(model)
+    if found is None or found.settings.base is None:
+        return
+    if found.settings.kind == "dora":
+        raise UserError(f"{KEY}.base: {found.settings.base} cannot be had with kind: dora; use lora or rslora")
+    owners = count_owners(model)
+    kept = {id(parameter) for parameter in kept_in_fp32(model).values()}
+    table = Nf4Table()
+
+    def hold(module: nn.Module, own: str) -> bool:
+        weight = module.get_parameter(own)
+        if weight.requires_grad or owners[id(weight)] > 1 or id(weight) in kept:
+            return False
+        packing = Packing(found.settings.base or "", weight.shape, weight.dtype, table)
+        vars(module).setdefault(PACKINGS, {})[own] = packing
+        delattr(module, own)
+        codes = torch.int8 if packing.kind == "int8" else torch.uint8
+        for name, shape, dtype in zip(packed_names(own), packing.shapes, (codes, torch.int32), strict=True):
+            empty = torch.empty(shape, dtype=dtype, device=weight.device)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        return True
+
+    held = 0
+    for name in linear_of_blocks(model):
+        module = model.get_submodule(name)
+        if type(module) is nn.Linear and hold(module, "weight"):
+            set_base(module, MethodType(_linear, module))
+            held += 1
+    for name in experts:
+        module = model.get_submodule(name)
+        matrices = [own for own, p in module.named_parameters(recurse=False) if p.ndim == 3 and not p.requires_grad]
+        held += sum(hold(module, own) for own in matrices)
+    if not held:
+        raise UserError(f"{KEY}.base: {found.settings.base}, but the blocks of this model have no weights to quantise")
+
+
+def packed_weight(module: Any, own: str, is_transposed: bool) -> Packed | None:
+    """Return the quantized weight `own` of `module`, or None if it is not quantized."""
+    packing = packings_of(module).get(own)
+    if packing is None:
+        return None
+    codes, scales = (local_part(getattr(module, name)) for name in packed_names(own))
+    return Packed(codes, scales, packing, is_transposed)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a parameter. With expert parallelism, the parameter is a DTensor."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    weight = packed_weight(module, "weight", is_transposed=True)
+    assert weight is not None
+    out = multiply(x, weight, torch.matmul)
+    return out if module.bias is None else out + module.bias

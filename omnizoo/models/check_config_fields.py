@@ -1,0 +1,158 @@
+"""Checks of Hugging Face config fields before a model is built. Errors are one line that names the field.
+
+transformers accepts any field and value. An invalid one would fail later and deep inside transformers, or never.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.build import BUILDING_ERRORS, explain
+from omnizoo.models.untrusted_folders import check_numbers, field_name, shorten
+
+# Config fields for the number of experts per layer, and for the number of experts per token.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "ffn_config.moe_top_k")
+SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "sliding_window"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("patch_size", "temporal_patch_size", "spatial_merge_size", "num_channels", *EXPERTS),
+}
+
+
+def read_field(config: PretrainedConfig, name: str) -> Any:
+    """Return a field of a config, or None if it does not exist.
+
+    If the field differs between layers, return the default of the other layers. transformers raises an error when such
+    a field is read as an attribute.
+    """
+    fields = config.to_dict()
+    own = config.attribute_map.get(name, name)
+    return fields[own] if own in fields else getattr(config, name, None)
+
+
+def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
+    """Return the config that a mapping with `model_type` describes.
+
+    `key` is the config key of the mapping, for messages.
+    """
+    given = deepcopy(dict(inline))  # transformers modifies nested mappings in place
+    check_numbers(given, key)
+    model_type = given.pop("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        close = get_close_matches(str(model_type)[:100], list(CONFIG_MAPPING), n=1)
+        hint = f"did you mean {close[0]}?" if close else "this transformers has no such family"
+        raise UserError(f"{key}.model_type: {shorten(model_type)} is not known; {hint}")
+    family = CONFIG_MAPPING[model_type]
+    for name, cls, place in unknown_fields(family, given):
+        close = get_close_matches(name, sorted(declared(cls)), n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__} of transformers for those it has"
+        raise UserError(f"{key}.{place}{field_name(name)} is not a field of `{cls.model_type or model_type}`; {hint}")
+    _check_given(given, key, family)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(model_type, **given)
+    except BUILDING_ERRORS as error:
+        raise UserError(f"{key}: no `{model_type}` can have this config: {explain(error)}") from error
+    check_shape(config, key)
+    return config
+
+
+def _check_given(fields: Mapping[str, Any], key: str, cls: Any) -> None:
+    """Check values that the user wrote inline.
+
+    Values from a folder are not checked, because the family may not use them.
+    """
+    for name, value in ((str(name), value) for name, value in fields.items()):  # keys of `id2label` are integers
+        if isinstance(value, Mapping):
+            _check_given(value, f"{key}.{name}", getattr(cls, "sub_configs", {}).get(name))
+        if isinstance(value, bool) or not isinstance(value, int | float) or value == getattr(cls, name, None):
+            continue  # the default of the family is always accepted
+        if name == "sliding_window" and fields.get("use_sliding_window") is False:
+            continue
+        if name in SIZES and value < 1:
+            raise UserError(f"{key}.{name} is {value}; expected at least 1")
+        if ("drop" in name and not 0 <= value < 1) or (name.endswith(("eps", "epsilon", "range", "std")) and value < 0):
+            wanted = "a share, at least 0 and below 1" if "drop" in name else "at least 0"
+            raise UserError(f"{key}.{name} is {value}; expected {wanted}")
+        if name in ("rope_theta", "factor") and value <= 0:
+            raise UserError(f"{key}.{name} is {value}; expected a number above 0")
+
+
+def check_shape(config: PretrainedConfig, key: str) -> None:
+    """Check sizes that would fail only when the model runs."""
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several text configs, as in a codec; none of them is trained
+        return
+
+    def read(name: str) -> Any:  # some families raise for attributes that differ between layers
+        return vars(text).get(text.attribute_map.get(name, name))
+
+    heads, kv_heads = (read(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+        raise UserError(f"{key}.num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+    experts = next((n for name in EXPERTS if isinstance(n := read(name), int)), None)
+    visited = read("num_experts_per_tok")
+    if experts and isinstance(visited, int) and not 1 <= visited <= experts:
+        raise UserError(f"{key}.num_experts_per_tok is {visited}; expected 1 to the number of experts, {experts}")
+    rope = read("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return
+    for settings in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
+        theta = settings.get("rope_theta", 1.0)
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise UserError(f"{key}.rope_theta is {shorten(theta)}; expected a number above 0")
+
+
+def unknown_fields(
+    cls: type[PretrainedConfig], fields: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[str, type[PretrainedConfig], str]]:
+    """Yield fields that `cls` does not declare and that its code does not mention.
+
+    Each result is (field, config class, prefix of the field's key).
+    """
+    for name in fields:
+        if name not in declared(cls) and not hasattr(cls, str(name)) and not _mentioned(cls, str(name)):
+            yield name, cls, place
+    for name, part in cls.sub_configs.items():
+        inner = fields.get(name)
+        if isinstance(inner, Mapping):
+            part = CONFIG_MAPPING.get(str(inner.get("model_type"))) if part is AutoConfig else part
+            if isinstance(part, type) and issubclass(part, PretrainedConfig):
+                yield from unknown_fields(part, inner, f"{place}{name}.")
+
+
+def declared(cls: type[PretrainedConfig]) -> set[str]:
+    """Return the names of all fields that a config class declares."""
+    own = {field.name for field in dataclass_fields(cls)} if is_dataclass(cls) else set()
+    return own | set(cls.attribute_map) | set(inspect.signature(cls).parameters) | set(cls.sub_configs) | {"model_type"}
+
+
+def _mentioned(cls: type[PretrainedConfig], name: str) -> bool:
+    """Whether the family's code reads a field that it does not declare: an old name, or a setting of the model only."""
+    quoted = rf"[\"']{re.escape(name)}[\"']|\b(config|self)\.{re.escape(name)}\b"
+    return name.isidentifier() and any(re.search(quoted, text) for text in _sources(inspect.getfile(cls)))
+
+
+@cache
+def _sources(file: str) -> tuple[str, ...]:
+    """Return the source code of the family whose config is in `file`, and of the base classes of all configs."""
+    family = sorted(Path(file).parent.glob("*.py"))
+    common = [base for base in PretrainedConfig.__mro__ if base.__module__.startswith("transformers.")]
+    return (*(file.read_text(encoding="utf-8") for file in family), *(inspect.getsource(base) for base in common))
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Return the number of tokens in the model's vocabulary, or None if the config does not contain it."""
+    return getattr(model.config.get_text_config(), "vocab_size", None) if isinstance(model, PreTrainedModel) else None

@@ -1,0 +1,92 @@
+"""Files and dtype of a published folder that checkpoints and exports must preserve.
+
+These are the settings of the processor, voices, and the dtype of the published weights. The model object stores them,
+apart from weights, config and tokenizer. Only files with known names are read, and none of them is code.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.decoders.precomputed_speech import VOICES
+from omnizoo.modalities.processor_files import CHAT_TEMPLATE, PROCESSOR_FILES
+from omnizoo.models.untrusted_folders import open_weights, read_settings
+
+CARRIED = "_omnizoo_published"  # attribute of a model that stores its `ExportFiles`
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ExportFiles:
+    """Content of the files to export, and the dtype of the published weights."""
+
+    dtype: torch.dtype | None = None  # None: no published weights
+    files: Mapping[str, bytes] = field(default_factory=dict)  # content by file name
+
+
+def read_published(folder: Path, config: Any, has_weights: bool) -> ExportFiles:
+    """Read the export files of `folder`.
+
+    `config` must be the config as read from the folder, because building a model changes its dtype.
+    """
+    files = {name: read_settings(folder / name) for name in (*PROCESSOR_FILES, VOICES) if (folder / name).is_file()}
+    return ExportFiles(_dtype(folder, config) if has_weights else None, files)
+
+
+def read_voices_beside(folder: str | None) -> ExportFiles:
+    """Read the voices from a tokenizer folder, for a model without a folder, such as a small copy."""
+    file = Path(folder) / VOICES if folder is not None else None
+    return ExportFiles(files={VOICES: read_settings(file)} if file is not None and file.is_file() else {})
+
+
+def also_carry(model: nn.Module, name: str, file: str, key: str) -> None:
+    """Read `file`, which `key` of the config names, and store it in `model` under `name`."""
+    if not isinstance(file, str) or not Path(file).is_file():
+        raise UserError(f"{key}: {file!r} is no file")
+    known = carried(model)
+    keep_export_files(model, replace(known, files={**known.files, name: read_settings(Path(file))}))
+
+
+def keep_export_files(model: nn.Module, published: ExportFiles) -> None:
+    """Store the export files in `model`."""
+    vars(model)[CARRIED] = published
+
+
+def carried(model: nn.Module) -> ExportFiles:
+    """Return the export files that `model` stores."""
+    found: ExportFiles = vars(model).get(CARRIED) or ExportFiles()
+    return found
+
+
+def write_processor(model: nn.Module, out: Path, has_template: bool) -> None:
+    """Write the export files to `out`.
+
+    If `has_template`, the tokenizer contains the chat template of the run, and the separate template file is omitted.
+    """
+    for name, content in carried(model).files.items():
+        if name != CHAT_TEMPLATE or not has_template:
+            (out / name).write_bytes(content)
+
+
+def set_dtype(config: Any, dtype: torch.dtype) -> None:
+    """Set the dtype of a config and of its sub-configs."""
+    config.dtype = dtype
+    for name in getattr(config, "sub_configs", {}):
+        if (inner := getattr(config, name, None)) is not None:
+            set_dtype(inner, dtype)
+
+
+def _dtype(folder: Path, config: Any) -> torch.dtype | None:
+    """Return the dtype that the config declares, or else the dtype of the first weight, as most families do."""
+    text = config.get_text_config()
+    for declared in (getattr(config, "dtype", None), getattr(text, "dtype", None)):
+        if isinstance(declared, torch.dtype):
+            return declared
+    with open_weights(sorted(folder.glob("*.safetensors"))) as weights:
+        dtypes = (DTYPES.get(str(weight.get_dtype())) for weight in weights.values())
+        return next((dtype for dtype in dtypes if dtype is not None), None)

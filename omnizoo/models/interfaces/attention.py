@@ -1,0 +1,156 @@
+"""Registers `ops.attention` in transformers' attention interface as `packed`, and as `packed_flash` for encoders.
+
+The name has no mask function, so models build no mask. Metadata of the pack is passed through the keyword arguments of
+the model. `cu_seq_lens_q` contains the sample boundaries. With sequence parallelism, `attend` is a function that
+includes the tokens on other ranks. `mutual` contains bidirectional spans, which `attend` already includes.
+
+Some models do not pass these arguments on. For them, `carry_pack` stores a copy on each module. If both are missing,
+attention raises an error instead of mixing samples.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from omnizoo.config.errors import UserError
+from omnizoo.models.hf_private import PACKED, PACKED_TOWER
+from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans
+from omnizoo.ops.attention.packed import Boundaries, Pattern, packed_attention
+from omnizoo.ops.compiled_blocks import graph_break
+
+# A KV cache or a 2-D attention mask would silently disable the isolation of packed samples.
+NO_CACHE: dict[str, Any] = {"use_cache": False}
+CARRIED = ("attend", "states", "cu_seq_lens_q", "max_length_q", "mutual")
+
+
+def packed_inputs(
+    cu_seqlens: torch.Tensor, max_seqlen: int, mutual: BidirectionalSpans | None = None
+) -> dict[str, Any]:
+    """Return the keyword arguments for a model that runs on a complete pack: sample boundaries, bidirectional spans."""
+    boundaries = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    lengths = {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
+    return NO_CACHE | boundaries | lengths | ({} if mutual is None else {"mutual": mutual})
+
+
+@graph_break
+def packed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        raise UserError(
+            f"model: {type(module).__name__} brings a mask or bias of its own, which packed attention does not take; "
+            "set model.attention to `sdpa` or `eager` for this model"
+        )
+    if not kwargs.keys() & {"attend", "cu_seq_lens_q"}:
+        kwargs |= getattr(module, "pack_carried", {})
+    longest = getattr(kwargs.get("attend"), "longest", kwargs.get("max_length_q", 0))
+    _refuse_chunks(module, longest)
+    _refuse_temperature(module, max(query.shape[2], longest))
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    pattern = Pattern(causal, scaling, sliding_window, softcap, s_aux, dropout)
+    if "attend" in kwargs:  # sequence parallel: the tokens of a pack are split over ranks
+        return kwargs["attend"](query, key, value, pattern).contiguous(), None
+    if "cu_seq_lens_q" not in kwargs:
+        raise UserError(
+            f"model: {type(module).__name__} did not pass the sample boundaries on to attention: the samples of a pack "
+            "would see each other; hand the keyword arguments of forward on, or use another model"
+        )
+    mutual: BidirectionalSpans | None = kwargs.get("mutual")
+    known = None if mutual is None else mutual.lengths
+    boundaries = Boundaries(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], known)
+    # Some models call `view` on the result, which transformers' attention functions allow.
+    return packed_attention(query, key, value, boundaries, pattern, mutual).contiguous(), None
+
+
+def _refuse_chunks(module: nn.Module, longest: int) -> None:
+    """Raise a `UserError` if a layer attends within chunks and a sample is longer than one chunk.
+
+    transformers implements chunks by a mask, which packed attention does not build. Within one chunk, such layers are
+    plain attention.
+    """
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    number = getattr(module, "layer_idx", None)
+    if not isinstance(number, int) or number >= len(kinds) or kinds[number] != "chunked_attention":
+        return
+    chunk: Any = module.config.attention_chunk_size  # type: ignore[union-attr]
+    if chunk is not None and longest > chunk:
+        raise UserError(
+            f"model: {type(module).__name__} attends in chunks of {chunk} tokens, which packed attention does not; a "
+            f"sample here has {longest}: set data.pack_tokens to at most {chunk}"
+        )
+
+
+def _refuse_temperature(module: nn.Module, tokens: int) -> None:
+    """Raise a `UserError` if a layer scales queries by position and the pack is long enough to be affected.
+
+    These layers count positions from the first token of this rank's part of the pack, not of a sample. The scale is 1
+    below `floor_scale` tokens.
+    """
+    floor = getattr(module, "floor_scale", None)
+    if floor is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
+        return
+    if tokens >= floor:
+        raise UserError(
+            f"model: {type(module).__name__} scales attention from token {floor} on, counted from the beginning of a "
+            f"pack and not of a sample; there are {tokens}: set data.pack_tokens below {floor}, or "
+            "attn_temperature_tuning: false in the config"
+        )
+
+
+for name in (PACKED, PACKED_TOWER):
+    AttentionInterface.register(name, packed)
+
+
+def carry_pack(model: nn.Module) -> None:
+    """Store the pack's keyword arguments on all modules of `model`, for models whose blocks do not pass them on.
+
+    They are kept until the next forward pass, because recomputation in backward needs them again.
+    """
+    carried: dict[str, Any] = {}
+
+    def keep(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        carried.clear()
+        carried.update((key, kwargs[key]) for key in CARRIED if key in kwargs)
+
+    for module in model.modules():
+        if module is not model:
+            module.pack_carried = carried  # type: ignore[assignment]
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Compute causal attention within each sample of a pack, for user modules.
+
+    Args:
+        query: Queries `[1, heads, tokens, width]`.
+        key: Keys `[1, kv_heads, tokens, width]`.
+        value: Values `[1, kv_heads, tokens, width]`.
+        scale: Factor of the scores. None: 1 / sqrt(width).
+        **kwargs: The keyword arguments of the module's forward. They contain the sample boundaries and, with sequence
+            parallelism, the function that includes tokens on other ranks.
+
+    Returns:
+        The attention output `[1, tokens, heads, width]`.
+
+    Raises:
+        UserError: If `kwargs` lacks the sample boundaries.
+    """
+    return packed(_CAUSAL, query, key, value, None, scaling=scale, **kwargs)[0]
+
+
+_CAUSAL = nn.Identity()

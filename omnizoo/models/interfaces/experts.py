@@ -1,0 +1,90 @@
+"""Registers `ops.experts` in transformers' experts interface as `dispatched`.
+
+Other code sets attributes on the module with a layer's experts. `dispatch` sends tokens to experts on other ranks;
+without it, all experts are local. `compiled_activation` runs between the two matmuls. `tiles` enables tiling.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from omnizoo.models.adapters.lora import OFF, factor_names
+from omnizoo.models.adapters.quantized_base import local_part, packed_weight
+from omnizoo.models.hf_private import expert_activation, register_experts
+from omnizoo.ops.compiled_blocks import graph_break
+from omnizoo.ops.experts import (
+    Experts,
+    Factors,
+    by_expert,
+    combine,
+    gather,
+    run_experts,
+    sort_by_expert,
+    weigh,
+)
+from omnizoo.ops.memory.tiles import Tiles
+from omnizoo.ops.quantization import Packed
+
+DISPATCHED = "dispatched"
+
+
+def use_dispatched(model: PreTrainedModel) -> None:
+    """Let `model` compute its experts with `dispatched`. Must be called before `fully_shard`, which renames classes."""
+    model.set_experts_implementation(DISPATCHED)
+
+
+@graph_break
+def dispatched(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute the experts of `hidden_states [T, H]`: chosen experts `[T, K]` and their weights `[T, K]` -> `[T, H]`."""
+    tiles: Tiles | None = getattr(module, "tiles", None)
+    if tiles is not None:
+        return tiles(module, partial(_routed, module), hidden_states, top_k_index, top_k_weights)
+    return _routed(module, hidden_states, top_k_index, top_k_weights)
+
+
+def _routed(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    compute = partial(_compute, module)
+    if (dispatch := getattr(module, "dispatch", None)) is not None:
+        out: torch.Tensor = dispatch(hidden_states, top_k_index, top_k_weights, compute)
+    else:
+        pairs = sort_by_expert(top_k_index, module.num_experts)
+        rows = compute(gather(hidden_states, pairs), pairs.counts, by_expert(top_k_weights, pairs))
+        out = combine(rows, pairs)
+    return out.to(hidden_states.dtype)
+
+
+def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    """Run `rows [N, H]`, sorted by local expert, and multiply the outputs by the routing weights `[N, 1]`: `[N, H]`."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+
+    def weights(name: str) -> torch.Tensor | Packed:
+        if (packed := packed_weight(module, name, not module.is_transposed)) is not None:
+            return packed
+        weight = local_part(getattr(module, name))
+        return weight if module.is_transposed else weight.transpose(1, 2)
+
+    def bias(name: str) -> torch.Tensor | None:
+        return local_part(getattr(module, f"{name}_bias")) if module.has_bias else None
+
+    def factors(name: str) -> Factors | None:
+        first, second = (getattr(module, factor, None) for factor in factor_names(name))
+        if first is None or second is None or OFF in vars(module):
+            return None
+        return Factors(local_part(first).transpose(1, 2), local_part(second), module.lora_scaling)
+
+    matrices = weights(up), weights("down_proj"), bias(up), bias("down_proj")
+    activate = getattr(module, "compiled_activation", None) or expert_activation(module)
+    experts = Experts(*matrices, activate, factors(up), factors("down_proj"))
+    assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
+    if module.has_post_expert_norm:
+        return weigh(module.post_expert_norm(run_experts(rows, counts, experts)), routing)
+    return run_experts(rows, counts, experts, routing)
+
+
+register_experts(DISPATCHED, dispatched)

@@ -1,0 +1,116 @@
+"""Run a loss in place of a language model's head, so that the full logits are never in memory.
+
+FSDP2 gathers the head's weights only during the model's forward pass, so the loss must run inside it. Config fields
+determine what the model does to logits after the head (softcap, scale). A test with known numbers in place of the
+logits checks that the model does nothing else.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.models.hf_private import trunk
+from omnizoo.ops.loss.linear_cross_entropy import LinearHead
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The head of a model: hidden states `[n, width]` -> logits `[n, V]`, including softcap and scale."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    linear: LinearHead | None  # weights, scale and cap of the same head; None: not a plain linear layer
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.forward(hidden)
+
+
+class UnsupportedHeadError(UserError):
+    """Raised if the head of a model cannot be called separately from the model's forward."""
+
+
+HeadWork = Callable[[torch.Tensor, Logits], None]  # receives all hidden states [N, width] at targets, and the head
+
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
+TRIED = 40.0  # range of the test numbers: large enough for a softcap to change them
+
+
+class Head:
+    """The head of a model. `key` is the config key that requires it, for messages."""
+
+    def __init__(self, model: nn.Module, key: str) -> None:
+        find = getattr(model, "get_output_embeddings", None)
+        module = find() if callable(find) else None
+        self.key, self.model = key, type(model).__name__.removeprefix("FSDP")
+        if not isinstance(module, nn.Module):
+            self._refuse("does not tell which module its head is (get_output_embeddings)")
+        self.module = module
+        config = getattr(model, "config", None)
+        settings = config.get_text_config() if config is not None else None
+        multiplier, divisor = (getattr(settings, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
+        self.scale = float(multiplier / divisor)
+        self.cap: float | None = next((cap for name in CAPS if (cap := getattr(settings, name, None))), None)
+        self._is_tried = False
+
+    def after(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the model's scale and softcap to the output of its head."""
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def _logits(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
+        module, linear = self.module, None
+        if getattr(forward, "__func__", None) is nn.Linear.forward:  # not a subclass or a replaced forward
+            assert isinstance(module, nn.Linear)
+            linear = LinearHead(module.weight, module.bias, self.scale, self.cap)
+        return Logits(lambda rows: self.after(forward(rows)), linear)
+
+    @contextmanager
+    def doing(self, work: HeadWork) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Context manager for one forward pass of the model: call `work` in place of its head.
+
+        Yields a function to call with the model's logits afterwards. It returns 0, with a graph that the backward pass
+        must start from.
+        """
+        own = self.module.forward
+        made: list[torch.Tensor] = []
+
+        def take_place(hidden: torch.Tensor) -> torch.Tensor:
+            work(hidden.flatten(0, -2), self._logits(own))
+            empty = own(hidden[..., :0, :].detach())
+            numbers = torch.linspace(-TRIED, TRIED, 2 * empty.shape[-1], device=empty.device).to(empty.dtype)
+            made.append(numbers.view(2, -1))
+            return made[-1].expand(*empty.shape[:-2], 2, -1) + 0 * hidden.sum()
+
+        def anchor(out: torch.Tensor) -> torch.Tensor:
+            if len(made) != 1:
+                self._refuse(f"calls its head {len(made)} times in a forward pass")
+            if not self._is_tried:
+                self._try(out.detach().flatten(0, -2), self.after(made[0]))
+            return 0 * out.sum()
+
+        with patch.object(self.module, "forward", take_place):
+            yield anchor
+
+    def _try(self, out: torch.Tensor, expected: torch.Tensor) -> None:
+        """Check, once per run, that the test numbers came out as expected."""
+        self._is_tried = True
+        within = 8 * torch.finfo(expected.dtype).eps * TRIED
+        if out.shape != expected.shape or not (out.to(expected.dtype) - expected).abs().max() <= within:
+            self._refuse("changes logits after its head in a way that its config does not tell")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise UnsupportedHeadError(
+            f"{self.key} works on hidden states and the head, but {self.model} {why}; use a loss that sees logits"
+        )
+
+
+def last_hidden_state(model: PreTrainedModel, keep: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a hook that passes the hidden states for the head of a causal language model to `keep`."""
+    return trunk(model).register_forward_hook(lambda module, inputs, out: keep(out[0]))

@@ -1,0 +1,194 @@
+"""Recurrent layers in packs and across ranks: the layers' own code, with our functions in it.
+
+Layers of transformers call a convolution and a recurrence by global names of the modeling file. `bind_states` gives
+each such layer of a model a `forward` with the same code, in which these names refer to our functions. Other models are
+unaffected. Sample boundaries are passed as keyword arguments, as for attention (models/interfaces/attention.py).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops.compiled_blocks import graph_break
+from omnizoo.ops.linear_attention import recurrence, short_convolution
+from omnizoo.ops.linear_attention.recurrence import RecurrentInputs
+
+Rule = Callable[..., Any]
+# Keyword arguments that describe a pack.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
+TOLD = ("states", "attend", *BOUNDARIES)
+
+
+class PackContext(Protocol):
+    """The tokens of a pack on this rank, and communication with ranks that have the others."""
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+    def carry(self, steps: RecurrentInputs) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class LocalPack:
+    """A pack with all its tokens on this rank."""
+
+    lengths: Sequence[int]
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        before = x.new_zeros(len(self.lengths), weight.shape[1] - 1, x.shape[1])
+        return short_convolution.convolve(x, weight, bias, self.lengths, before)
+
+    def carry(self, steps: RecurrentInputs) -> torch.Tensor:
+        return recurrence.run_recurrence(steps, self.lengths)[0]
+
+
+def pack_of(module: nn.Module, given: Mapping[str, Any]) -> PackContext | None:
+    """Return the pack that a layer runs on, or None without a pack, as in generation."""
+    told = given if any(given.get(name) is not None for name in TOLD) else getattr(module, "pack_carried", {})
+    for name in ("states", "attend"):  # "attend": sequence parallel
+        if told.get(name) is not None:
+            pack: PackContext = told[name]
+            return pack
+    boundaries = next((told[name] for name in BOUNDARIES if told.get(name) is not None), None)
+    if boundaries is not None:
+        return LocalPack(boundaries.diff().tolist())
+    if module.training and torch.is_grad_enabled():
+        raise UserError(
+            f"model: {type(module).__name__} did not get the sample boundaries: its state would pass from one sample "
+            "of a pack to the next"
+        )
+    return None
+
+
+def convolution(module: nn.Module, original: Rule) -> Rule:
+    """Return a replacement of `causal_conv1d_fn`: `hidden_states [1, C, T]`, `weight [C, K]`."""
+
+    def convolve(
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        pack = pack_of(module, kwargs)
+        if pack is None:
+            return original(hidden_states, weight, bias, activation, **kwargs)
+        out = pack.convolve(hidden_states[0].T, weight, bias)
+        return (out if activation is None else ACT2FN[activation](out)).T[None]
+
+    return convolve
+
+
+def gated_delta_rule(module: nn.Module, original: Rule) -> Rule:
+    """Return a replacement of `torch_chunk_gated_delta_rule`.
+
+    Shapes: `query, key, value [1, T, H, ...]`, `g, beta [1, T, H]`.
+    """
+
+    def rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **kwargs: Any,
+    ) -> Any:
+        pack = pack_of(module, kwargs)
+        if pack is None or kwargs.get("initial_state") is not None:
+            return original(query, key, value, **kwargs)
+        g, beta = kwargs["g"][0], kwargs["beta"][0]
+        is_normed = kwargs.get("use_qk_l2norm_in_kernel", False)
+        steps = RecurrentInputs(query[0], key[0], value[0], g, beta, True, query.shape[-1] ** -0.5, is_normed)
+        return pack.carry(steps)[None], None
+
+    return rule
+
+
+def state_space(module: nn.Module, original: Rule) -> Rule:
+    """Return a replacement of `mamba2_chunk_scan`.
+
+    Shapes: `hidden_states [1, T, H, V]`, `dt [1, T, H]`, `A, D [H]`, `B` (keys) and `C` (queries) `[1, T, G, K]`.
+    """
+
+    def scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        rate: torch.Tensor,
+        keys: torch.Tensor,
+        queries: torch.Tensor,
+        **kwargs: Any,
+    ) -> Any:
+        pack = pack_of(module, kwargs)
+        if pack is None or kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
+            return original(hidden_states, dt, rate, keys, queries, **kwargs)
+        assert kwargs.get("z") is None, "a gate inside of the scan, which no family has"
+        # At least fp32, as in the fused kernels, whatever the precision of the tokens.
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        bias, tokens, skip = kwargs.get("dt_bias"), hidden_states[0], kwargs.get("D")
+        step = dt[0].to(wide) if bias is None else dt[0].to(wide) + bias.to(wide)
+        step = F.softplus(step) if kwargs.get("dt_softplus") else step
+        step = step.clamp(*kwargs.get("dt_limit", (0.0, float("inf"))))
+        out = pack.carry(RecurrentInputs(queries[0], keys[0], tokens, step * rate.to(wide), step, is_delta=False))
+        if skip is not None:
+            out = out + (skip.to(wide).unsqueeze(-1) * tokens.to(wide)).to(out.dtype)
+        return out[None]
+
+    return scan
+
+
+def not_fused(module: nn.Module, original: Rule) -> Rule:
+    """Return a replacement of `mamba2_split_conv1d_scan_combined`, which fuses convolution and scan.
+
+    The replacement returns None, so the layer calls both separately.
+    """
+    return lambda *_, **__: None
+
+
+# Functions that modeling files call, and the factories of their replacements.
+REPLACEMENTS: dict[str, Callable[[nn.Module, Rule], Rule]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,  # with a separate decay for each channel
+    "mamba2_split_conv1d_scan_combined": not_fused,
+    "mamba2_chunk_scan": state_space,
+}
+# Products with the state per token: the delta rule reads, writes and reads; other rules write and read.
+PRODUCTS = {"torch_chunk_gated_delta_rule": 3, "chunk_kimi_delta_attention": 3, "mamba2_chunk_scan": 2}
+# Recurrences that have no replacement yet.
+UNKNOWN = {"mamba_selective_scan"}
+BOUND = "_omnizoo_states"  # attribute of a layer: names of the functions that were replaced
+
+
+def has_states(model: nn.Module) -> bool:
+    return any(BOUND in vars(module) for module in model.modules())
+
+
+def state_products(model: nn.Module) -> list[int]:
+    """Return, for each recurrent layer, the number of products with its state per token."""
+    bound_names = [vars(module).get(BOUND, ()) for module in model.modules()]
+    return [PRODUCTS[name] for names in bound_names for name in names if name in PRODUCTS]
+
+
+def bind_states(model: nn.Module) -> int:
+    """Replace the functions in recurrent layers of `model`. Returns the number of layers."""
+    bound = 0
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        names = [name for name in REPLACEMENTS if code is not None and name in code.co_names]
+        if code is None or not names or UNKNOWN & {*code.co_names}:
+            continue
+        ours = {name: REPLACEMENTS[name](module, forward.__globals__[name]) for name in names}
+        own = FunctionType(
+            code, {**forward.__globals__, **ours}, code.co_name, forward.__defaults__, forward.__closure__
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = graph_break(MethodType(own, module))  # only for this instance
+        vars(module)[BOUND] = tuple(names)
+        bound += 1
+    return bound

@@ -1,0 +1,69 @@
+"""Record the outputs of MoE routers during a forward pass, with hooks that are otherwise inactive."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.config.errors import UserError
+from omnizoo.models.hf_private import routers
+from omnizoo.ops.compiled_blocks import graph_break
+
+
+@dataclass(frozen=True)
+class RouterRecord:
+    layer: str  # name of the router module
+    logits: torch.Tensor  # [tokens, experts], with their graph
+    index: torch.Tensor  # [tokens, K]: experts of each token
+
+
+class RouterRecorder:
+    """Recorder of router outputs. Create one per model, before or after sharding; `routers` is empty for a dense model.
+
+    A router that does not return its chosen experts cannot be recorded. This is an error if `required`, because a loss
+    or bias depends on it; otherwise its layer has no records. `without` lists modules whose routers do not process
+    tokens of packs.
+    """
+
+    def __init__(self, model: nn.Module, required: bool, without: Collection[str] = ()) -> None:
+        self._required = required
+        self._records: list[RouterRecord] | None = None
+        apart = tuple(f"{name}." for name in without)
+        found = {name: router for name, router in routers(model).items() if not name.startswith(apart)}
+        self.routers = {name: module for name, (module, _) in found.items()}
+        for name, (module, logits_at) in found.items():
+            module.register_forward_hook(partial(self._record, name, logits_at))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[RouterRecord]]:
+        """Context manager: record the forward pass. Recomputation in backward is not recorded again."""
+        records: list[RouterRecord] = []
+        self._records = records
+        try:
+            yield records
+        finally:
+            self._records = None
+
+    @graph_break
+    def _record(self, name: str, logits_at: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._records is None:
+            return
+        chosen = [out for out in outputs if isinstance(out, torch.Tensor) and not out.is_floating_point()]
+        if len(chosen) != 1:
+            if self._required:
+                raise UserError(
+                    "losses of routers (balance, router_z) and train.router_bias_rate need routers that tell which "
+                    f"experts they chose; {name} ({type(module).__name__}) does not: leave them out"
+                )
+            return
+        self._records.append(RouterRecord(name, outputs[logits_at].flatten(0, -2), chosen[0].flatten(0, -2)))
+
+
+def correction_bias(router: nn.Module) -> torch.Tensor | None:
+    """Return the buffer that routers with loss-free balancing add to their scores before top-k, or None."""
+    bias: torch.Tensor | None = getattr(router, "e_score_correction_bias", None)
+    return bias

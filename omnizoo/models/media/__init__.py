@@ -1,0 +1,1 @@
+"""Media inputs and outputs of models."""

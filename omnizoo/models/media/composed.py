@@ -1,0 +1,168 @@
+"""A composed model: encoders, a foundation (any causal language model) and decoders, as one Hugging Face model.
+
+Features replace the embeddings of their placeholder tokens, and the foundation runs unchanged. The loss of a decoder
+uses the hidden states of the tokens before its targets. The head of the foundation predicts text.
+"""
+
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.modalities.base import Decoder, Modality
+from omnizoo.modalities.build import build_part
+from omnizoo.modalities.item import Port
+from omnizoo.models.export_files import carried, set_dtype
+from omnizoo.models.media.batch import MediaBatch, exchange_media
+from omnizoo.models.media.composed_config import OmniConfig
+from omnizoo.models.media.decoder_losses import DecoderLosses
+from omnizoo.models.media.features import MediaFeatures, insert_features, placed_features
+from omnizoo.models.media.media_model import MediaModel, MediaModule, MediaOutput
+
+PREPROCESSOR = "preprocessor_config.json"
+
+
+class OmniModel(MediaModel, PreTrainedModel):
+    config_class = OmniConfig
+    base_model_prefix = "foundation"
+    _supports_attention_backend = True
+    _supports_sdpa = True
+
+    def __init__(self, config: OmniConfig, **kwargs: Any) -> None:
+        super().__init__(config)
+        parts = list(config.parts())  # checks that all components are allowed before any is built
+        self.foundation: PreTrainedModel = AutoModelForCausalLM.from_config(config.foundation, trust_remote_code=False)
+        config.foundation = self.foundation.config  # transformers copies the config
+        width = config.foundation.hidden_size
+        self.encoders: Any = nn.ModuleDict()
+        self.decoders: Any = nn.ModuleDict()
+        for name, role, part in parts:
+            modules = self.encoders if role == "encoder" else self.decoders
+            modules[name] = build_part(role, width, part, f"model.modalities.{name}.{role}")
+        self._no_split_modules = sorted(
+            {block for part in self.parts() for block in getattr(part, "_no_split_modules", None) or ()}
+        )
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def parts(self) -> list[PreTrainedModel]:
+        """Return the Hugging Face models that this model consists of."""
+        modules = [*self.encoders.values(), *self.decoders.values()]
+        return [self.foundation, *(module.pretrained for module in modules if module.pretrained is not None)]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave modules that are not Hugging Face models as their constructors initialize them."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save weights, config and the preprocessing settings of encoders and decoders in one folder."""
+        with patch.object(self, "config", self.portable_config(Path(save_directory))):
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    def portable_config(self, out: Path) -> OmniConfig:
+        """Return the config without paths that lead out of the folder `out`.
+
+        The files that it needs are copied to `out`.
+        """
+        config = deepcopy(self.config)
+        assert isinstance(config, OmniConfig)
+        for name, role, part in deepcopy(config).parts():
+            module = (self.encoders if role == "encoder" else self.decoders)[name]
+            config.modalities[name][role] |= _portable(part, module, out, f"{name}_{role}")
+        return config
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.foundation.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.foundation.get_output_embeddings()
+
+    def forward(
+        self, input_ids: torch.Tensor, media: MediaBatch | None = None, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> MediaOutput:
+        embeddings = self.get_input_embeddings()(input_ids)
+        if media is None:
+            out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
+            return MediaOutput(out.logits, {}, out.get("past_key_values"))
+        embeddings, received = self.merge_features(embeddings, media)
+        decoder_losses = DecoderLosses(self.built_decoders, received, media.transport)
+        with decoder_losses.watching(self.foundation, before_head=True):
+            out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
+        losses = decoder_losses.finish(out.logits)
+        return MediaOutput(out.logits, losses, out.get("past_key_values"), decoder_losses.hidden)
+
+    def merge_features(
+        self, embeddings: torch.Tensor, media: MediaBatch
+    ) -> tuple[torch.Tensor, dict[Port, MediaFeatures]]:
+        """Insert features into `embeddings [1, tokens, width]`.
+
+        Also return the received features and decoder targets.
+        """
+        encoders = {Port(name, "encoder"): encoder for name, encoder in self.encoders.items()}
+        received = exchange_media(media, self.ports_by_call, encoders, self.built_decoders)
+        for placed in placed_features(received, self.built_decoders, media.dtype).values():
+            embeddings = insert_features(embeddings, placed)
+        return embeddings, received
+
+    @property
+    def media_modules(self) -> list[MediaModule]:
+        encoders = [
+            MediaModule(name, "encoder", f"encoders.{name}", (f"encoders.{name}.projector",)) for name in self.encoders
+        ]
+        return encoders + [MediaModule(name, "decoder", f"decoders.{name}") for name in self.decoders]
+
+    @property
+    def built_decoders(self) -> dict[Port, Decoder]:
+        return {Port(name, "decoder"): decoder for name, decoder in self.decoders.items()}
+
+    @property
+    def language(self) -> PreTrainedModel:
+        return self.foundation
+
+    def modalities(self, spec: ModelSection | None = None) -> dict[str, Modality]:
+        """Return the modalities from the model's config.
+
+        `spec` is not needed, because the modules are already built.
+        """
+        encoders, decoders = dict(self.encoders.items()), dict(self.decoders.items())
+        return {
+            name: Modality(name, encoders.get(name), decoders.get(name), **described["marks"])
+            for name, described in self.config.modalities.items()
+        }
+
+
+def save_model_config(model: PreTrainedModel, out: Path) -> None:
+    """Write the config.json of `model` and the files it refers to. The folder can be moved.
+
+    The dtype in the config is that of the published weights, whatever dtype the run uses.
+    """
+    config = model.portable_config(out) if isinstance(model, OmniModel) else deepcopy(model.config)
+    if (dtype := carried(model).dtype) is not None:
+        set_dtype(config, dtype)
+    config.save_pretrained(out)
+
+
+def _portable(spec: dict[str, Any], module: nn.Module, out: Path, name: str) -> dict[str, Any]:
+    """Return `spec` without paths that lead out of the folder `out`.
+
+    Weights are saved with the model, and preprocessing settings are copied.
+    """
+    config = getattr(module, "config", None) or spec.get("config")
+    settings = Path(spec.get("folder") or "") / PREPROCESSOR
+    if not settings.is_file():
+        name = ""
+    else:
+        (out / name).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(settings, out / name / PREPROCESSOR)
+    fields = config.to_dict() if isinstance(config, PretrainedConfig) else config
+    if fields is not None:
+        fields = {key: value for key, value in fields.items() if key != "_name_or_path"}
+    return {"config": fields, "folder": name or None}
+
+
+AutoConfig.register(OmniConfig.model_type, OmniConfig)
+AutoModelForCausalLM.register(OmniConfig, OmniModel)

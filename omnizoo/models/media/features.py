@@ -1,0 +1,81 @@
+"""Features of media items and targets of decoders, with the indices of their tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from omnizoo.modalities.base import Decoder, VocabularyDecoder
+from omnizoo.modalities.item import Port
+from omnizoo.ops.device import to_device
+
+
+@dataclass(frozen=True)
+class Features:
+    """Encoder features or decoder targets, one row for each token of this rank."""
+
+    values: torch.Tensor  # [N, width]
+    index: torch.Tensor  # [N], int64: token of each row, in this rank's slice
+
+    @classmethod
+    def at(cls, rows: torch.Tensor, tokens: torch.Tensor) -> "Features":
+        """Return the rows whose token is on this rank. `tokens [N]` is on the host; -1 means another rank."""
+        kept = (tokens >= 0).nonzero().squeeze(1)
+        values = rows if len(kept) == len(rows) else rows[to_device(kept, rows.device)]
+        return cls(values, to_device(tokens[kept], rows.device))
+
+
+@dataclass(frozen=True)
+class MediaFeatures:
+    """Features or targets that this rank received from one port."""
+
+    placed: Features  # rows of the placeholder tokens
+    predicted: Features  # decoders: targets, with the tokens that predict them
+    trained: torch.Tensor | None = None  # rows of `predicted` that count in the decoder's loss; None: all
+
+    @classmethod
+    def unpredicted(cls, rows: torch.Tensor, index: torch.Tensor) -> "MediaFeatures":
+        """Return features of placeholder tokens that no token predicts, such as those of a prompt."""
+        return cls(Features(rows, index), Features(rows[:0], index[:0]))
+
+
+@dataclass(frozen=True)
+class TargetLikelihood:
+    """Log-likelihood of the targets of one decoder, for the tokens of this rank that predict them."""
+
+    log_likelihood: torch.Tensor  # [N]
+    values: torch.Tensor  # [N], number of values in each target
+    index: torch.Tensor  # [N], int64: token that predicts the target, in this rank's slice
+
+
+def insert_features(embeddings: torch.Tensor, features: Features) -> torch.Tensor:
+    """Replace the rows of `embeddings [1, tokens, width]` at the tokens of `features`.
+
+    An index avoids a host sync; a mask would need one to count its tokens.
+    """
+    index = features.index
+    return embeddings.index_put((torch.zeros_like(index), index), features.values.to(embeddings.dtype))
+
+
+def placed_features(
+    received: Mapping[Port, MediaFeatures], decoders: Mapping[Port, Decoder], dtype: torch.dtype
+) -> dict[Port, Features]:
+    """Return the features for placeholder tokens: encoder features, and embedded targets of decoders."""
+    placed = {port: features.placed for port, features in received.items()}
+    for port, decoder in decoders.items():
+        if not isinstance(decoder, VocabularyDecoder):  # the language model embeds the ids of its vocabulary
+            targets = placed[port].values
+            targets = targets.to(dtype) if targets.is_floating_point() else targets
+            placed[port] = Features(decoder.embed(targets), placed[port].index)
+    return placed
+
+
+def join_by_modality(placed: Mapping[Port, Features]) -> dict[str, Features]:
+    """Concatenate the features of a modality that has an encoder and a decoder."""
+    joined: dict[str, Features] = {}
+    for port, features in placed.items():
+        if (first := joined.get(port.modality)) is not None:
+            values = torch.cat([first.values, features.values.to(first.values.dtype)])
+            features = Features(values, torch.cat([first.index, features.index]))
+        joined[port.modality] = features
+    return joined

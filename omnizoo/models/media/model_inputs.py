@@ -1,0 +1,82 @@
+"""The modalities of a model without weights, for the data loader."""
+
+import logging
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.models.component_settings import ComponentSettings
+from omnizoo.models.media.hf_model import MEDIA_ATTRIBUTE, media_model
+from omnizoo.models.recipe import RECIPE
+
+log = logging.getLogger(__name__)
+
+
+def read_modalities(model: nn.Module, spec: ModelSection) -> dict[str, Any]:
+    """Return the arguments of the data loader that depend on the model.
+
+    Args:
+        model: The model, on meta.
+        spec: The section `model` of the config.
+
+    Returns:
+        `modalities`, `positions` and `turns` from a copy of `model` without weights. For a text-only model, the dict is
+        empty, or contains the `reserved` placeholder ids of inputs that are not used.
+
+    Raises:
+        UserError: If the config and the model disagree about media.
+    """
+    media = media_model(model)
+    if not media.ports:
+        if spec.modalities:
+            raise UserError(
+                f"model.modalities: {type(model).__name__} reads text only; compose it: move its path or config to "
+                "model.foundation"
+            )
+        return _text_only(model, spec)
+    if spec.text_only:
+        raise UserError(
+            f"model.text_only: {type(model).__name__} is fed its media, and takes rows without them as well; leave the "
+            "key out"
+        )
+    media.modalities(spec)  # build the modalities first, so they are copied with the model
+    skeleton = deepcopy(model)
+    ComponentSettings(skeleton, spec).freeze(skeleton)  # the cost of an item depends on which modules are frozen
+    said = media_model(skeleton)
+    found = {"modalities": said.modalities(spec), "positions": said.positions, "turns": said.speaker_format}
+    # Loader workers do not get these: a user's recipe may not be picklable.
+    for name in (MEDIA_ATTRIBUTE, RECIPE):
+        vars(skeleton).pop(name, None)
+    return found
+
+
+def _text_only(model: nn.Module, spec: ModelSection) -> dict[str, Any]:
+    """Check that a multimodal model without a recipe has `model.text_only`, and reserve its placeholder ids."""
+    if not (unread := unread_inputs(model)):
+        return {}
+    listed, family = ", ".join(unread), type(model).__name__
+    if not spec.text_only:
+        raise UserError(
+            f"model: {family} reads {listed} besides text, and has no recipe that feeds them; "
+            "model.text_only: true trains it on text alone"
+        )
+    log.warning("%s is trained on text alone: nothing feeds its %s", family, listed)
+    keys = [f"{name}_token_{kind}" for name in unread for kind in ("id", "index")]
+    ids = {getattr(model.config, key, None) for key in keys}
+    return {"reserved": sorted(id for id in ids if isinstance(id, int))}
+
+
+def unread_inputs(model: nn.Module) -> list[str]:
+    """Return the non-text inputs of a published model.
+
+    Text models that share code with a multimodal family declare such inputs, too, but their configs have no
+    sub-configs.
+    """
+    if not isinstance(model, PreTrainedModel) or not model.config.sub_configs:
+        return []
+    inputs = model.input_modalities
+    return [name for name in ((inputs,) if isinstance(inputs, str) else inputs) if name != "text"]

@@ -1,0 +1,176 @@
+"""Recipes: data that describes how a model family is sharded and fed.
+
+Most of it is read from the model. A family's file (`recipes/<model_type>.py`) contains one `RECIPE` with the few values
+that its code and config do not contain. Families without a file use the default recipe.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy.typing as npt
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.plugins import resolve
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.modalities.base import Modality
+from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
+from omnizoo.modalities.item import Ids, MediaItem
+from omnizoo.models.check_config_fields import EXPERTS, VISITED, read_field
+from omnizoo.models.hf_private import block_class_names, expert_modules
+from omnizoo.models.media.features import Features
+from omnizoo.models.media.media_model import MediaModule, SpeakerFormat
+from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
+
+RECIPE = "_omnizoo_recipe"  # attribute of a model that stores the recipe of `model.recipe`
+Options = Mapping[str, Mapping[str, Any]]  # `options` in the config, by modality; decoders: "NAME/decoder"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Properties of a model family that its Hugging Face code and config do not contain.
+
+    All fields are optional. For a language model, the defaults are usually sufficient. The comments of the fields
+    describe their values.
+    """
+
+    about: str = ""  # published models of the family
+    blocks: tuple[str, ...] = ()  # block classes to shard and recompute; (): the model's `_no_split_modules`
+    small_config: Mapping[str, Any] = field(default_factory=dict)  # values of config fields for a small copy
+    attention_width: tuple[str, str] | None = None  # config fields (query-key width, value width) of a head
+    state_size: tuple[str, str, str] | None = None  # recurrent layers: config fields of heads, rows, columns
+    # Experts that expert parallelism can distribute. True: some models of the family have them, but not with the
+    # default config. False: the family has experts that do not use transformers' experts interface.
+    has_experts: bool | None = None
+    # Multimodal families: (model, tokenizer folder, options) -> modalities by name. The model is on meta.
+    modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
+    positions: Callable[[PreTrainedModel, Ids, Sequence[MediaItem]], npt.NDArray[Any]] | None = (
+        None  # [R, L] for one sample
+    )
+    bidirectional: Callable[[PreTrainedModel], BidirectionalTokens | None] | None = None  # None: causal
+    # (model, inputs of its forward, features by modality) -> inputs with the features inserted.
+    merge_features: Callable[[PreTrainedModel, dict[str, Any], dict[str, Features]], dict[str, Any]] | None = None
+    # Changes the keyword arguments with which the model calls its language model.
+    language_model_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    media_modules: tuple[MediaModule, ...] = ()
+    language: str = ""  # path of the module that maps embeddings to logits, `model` of the fields above; "": all
+    speaker_format: SpeakerFormat | None = None  # speech-only families: format of a turn
+    idle: tuple[str, ...] = ()  # paths of modules that no training step runs
+    # Classes whose weights the family's initialization omits or sets to equal values; `Class.name` is one buffer.
+    uninitialized: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A recipe applied to one model: module names and sizes that parallelism needs."""
+
+    blocks: tuple[str, ...]  # paths of modules to shard and recompute, in order of execution
+    experts: tuple[str, ...]  # paths of modules with all experts of a layer, using transformers' experts interface
+    num_experts: int  # also counts experts that do not use the interface
+    heads: int  # 0: unknown
+    kv_heads: int
+
+
+def count_experts(config: PretrainedConfig) -> tuple[int, int]:
+    """Return the number of experts per layer and of experts per token; (0, 0) for a dense model.
+
+    If layers differ, return the maximum.
+    """
+
+    def read(names: Sequence[str]) -> int:
+        for name in names:
+            value: Any = config
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            value = max(value, default=0) if isinstance(value, list) else value
+            if isinstance(value, int) and value > 0:
+                return value
+        return 0
+
+    experts = read(EXPERTS)
+    return (experts, read(VISITED) or 1) if experts > 1 else (0, 0)
+
+
+def recipe_of(model_type: str) -> Recipe:
+    """Return the recipe of a family, or the default recipe."""
+    name = f"omnizoo.recipes.{model_type}"
+    if not model_type.isidentifier() or find_spec(name) is None:
+        return Recipe()
+    recipe = getattr(import_module(name), "RECIPE", Recipe())
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def recipe_from_config(spec: ModelSection) -> Recipe | None:
+    """Return the recipe that `model.recipe` names, or None."""
+    if spec.recipe is None:
+        return None
+    expected = "an instance of omnizoo.Recipe"
+    recipe = resolve(spec.recipe, "model.recipe", expected)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"model.recipe: it names a {type(recipe).__name__}; expected {expected}")
+    return recipe
+
+
+def recipe_for(model: nn.Module) -> Recipe:
+    """Return the recipe that the config names for `model`, or else the recipe of its family."""
+    if (recipe := vars(model).get(RECIPE)) is not None:
+        assert isinstance(recipe, Recipe)
+        return recipe
+    return recipe_of(model.config.model_type) if isinstance(model, PreTrainedModel) else Recipe()
+
+
+def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
+    """Return the modules of these classes, in order of execution.
+
+    If some of them are in module lists, the others (an embedding, a complete encoder) are not blocks, even if the
+    model's authors declare them so.
+    """
+    found: list[tuple[str, bool]] = []
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if type(module).__name__ in classes:
+            found.append((name, isinstance(modules[name.rpartition(".")[0]], nn.ModuleList | nn.Sequential)))
+    frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # not run by `forward`
+    found = [(name, is_listed) for name, is_listed in found if not name.startswith(frozen)]
+    listed = [name for name, is_listed in found if is_listed] or [name for name, _ in found]
+    return [name for name in listed if not any(name.startswith(other + ".") for other in listed)]
+
+
+def read_facts(model: nn.Module) -> ModelFacts:
+    """Return the facts about `model` from the recipes of its families and from the model itself."""
+    config = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
+    classes = set(recipe_for(model).blocks)
+    if not classes:
+        for part in model.modules():  # a composed model consists of several models
+            if isinstance(part, PreTrainedModel):
+                classes |= set(recipe_of(part.config.model_type).blocks) or block_class_names(part)
+        classes |= block_class_names(model)
+    blocks = _blocks(model, classes)
+    if not blocks:
+        raise UserError(
+            f"model: {type(model).__name__} does not say which of its modules are blocks (no `_no_split_modules`): it "
+            "cannot be sharded block by block"
+        )
+    owners = Counter(id(p) for name in blocks for p in model.get_submodule(name).parameters())
+    if any(count > 1 for count in owners.values()):
+        raise UserError(
+            f"model: blocks of {type(model).__name__} share weights, and each is sharded by itself; use another family"
+        )
+    heads, kv_heads = (
+        (config and read_field(config, name)) or 0 for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    experts = expert_modules(model)
+    declared = count_experts(config)[0] if config is not None else 0
+    return ModelFacts(
+        blocks=tuple(blocks),
+        experts=tuple(experts),
+        num_experts=max((int(module.num_experts) for module in experts.values()), default=declared),
+        heads=heads,
+        kv_heads=kv_heads or heads,
+    )

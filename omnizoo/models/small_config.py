@@ -1,0 +1,335 @@
+"""Small copies of models that run on a CPU: few layers, small widths, the same family and structure.
+
+A small copy keeps the ratio of heads to key-value heads, the number of experts and of experts per token, every kind of
+layer, sliding windows (shortened, so they have an effect) and tied weights. It has no pretrained weights. It has no
+dropout or router jitter, because random numbers depend on the layout.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.models.check_config_fields import EXPERTS, VISITED, read_field, unknown_fields
+from omnizoo.models.read_config import read_model_config, tokenizer_folder
+from omnizoo.models.recipe import Recipe, recipe_from_config, recipe_of
+from omnizoo.models.user_module import is_own_module
+
+HEADS, HEAD_DIM, WINDOW = 8, 16, 16
+# Upper bounds for fields of language model configs, except heads and depth. Families use different names for the same
+# field; the `attribute_map` of a config adds more.
+TEXT = {
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "ffn_hidden_size": 64,
+    "dff": 64,
+    "dim_ff": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_ffn_dim": 64,
+    "intermediate_size_mlp": 64,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    # latent attention
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 16,
+    # sparse attention: select fewer tokens than a sample has
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+    "index_topk": 8,
+    "rotary_dim": 8,
+    # recurrent layers
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 8,
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "window_size": WINDOW,
+    "local_attention": WINDOW,
+    # one dense layer, if the first layers are dense
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "max_window_layers": 1,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "zero_expert_num": 16,
+}
+DEPTHS = ("num_hidden_layers", "num_layers", "num_layers_per_stack", "encoder_layers", "decoder_layers")
+WIDTHS = ("hidden_size", "word_embed_proj_dim", "embedding_size", "d_model")
+# Upper bounds of widths, depths and heads in encoder configs.
+TOWER = {
+    "hidden_size": 64,
+    "d_model": 64,
+    "intermediate_size": 64,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "depth": 2,
+    "num_blocks": 2,
+    "num_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_heads": 4,
+}
+DROPPED = {"architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "quantization_config"}
+RANDOM = re.compile(r"drop|jitter")  # fields that make the forward pass random in training
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """Settings for a small copy.
+
+    Families whose widths depend on each other in special ways can shrink only some of them.
+    """
+
+    widths: bool = True
+    depth: bool = True
+    vocabulary: int | None = None  # maximum rows of the vocabulary; None: unchanged, to fit the tokenizer
+    random: bool = False  # whether to keep dropout and jitter
+
+
+def shrink_model(model: ModelSection, how: Shrinking) -> ModelSection:
+    """Return the section of a small copy with random weights. A user module stays unchanged."""
+    if is_own_module(model):
+        return model
+    own = recipe_from_config(model)
+    tokenizer = model.tokenizer or tokenizer_folder(model)
+    small: dict[str, Any] = {"path": None, "given": None, "tokenizer": tokenizer, "resize_vocabulary": False}
+    if model.foundation is None:
+        return model.model_copy(
+            update=small | {"part": None, "config": shrink_config(read_model_config(model), how, own)}
+        )
+    composed = read_model_config(model)
+    foundation = {"path": None, "config": shrink_config(composed.foundation, how, own)}
+    modalities = {}
+    for name, modality in model.modalities.items():
+        encoder, described = modality.encoder, composed.modalities[name].get("encoder")
+        if encoder is not None and described["config"] is not None:
+            # Decoders stay unchanged: their tokenizers determine the targets in the data.
+            encoder = encoder.model_copy(update={"path": None, "config": shrink_tower(described["config"], how)})
+        modalities[name] = modality.model_copy(update={"encoder": encoder})
+    small |= {"foundation": model.foundation.model_copy(update=foundation), "modalities": modalities}
+    return model.model_copy(update=small)
+
+
+def shrink_tower(fields: dict[str, Any], how: Shrinking) -> dict[str, Any]:
+    """Return an encoder config with small widths and depth. The input format is unchanged."""
+    return _kept(fields, how) | {key: min(value, fields[key]) for key, value in TOWER.items() if fields.get(key)}
+
+
+def shrink_config(published: PretrainedConfig, how: Shrinking, recipe: Recipe | None = None) -> dict[str, Any]:
+    """Return an inline config of the same family and structure. `recipe` replaces the recipe of the family."""
+    recipe = recipe or recipe_of(published.model_type)
+    if published.get_text_config() is not published:
+        small = _merged(_shrink_parts(published, how), recipe.small_config)
+    else:
+        small = _merged(_shrink_language_model(published, how), recipe.small_config if how.widths else {})
+    return small | {"model_type": published.model_type}
+
+
+def _shrink_parts(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]:
+    """Shrink each sub-config of a multimodal config."""
+    text = published.get_text_config()
+    parts = {
+        name: shrink_config(part, how) if _has_text(part, text) else shrink_tower(part.to_dict(), how)
+        for name, part in _parts(published)
+    }
+    width = next((part["hidden_size"] for part in parts.values() if part["model_type"] == text.model_type), None)
+    for part in parts.values() if width else ():  # encoders must output the width of the language model
+        part |= {key: width for key in ("out_hidden_size", "output_dim") if key in part}
+    return _known(published.to_dict()) | parts
+
+
+def _shrink_language_model(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]:
+    """Shrink depth, widths and vocabulary of a language model config."""
+    fields = _kept(published.to_dict(), how)
+    for name, part in _parts(published):
+        if how.widths and part.model_type:
+            fields[name] = shrink_tower(part.to_dict(), how)
+    small: dict[str, Any] = {}
+    if how.depth:
+        small |= _fewer_layers(published, fields)
+    if how.widths:
+        small |= _small_widths(published, fields)
+        for value in small.values():  # layers with special head widths keep a different width
+            for told in value.values() if isinstance(value, dict) else ():
+                if isinstance(told, dict) and "head_dim" in told:
+                    told["head_dim"] = 2 * HEAD_DIM
+    if how.vocabulary is not None and published.vocab_size > how.vocabulary:
+        small |= _few_tokens(fields, how.vocabulary) | {"vocab_size": how.vocabulary}
+    small = {published.attribute_map.get(key, key): value for key, value in small.items()}
+    return fields | {key: value for key, value in small.items() if key in fields}
+
+
+def _parts(published: PretrainedConfig) -> list[tuple[str, PretrainedConfig]]:
+    """Return the sub-configs of a config, by field name."""
+    parts = [(name, getattr(published, name, None)) for name in published.sub_configs]
+    return [(name, part) for name, part in parts if isinstance(part, PretrainedConfig)]
+
+
+def _has_text(part: PretrainedConfig, text: PretrainedConfig) -> bool:
+    """Whether `part` is the config of a language model, or contains one."""
+    return type(part) is type(text) or part.get_text_config() is not part
+
+
+def _small_widths(published: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return small values of the width fields that the config has."""
+    own = published.attribute_map
+    whole = _number(read_field(published, "num_attention_heads")) or HEADS
+    heads = min(HEADS, whole)
+    kv_heads = _number(read_field(published, "num_key_value_heads")) or whole
+    few = max(1, kv_heads * heads // whole)
+    small: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": few,
+        "num_kv_heads": few,
+        "kv_channels": HEAD_DIM,
+        "head_dim": HEAD_DIM,
+    }
+    small |= dict.fromkeys(WIDTHS, heads * HEAD_DIM)
+    for key, value in TEXT.items():
+        found = fields.get(own.get(key, key))
+        if isinstance(found, int) and not isinstance(found, bool):
+            small[key] = min(value, found)
+        elif isinstance(found, list) and found and all(isinstance(each, int) for each in found):
+            small[key] = value
+    if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
+        small["head_dim"] = TEXT["qk_rope_head_dim"]  # head_dim is the rotary width here
+    for names in (EXPERTS, VISITED):  # one number for all layers, if the config has a number per layer
+        for name in names:
+            if isinstance(found := fields.get(name), list) and found:
+                small[name] = max(found)
+    return small
+
+
+def _fewer_layers(published: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields for two layers, or as many as contain every kind of layer.
+
+    Per-layer fields are shortened accordingly.
+    """
+    depth = _number(getattr(published, "num_hidden_layers", None)) or 0
+    named = {key: _by_layer(value) for key, value in fields.items() if _names_layers(key, value, depth)}
+    lists = {
+        key: dict(enumerate(value))
+        for key, value in fields.items()
+        if isinstance(value, list) and len(value) == depth > 2 and key not in named
+    }
+    told = lists | named
+    chosen = _cover([tuple(str(value.get(i)) for value in told.values()) for i in range(depth)])
+    small: dict[str, Any] = {key: [value[i] for i in chosen] for key, value in lists.items()}
+    for key, value in named.items():
+        kept = {at: value[i] for at, i in enumerate(chosen) if value.get(i) is not None}
+        small[key] = kept if isinstance(fields[key], Mapping) else list(kept)
+    depths = {name: getattr(published, name, None) for name in DEPTHS}
+    return small | {name: min(len(chosen), found) for name, found in depths.items() if found}
+
+
+def _names_layers(key: str, value: Any, depth: int) -> bool:
+    """Whether a field is a sorted list of layer numbers, or a mapping from layer numbers."""
+    if isinstance(value, Mapping):
+        return key != "id2label" and bool(value) and all(str(layer).isdigit() for layer in value)
+    is_named = re.search(r"layers$|idxs$|ids$", key) is not None
+    numbers = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    return is_named and numbers and all(0 <= a < b < depth for a, b in zip([-1, *value], value, strict=False) if a >= 0)
+
+
+def _by_layer(value: Any) -> dict[int, Any]:
+    """Return a per-layer field as a mapping from layer numbers."""
+    if isinstance(value, Mapping):
+        return {int(layer): told for layer, told in value.items()}
+    return dict.fromkeys(value, "named")
+
+
+def _cover(kinds: Sequence[Any]) -> list[int]:
+    """Return at least two layer numbers that cover every kind: the first two to four layers, or one layer per kind."""
+    for length in range(2, min(len(kinds), 4) + 1):
+        if set(kinds[:length]) == set(kinds):
+            return list(range(length))
+    firsts = sorted(kinds.index(kind) for kind in set(kinds))
+    return firsts if len(firsts) > 1 else [0, 1]
+
+
+def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Return ids of special tokens for a smaller vocabulary: the last id, which probes do not sample."""
+    small: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key.endswith("_token_id") and value is not None:
+            small[key] = vocabulary - 1 if isinstance(value, int) else [vocabulary - 1]
+        elif key.startswith("vocab_size") and isinstance(value, int):
+            small[key] = vocabulary
+        elif key == "vocabulary_map" and isinstance(value, Mapping):
+            small[key] = {name: min(id, vocabulary - 1) for name, id in value.items()}
+    return small
+
+
+def random_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the nonzero dropout and jitter fields, including those of sub-configs."""
+    found: dict[str, float] = {}
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            found |= random_fields(value, f"{prefix}{key}.")
+        elif _is_random(key, value) and value:
+            found[prefix + key] = value
+    return found
+
+
+def _is_random(key: Any, value: Any) -> bool:
+    """Whether a field is a dropout or jitter number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and RANDOM.search(str(key)) is not None
+
+
+def _without_random(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with dropout and jitter set to zero."""
+
+    def quiet(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _without_random(value)
+        return type(value)(0) if _is_random(key, value) else value
+
+    return {key: quiet(key, value) for key, value in fields.items()}
+
+
+def _number(value: Any) -> int | None:
+    """Return `value`, or the maximum of a list with one number per layer."""
+    if isinstance(value, list):
+        return max((each for each in value if isinstance(each, int)), default=None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _kept(fields: dict[str, Any], how: Shrinking) -> dict[str, Any]:
+    """Return the fields for an inline config; dropout and jitter are zero unless `how.random`."""
+    return _known(fields) if how.random else _without_random(_known(fields))
+
+
+def _known(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that an inline config may contain. Published configs have fields that no code reads."""
+    family = CONFIG_MAPPING[fields["model_type"]] if fields.get("model_type") in CONFIG_MAPPING else None
+    unread = {name for name, _, place in unknown_fields(family, fields) if not place} if family else set()
+    return {key: value for key, value in fields.items() if key not in DROPPED | unread}
+
+
+def _merged(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` updated by `changes`; nested mappings are merged."""
+    return fields | {
+        key: _merged(fields[key], value) if isinstance(value, Mapping) and isinstance(fields.get(key), dict) else value
+        for key, value in changes.items()
+    }

@@ -1,0 +1,159 @@
+"""Checks of a model folder before transformers reads it: folders are read as data, and their code does not run.
+
+The author of a folder may not be trusted. Code is imported only if the user's command line or config allows it, and
+file names inside a folder must not lead outside. SECURITY.md lists the guarantees.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from omnizoo.config.errors import UserError, first_line
+
+SETTINGS = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "generation_config.json",
+)
+FLOATING = (".weight", ".bias")
+MOST_SETTINGS = 64 * 2**20  # bytes per JSON file; we do not read tokenizer.json
+
+LARGEST = 2**53  # results computed from larger numbers overflow
+MOST = {r"(layers?|depth|blocks)$": 10_000, r"experts?$": 100_000}  # one module each: building more would take forever
+
+
+def read_settings(file: Path) -> bytes:
+    """Return the content of a file after checking that it is small."""
+    if file.stat().st_size > MOST_SETTINGS:
+        raise UserError(f"{file}: {file.stat().st_size} bytes are too many for a file of settings")
+    return file.read_bytes()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    try:
+        value = json.loads(read_settings(file).decode())
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read as JSON: {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: an object was expected, not {type(value).__name__}")
+    return value
+
+
+def check_settings(folder: Path, trust_remote_code: bool, key: str) -> dict[str, Any]:
+    """Check that the settings of a folder run no code that the user has not allowed. Returns the fields of config.json.
+
+    `auto_map` alone is harmless: transformers ignores it if the family is built in.
+    """
+    found = {name: read_json(folder / name) for name in SETTINGS if (folder / name).exists()}
+    for name, settings in found.items():
+        if not trust_remote_code and _needs_code(settings):
+            raise UserError(
+                f"{key}: {folder / name} would run code of its own ({str(settings['auto_map'])[:200]}); read it, and "
+                "if you trust it, allow it: --trust-remote-code (in a config model.trust_remote_code: true)"
+            )
+        for where, implementation in _kernels(settings):
+            raise UserError(
+                f"{key}: {folder / name} names {implementation!r} as its {where}, which is code to be downloaded; "
+                "remove it from there, and name the implementation you want in model.attention"
+            )
+    config = found.get("config.json", {})
+    check_numbers(config, f"{key}: {folder}/config.json")
+    return config
+
+
+def check_numbers(fields: Mapping[str, Any], key: str) -> None:
+    """Check that numbers do not overflow and that counts of modules are small enough to build.
+
+    Counts are recognized by field names that all families use.
+    """
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            check_numbers(value, f"{key}.{field_name(name)}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}.{field_name(name)} is {value}; expected a finite number")
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            raise UserError(f"{key}.{field_name(name)} is too large: {shorten(value)}")
+        elif isinstance(value, int):
+            for pattern, most in MOST.items():
+                if value > most and re.search(pattern, str(name)):
+                    raise UserError(f"{key}.{name} is {value}; expected at most {most:,}")
+
+
+def field_name(field: Any) -> str:
+    """Return a field name for messages, shortened if necessary."""
+    return str(field) if str(field).isidentifier() and len(str(field)) <= 60 else shorten(field)
+
+
+def shorten(value: Any) -> str:
+    """Return `repr(value)` with at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _needs_code(settings: dict[str, Any]) -> bool:
+    """Whether transformers can use these settings only by running the code they name."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if not settings.get("auto_map"):
+        return False
+    if "tokenizer_class" in settings:
+        name = settings["tokenizer_class"]
+        return not (isinstance(name, str) and tokenizer_class_from_name(name) is not None)
+    family = settings.get("model_type")
+    return isinstance(family, str) and family not in CONFIG_MAPPING
+
+
+def _kernels(settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield attention and experts implementations that name a repository (`owner/name`), in nested configs too."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            if key.lstrip("_").endswith(("attn_implementation", "experts_implementation")):
+                values = value.values() if isinstance(value, dict) else [value]
+                yield from ((key, name) for name in values if isinstance(name, str) and "/" in name)
+            yield from _kernels(value)
+
+
+def inside(folder: Path, name: Any, where: str) -> Path:
+    """Return the path of a file that another file of `folder` names. Raise a `UserError` if it leads outside."""
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"{where} names {name!r}, which is not a file inside of {folder}")
+    return folder / name
+
+
+@contextmanager
+def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Context manager: slices of the weights in safetensors files, by key.
+
+    A slice has a shape and dtype, and is read when indexed.
+    """
+    with ExitStack() as opened:
+        weights: dict[str, Any] = {}
+        for file in files:
+            tensors = opened.enter_context(safe_open(file, framework="pt"))
+            weights |= {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118 - not a dict
+        yield weights
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Return the keys of a safetensors file. Damage shows in its header or length, so this is also a check."""
+    try:
+        with open_weights([file]) as weights:
+            kinds = {name: str(weight.get_dtype()) for name, weight in weights.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: is damaged, or no safetensors file: {first_line(error)}") from error
+    for name, kind in kinds.items():
+        if name.endswith(FLOATING) and not kind.startswith(("F", "BF")):
+            raise UserError(f"{file}: {name} is stored as whole numbers ({kind}); quantised weights cannot be read")
+    return list(kinds)

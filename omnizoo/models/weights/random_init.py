@@ -1,0 +1,75 @@
+"""Random initialization of a model on meta, with a rule for every weight. Some families' rules omit weights."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.modalities.frozen_tokenizer import Frozen
+from omnizoo.models.build import build_model
+from omnizoo.models.hf_private import rules_on_meta
+from omnizoo.models.recipe import recipe_for
+from omnizoo.models.weights.recording import NotSetError, Recording, recording
+
+
+@torch.no_grad()
+def build_drawn(spec: ModelSection, precision: str) -> nn.Module:
+    """Call `build_model`, and initialize the weights that the family's rules omit, as listed in its recipe.
+
+    They are sampled like the matrices of the family.
+    """
+    model = build_model(spec, precision)
+    left_out = recipe_for(model).uninitialized
+    for module in model.modules() if left_out else ():
+        kind = type(module).__name__
+        drawn: list[torch.Tensor] = list(module.parameters(recurse=False)) if kind in left_out else []
+        drawn += [b for name, b in module.named_buffers(recurse=False) if f"{kind}.{name}" in left_out]
+        for tensor in drawn:
+            assert isinstance(model, PreTrainedModel)
+            tensor.normal_(0.0, float(model.config.initializer_range))
+    return model
+
+
+def initial_weights(
+    construct: Callable[[], nn.Module], seed: int, wanted: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the `wanted` parameters and buffers of the model that `construct` builds on meta.
+
+    `construct` usually builds in fp32, whatever the precision of the run: an fp64 run then gets the same numbers.
+    """
+    if not wanted:
+        return
+    with recording() as record, rules_on_meta():
+        model = construct()
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    read = set()
+    for name, tensor in _read_from_folders(model, wanted):
+        read.add(name)
+        yield name, tensor
+    for name, tensor in tensors.items():
+        if name in wanted - read:
+            yield name, _value(record, model, name, tensor, seed)
+
+
+def _read_from_folders(model: nn.Module, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the `wanted` weights that frozen tokenizers read from their folders."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, Frozen) and any(name.startswith(f"{prefix}.") for name in wanted):
+            stored = {f"{prefix}.{name}": tensor for name, tensor in module.stored().items()}
+            yield from ((name, tensor) for name, tensor in stored.items() if name in wanted)
+
+
+def _value(record: Recording, model: nn.Module, name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return the initial value of one tensor. Raise a `UserError` if nothing initializes it."""
+    try:
+        return record.value(tensor, seed)
+    except NotSetError:
+        owner, _, own = name.rpartition(".")
+        kind = type(model.get_submodule(owner)).__name__
+        raise UserError(
+            f"model: nobody sets the initial value of {name}: let the constructor of {kind} do it (`{own}` is "
+            "uninitialised memory when it ends), or start from weights that have it"
+        ) from None

@@ -1,0 +1,79 @@
+"""Optional kernels for recurrent layers: `fla` (flash-linear-attention 0.5 or later) and `causal_conv1d`.
+
+If the device does not support them, or the package is not installed, the functions return None and the caller uses
+plain torch.
+
+A kernel computes all runs at once, given their lengths and the state before each run. The tests do not run the real
+kernels: they check the selection with stand-ins, and the calls follow the documentation of the packages.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from omnizoo.ops.device import has_triton, to_device
+
+HALF = (torch.bfloat16, torch.float16)
+DEEPEST = 256  # largest width of keys that the kernels support
+TAPS = (2, 3, 4)  # lengths of a convolution that the kernel supports
+RULES = {  # keys: (is the delta rule, has one decay per channel)
+    (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    (True, True): ("fla.ops.kda", "chunk_kda"),
+    (False, False): ("fla.ops.simple_gla", "chunk_simple_gla"),
+}
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def rule_kernel(value: torch.Tensor, deep: int, is_delta: bool, by_channel: bool) -> Kernel | None:
+    """Return a kernel for states with `deep` rows, with the signature of `_rule`, or None to use plain torch."""
+    if not has_triton(value.device) or value.dtype not in HALF or deep > DEEPEST:
+        return None
+    found = find(*RULES[is_delta, by_channel], "a layer's state")
+    return None if found is None else partial(_rule, found)
+
+
+def convolution_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """Return a causal convolution kernel, or None to use plain torch.
+
+    Its signature is `(x [1, C, T], weight [C, K], bias) -> [1, C, T]`, with the channels of `x` contiguous in memory.
+    """
+    if not has_triton(x.device) or weight.shape[1] not in TAPS or x.shape[1] % 8:
+        return None
+    found: Callable[..., torch.Tensor] | None = find("causal_conv1d", "causal_conv1d_fn", "short convolutions")
+    return found
+
+
+@lru_cache
+def find(module: str, name: str, what: str) -> Any:
+    """Return the function `name` of `module`, or None if it is not installed, and log the choice once.
+
+    `what` describes the computation in the log line.
+    """
+    say = logging.getLogger(__name__).info
+    if find_spec(module.partition(".")[0]) is None:
+        say("%s: plain torch; install %s for its kernels", what, module.partition(".")[0])
+        return None
+    say("%s: %s.%s", what, module, name)
+    return getattr(import_module(module), name)
+
+
+def _rule(
+    kernel: Any, *given: torch.Tensor, lengths: Sequence[int], scale: float, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a kernel of `fla`. `given` are query, key, value, decay and, for the delta rule, beta, all `[T, H, ...]`."""
+    bounds = torch.tensor([0, *accumulate(lengths)])
+    out, after = kernel(
+        *(x.unsqueeze(0) for x in given),
+        scale=scale,
+        initial_state=state,
+        output_final_state=True,
+        cu_seqlens=to_device(bounds, given[0].device),
+        cu_seqlens_cpu=bounds,  # without a copy on the CPU, the kernel would cause a host sync
+    )
+    return out.squeeze(0), after

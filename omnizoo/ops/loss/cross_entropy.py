@@ -1,0 +1,31 @@
+"""Cross entropy, summed over targets. The caller divides by the loss count over all ranks and micro-batches."""
+
+import torch
+import torch.nn.functional as F
+
+from omnizoo.ops.precision import at_least_fp32
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Return the sum over rows of -log softmax(logits)[targets], in fp32 or better; 0 without rows.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+        targets: `[rows]`, token ids.
+        weights: `[rows]`, factors of the rows, which also apply to label smoothing and z-loss.
+        label_smoothing: Label smoothing, as in `torch.nn.functional.cross_entropy`.
+        z_loss: Factor of the squared log-sum-exp of the logits, which is added to the loss of each row.
+    """
+    logits = at_least_fp32(logits)
+    each = "sum" if weights is None else "none"
+    loss = F.cross_entropy(logits, targets, reduction=each, label_smoothing=label_smoothing)
+    if z_loss:
+        square = logits.logsumexp(1).square()
+        loss = loss + z_loss * (square.sum() if weights is None else square)
+    return loss if weights is None else (loss * weights).sum()

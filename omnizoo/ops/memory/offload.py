@@ -1,0 +1,251 @@
+"""CPU offload of activations and of optimizer state.
+
+Activations that a block saves for backward are copied to host memory in the forward pass, and are prefetched one block
+early in the backward pass. Optimizer state is in host memory during the forward and backward passes of a step.
+
+Copies use pinned memory and a separate stream, so that they overlap with computation. Weights and small tensors stay on
+the device. On CPUs the same code makes plain copies, which tests use as a reference.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops.device import available_memory, is_host
+from omnizoo.ops.torch_private import storage_key
+
+LEAST = 2**18  # bytes; for smaller tensors the launch takes as long as the copy
+
+
+@dataclass
+class DeviceCopy:
+    """A tensor on the device that the copy stream may still be writing."""
+
+    tensor: torch.Tensor
+    event: Any = None  # recorded when the copy is complete; None if no wait is needed
+    stream: Any = None  # the compute stream, which allocated `tensor`
+
+    def wait(self) -> None:
+        """Make the compute stream wait for the copy."""
+        if self.event is not None:
+            self.stream.wait_event(self.event)
+            self.event = None
+
+
+class HostBuffers:
+    """Copies between the device and host memory, on a separate stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = None if is_host(device) else torch.get_device_module(device)
+        self._stream: Any = None
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in host memory, which may still be in progress."""
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=self._module is not None)
+        self.refill(kept, tensor)
+        return kept
+
+    def give(self, kept: torch.Tensor) -> DeviceCopy:
+        """Start a copy to the device. Call `DeviceCopy.wait` before the copy is used, and before it is freed."""
+        tensor = torch.empty_like(kept, device=self.device, pin_memory=False)
+        if self._module is None:
+            return DeviceCopy(tensor.copy_(kept))
+        compute_stream = self._module.current_stream()
+        with self._aside():  # the stream of `refill`, so this copy runs after the one that fills `kept`
+            tensor.copy_(kept, non_blocking=True)
+            return DeviceCopy(tensor, self._stream.record_event(), compute_stream)
+
+    def refill(self, kept: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into the existing host tensor `kept`."""
+        if self._module is None:
+            kept.copy_(tensor)
+            return
+        with self._aside():
+            kept.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)  # so that its memory is not reused before the copy is complete
+
+    def put_back(self, kept: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy `kept` into `tensor` on the compute stream, where whatever uses `tensor` next is enqueued."""
+        if self._module is not None:
+            # The copy stream fills `kept` in `refill`, and the compute stream has not waited for it since.
+            self._module.current_stream().wait_stream(self._stream)
+        tensor.copy_(kept, non_blocking=True)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Context manager: use the copy stream, after all work launched so far and concurrently with later work."""
+        if self._stream is None:
+            self._stream = self._module.Stream()
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            yield
+
+
+class OffloadedTensor:
+    """One tensor in host memory."""
+
+    def __init__(self, host: HostBuffers, tensor: torch.Tensor) -> None:
+        self._copy: DeviceCopy | None = None
+        self._host, self._kept = host, host.take(tensor)
+
+    def fetch(self) -> None:
+        """Start the copy to the device, unless it was started before."""
+        if self._copy is None:
+            self._copy = self._host.give(self._kept)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor on the device. The compute stream waits for the copy."""
+        self.fetch()
+        assert self._copy is not None
+        self._copy.wait()
+        return self._copy.tensor
+
+    def __del__(self) -> None:
+        # Backward may end before it uses a fetched tensor. The allocator then gives its memory to the compute stream,
+        # which must wait until the copy stream has finished writing. `record_stream` would also be correct, but would
+        # always delay the reuse of memory while the host runs ahead of the device.
+        if self._copy is not None:
+            self._copy.wait()
+
+
+class BlockActivations:
+    """The offloaded activations of one block in one forward pass."""
+
+    def __init__(self, before: "BlockActivations | None") -> None:
+        self.items: dict[Any, tuple[weakref.ref[OffloadedTensor], weakref.ref[torch.UntypedStorage]]] = {}
+        self.before = None if before is None else weakref.ref(before)
+        self.bytes = 0
+
+    def fetch(self) -> None:
+        """Start the copies of all activations to the device."""
+        for kept, _ in self.items.values():
+            if (item := kept()) is not None:
+                item.fetch()
+
+    def put(self, tensor: torch.Tensor, host: HostBuffers) -> OffloadedTensor:
+        """Offload a tensor. A tensor that several operators save is offloaded once."""
+        storage = tensor.untyped_storage()
+        key = (
+            storage_key(tensor),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
+        known, same = self.items.get(key, (None, None))
+        item = known() if known is not None and same is not None and same() is storage else None
+        if item is None:  # a new tensor, or one at the address of a freed tensor
+            item = OffloadedTensor(host, tensor)
+            self.items[key] = weakref.ref(item), weakref.ref(storage)
+            self.bytes += tensor.nbytes
+        return item
+
+
+class Offload:
+    """Offload of activations. Wrap the forward pass of each block in `with offload.moving(block)`."""
+
+    def __init__(self, device: torch.device, blocks: int, ranks: int) -> None:
+        self.host: Any = HostBuffers(device)
+        self.blocks, self.ranks = blocks, ranks  # number of blocks of the model; number of ranks on this node
+        self.least = 0 if is_host(device) else LEAST
+        self._last: BlockActivations | None = None
+        self._is_checked = False
+
+    @contextmanager
+    def moving(self, block: nn.Module) -> Iterator[None]:
+        """Context manager: offload the tensors that `block` saves for backward, except weights and small tensors."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        shelf = BlockActivations(self._last)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            is_view_of_more = tensor.nbytes > tensor.untyped_storage().nbytes()  # an expanded tensor
+            if tensor.device != self.host.device or tensor.nbytes < self.least or is_view_of_more:
+                return tensor
+            # Computed for each tensor, because the experts of a block are gathered during its forward pass.
+            if storage_key(tensor) in {storage_key(getattr(p, "_local_tensor", p)) for p in block.parameters()}:
+                return tensor
+            return shelf.put(tensor, self.host), shelf  # the saved tensors alone keep `shelf` alive
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            item, own = packed
+            own.fetch()
+            if own.before is not None and (before := own.before()) is not None:
+                before.fetch()
+            tensor: torch.Tensor = item.tensor()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        self._last = shelf
+        self._check(shelf)
+
+    def _check(self, shelf: BlockActivations) -> None:
+        """Check that the activations of all blocks fit in host memory, by the size of the first offloaded block."""
+        if self._is_checked or not shelf.bytes:
+            return
+        self._is_checked = True
+        wanted, there = shelf.bytes * (self.blocks - 1) * self.ranks, available_memory()
+        if wanted > there:
+            raise UserError(
+                f"parallel.offload: activations of {self.blocks} blocks x {self.ranks} rank(s) take about "
+                f"{(wanted + shelf.bytes * self.ranks) / 2**30:,.3g} GiB on the host, which has {there / 2**30:,.3g} "
+                "GiB left: recompute more (parallel.recompute: full), or lower data.pack_tokens"
+            )
+
+
+class OffloadedState:
+    """Offload of tensors that are the same in every step, such as optimizer state, and are restored in place."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self.host: Any = HostBuffers(device)
+        self.ranks = ranks  # number of ranks on this node
+        self.least = 0 if is_host(device) else LEAST
+        self._kept = WeakTensorKeyDictionary()
+        self._away: list[torch.Tensor] = []
+
+    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `tensors` to host memory and free them on the device. They must not be used until `come_back`.
+
+        Raises:
+            UserError: If the tensors do not fit in host memory.
+        """
+        tensors = [tensor for tensor in tensors if self._is_movable(tensor)]
+        new = sum(tensor.nbytes for tensor in tensors if tensor not in self._kept) * self.ranks
+        if new > (there := available_memory()):
+            raise UserError(
+                f"parallel.offload: the optimizer's state of {self.ranks} rank(s) takes {new / 2**30:,.3g} GiB on the "
+                f"host, which has {there / 2**30:,.3g} GiB left: leave `optimizer` out, or share the model among more "
+                "nodes (parallel.dp_shard)"
+            )
+        for tensor in tensors:
+            if tensor in self._kept:
+                self.host.refill(self._kept[tensor], tensor)
+            else:
+                self._kept[tensor] = self.host.take(tensor)
+            tensor.untyped_storage().resize_(0)
+            self._away.append(tensor)
+
+    def come_back(self) -> None:
+        """Copy all offloaded tensors back to the device, into the same tensor objects."""
+        while self._away:
+            tensor = self._away.pop()
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            self.host.put_back(self._kept[tensor], tensor)
+
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is on the device, does not share its storage, and is large enough to offload."""
+        fits = tensor.device == self.host.device and tensor.ndim > 0 and tensor.nbytes >= max(1, self.least)
+        return fits and tensor.untyped_storage().nbytes() == tensor.nbytes

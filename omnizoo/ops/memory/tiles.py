@@ -1,0 +1,239 @@
+"""Tiling of row-wise layers: they are computed a few tokens at a time, so their memory does not grow with the pack.
+
+The forward pass saves only the input rows, and no intermediate results. The backward pass recomputes one tile at a time
+and computes its gradients. Gradients of weights are accumulated in place, in fp32 or better.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from omnizoo.ops.precision import at_least_fp32, keep_precision
+from omnizoo.ops.torch_private import Recomputation, TorchDispatchMode, tree_leaves
+
+ROWS = 13  # rows of the test input of `is_row_wise`; differs from every width of a model
+MATMULS = {"mm", "addmm", "bmm"}
+# Operators that change shapes, split or reduce. The shapes of their outputs show whether they keep the rows apart.
+ROW_WISE = {
+    *("view", "_unsafe_view", "reshape", "alias", "detach", "clone", "_to_copy", "unsqueeze", "squeeze", "expand"),
+    *("split", "slice", "chunk", "split_with_sizes", "select"),
+    *("mean", "sum", "var_mean", "_fused_rms_norm", "native_layer_norm"),
+}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiling of a module: call `Tiles(...)(module, compute, rows, ...)` instead of `compute(rows, ...)`."""
+
+    tokens: int  # maximum number of tokens of a tile
+    recomputation: Recomputation
+    precision: str  # train.precision
+    agree: Callable[[int], int] | None = None  # for work with collectives: local number of tiles -> maximum over ranks
+
+    def __call__(
+        self, module: nn.Module, compute: Callable[..., torch.Tensor], rows: torch.Tensor, *others: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `compute(rows, *others)`, computed tile by tile. Collective if `agree` is set.
+
+        Args:
+            module: Contains the weights that `compute` uses.
+            compute: Row-wise function: each output row depends only on the same row of the inputs.
+            rows: `[tokens, ...]`.
+            others: More inputs with the same number of rows.
+        """
+        count = -(-len(rows) // self.tokens)
+        if self.agree is not None:
+            count = self.recomputation.once(lambda: self.agree(count))  # type: ignore[misc]
+        if count <= 1:
+            return compute(rows, *others)
+        spans = [(i * self.tokens, (i + 1) * self.tokens) for i in range(count)]
+        inputs = (rows, *others)
+        weights = [p for p in module.parameters() if p.requires_grad]
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *weights)):
+            return _forward(compute, inputs, spans)
+        if any(x.requires_grad for x in inputs):
+            inputs = _Enter.apply(*inputs)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Tiled.apply(self, module, compute, spans, len(inputs), *inputs, *weights)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _forward(
+    compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    """Compute each tile and write it into one output tensor."""
+    out: torch.Tensor | None = None
+    for begin, end in spans:
+        piece = compute(*(x[begin:end] for x in inputs))
+        if out is None:
+            out = piece.new_empty(len(inputs[0]), *piece.shape[1:])
+        out[begin:end] = piece
+    assert out is not None
+    return out
+
+
+class _Enter(torch.autograd.Function):
+    """Saves the inputs before the tiles are computed, so that recomputation of the enclosing block stops here."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return grads
+
+
+class _Tiled(torch.autograd.Function):
+    """Computes tiles without saving intermediates, and recomputes each tile in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tiles: Tiles,
+        module: nn.Module,
+        compute: Callable[..., torch.Tensor],
+        spans: Sequence[tuple[int, int]],
+        count: int,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        inputs = tensors[:count]
+        ctx.tiles, ctx.module, ctx.compute, ctx.spans, ctx.count = tiles, module, compute, spans, count
+        ctx.entered = next((x.grad_fn for x in inputs if x.grad_fn is not None), None)
+        if ctx.entered is None:
+            ctx.save_for_backward(*inputs)
+        contexts = [tiles.recomputation.contexts(None) for _ in spans]
+        ctx.again = [again for _, again in contexts]
+        firsts = iter([first for first, _ in contexts])
+
+        def within(*pieces: torch.Tensor) -> torch.Tensor:
+            with next(firsts):
+                return compute(*pieces)
+
+        # Selective recomputation saves the output of all tiles, and no intermediate result inside a tile.
+        return tiles.recomputation.once(lambda: _forward(within, inputs, spans), large=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        tiles: Tiles = ctx.tiles
+        inputs = (ctx if ctx.entered is None else ctx.entered).saved_tensors
+        first = 5  # number of arguments of `forward` before the tensors
+        needed = ctx.needs_input_grad[first : first + ctx.count]
+        gradients = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
+        with collected(ctx.module) as weights:
+            for (begin, end), again in zip(ctx.spans, ctx.again, strict=True):
+                pieces = [x[begin:end].detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
+                with (
+                    torch.enable_grad(),
+                    again,
+                    keep_precision(tiles.precision),
+                    tiles.recomputation.for_gradients(),
+                ):
+                    out = ctx.compute(*pieces)
+                torch.autograd.backward(out, grad[begin:end])
+                del out
+                for whole, piece in zip(gradients, pieces, strict=True):
+                    if whole is not None:
+                        whole[begin:end] = 0 if piece.grad is None else piece.grad
+        return None, None, None, None, None, *gradients, *weights
+
+
+@contextmanager
+def collected(module: nn.Module) -> Iterator[list[torch.Tensor | None]]:
+    """Context manager: sum the gradients of the trained parameters of `module` over all backward passes inside it.
+
+    Each gradient is added as soon as it is computed, so there is never a second full set of gradients in memory. The
+    yielded list has one gradient per trained parameter, in the dtype of the parameter, and is complete after the
+    context has ended.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+    leaves = {id(p): p.detach().requires_grad_() for p in parameters}
+
+    def adder(i: int) -> Callable[[torch.Tensor], None]:
+        def add(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            before, leaf_grad = sums[i], leaf.grad
+            leaf.grad = None
+            if before is None:
+                sums[i] = at_least_fp32(leaf_grad)
+            else:
+                before.add_(leaf_grad)
+
+        return add
+
+    for i, leaf in enumerate(leaves.values()):
+        leaf.register_post_accumulate_grad_hook(adder(i))
+    places = [
+        (owner._parameters, name, p)
+        for owner in module.modules()
+        for name, p in owner._parameters.items()
+        if p is not None and id(p) in leaves
+    ]
+    for own, name, p in places:
+        own[name] = leaves[id(p)]  # type: ignore[assignment]
+    try:
+        yield sums
+    finally:
+        for own, name, p in places:
+            own[name] = p
+    for i, (total, p) in enumerate(zip(sums, parameters, strict=True)):
+        sums[i] = None if total is None else total.to(p.dtype)
+
+
+def is_row_wise(module: nn.Module, width: int) -> bool:
+    """Whether `module`, on meta, maps each row of `[1, tokens, width]` to a row of the same width independently.
+
+    The answer is derived from the operators that the module runs. A module that uses random numbers is not row-wise.
+    """
+    rows = torch.empty(1, ROWS, width, device="meta", dtype=next(module.parameters()).dtype)
+    try:
+        with torch.no_grad(), _RowWise() as watched:
+            out = module.forward(rows)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, AssertionError):
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == rows.shape and watched.holds and watched.matmuls > 1
+
+
+class _RowWise(TorchDispatchMode):
+    """Mode that checks whether all operators on row tensors keep the rows apart. Unknown operators fail the check."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.holds, self.matmuls = True, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs, outputs = (
+            [x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in ((args, kwargs or {}), out)
+        )
+        if any(_has_rows(x) for x in inputs):
+            self.holds &= all(_has_rows(x) for x in outputs) and _keeps_rows(func, args)
+            self.matmuls += _name(func) in MATMULS
+        return out
+
+
+def _has_rows(x: torch.Tensor) -> bool:
+    """Whether `x` consists of the `ROWS` rows of the test input."""
+    return ROWS in x.shape[:-1] and x.shape[:-1].numel() == ROWS
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
+
+
+def _keeps_rows(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the operator is known to compute each row independently."""
+    name = _name(func)
+    if name in MATMULS:  # only rows times weights, not rows times rows
+        return sum(_has_rows(x) for x in args if isinstance(x, torch.Tensor)) == 1
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return name in ROW_WISE or (torch.Tag.pointwise in func.tags and not random)

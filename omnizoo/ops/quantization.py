@@ -1,0 +1,196 @@
+"""Frozen weights quantized to 4 or 8 bits, in blocks of 64 numbers with one scale each, dequantized for each use.
+
+`nf4` is the data type of QLoRA (Dettmers et al., 2023): 16 values that are equally likely for normally distributed
+weights, times the largest magnitude of the block. `int8` has 255 evenly spaced values instead.
+
+Codes and scales are plain integer tensors, so FSDP2 shards and gathers them like any other parameter and does not cast
+them. Blocks run along dim 1, which no layout shards: linear layers are sharded along dim 0, experts along dim 0 or 2.
+Quantizing a shard therefore gives the shard of the quantized weight, and results do not depend on the layout.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from omnizoo.ops.torch_private import without_function_modes
+
+BLOCK = 64
+PIECE = 2**24  # numbers that are converted at a time, because the intermediate tensors are several times as large
+# The published values, as in bitsandbytes.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+PACKINGS = "_omnizoo_packings"  # name of the module attribute with a dict from weight name to `Packing`
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Nf4Table:
+    """The values of nf4 codes, cached on the device of the last use. A copy for each use would cause a host sync."""
+
+    values: torch.Tensor = field(default_factory=lambda: torch.tensor(NF4))
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the 16 values on `device`."""
+        if self.values.device != device:
+            self.values = torch.tensor(NF4, device=device)
+        return self.values
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Quantization format of a weight."""
+
+    kind: str  # nf4 or int8
+    shape: torch.Size  # of the full weight
+    dtype: torch.dtype  # of the dequantized weight
+    table: Nf4Table
+
+    @property
+    def shapes(self) -> tuple[list[int], list[int]]:
+        """The shapes of the full codes and scales."""
+        first, size, *rest = self.shape
+        blocks = -(-size // BLOCK)
+        return [first, blocks * BLOCK // (2 if self.kind == "nf4" else 1), *rest], [first, blocks, *rest]
+
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize `weight`, which may be a shard.
+
+        Returns:
+            The codes (uint8 or int8) and the scales (fp32 numbers, viewed as int32).
+        """
+        with without_function_modes():  # in float64 runs a mode replaces fp32 by float64, but scales must be fp32
+            parts = [self._pack(piece) for piece in weight.detach().split(_rows(weight))]
+            codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+        return codes, scales
+
+    def unpack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return the dequantized weight, or its shard if codes and scales are shards."""
+        shape = (codes.shape[0], self.shape[1], *codes.shape[2:])
+        weight = torch.empty(shape, dtype=self.dtype, device=codes.device)
+        rows = _rows(weight)
+        with without_function_modes():
+            for whole, *packed in zip(weight.split(rows), codes.split(rows), scales.split(rows), strict=True):
+                whole.copy_(self._unpack(*packed)[:, : self.shape[1]])
+        return weight
+
+    def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, size, *rest = weight.shape
+        weight = weight.float()
+        if missing := -size % BLOCK:
+            weight = torch.cat([weight, weight.new_zeros(first, missing, *rest)], 1)
+        blocks = weight.view(first, -1, BLOCK, *rest)
+        scales = blocks.abs().amax(2)
+        scaled = (blocks / scales.where(scales > 0, 1.0).unsqueeze(2)).view(weight.shape)
+        if self.kind == "int8":
+            return (scaled * 127).round().to(torch.int8), scales.view(torch.int32)
+        values = self.table.on(weight.device)
+        codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+        low, high = codes.chunk(2, 1)
+        return low | (high << 4), scales.view(torch.int32)
+
+    def _unpack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if self.kind == "int8":
+            scaled = codes.float() / 127
+        else:
+            values = self.table.on(codes.device)
+            scaled = torch.cat([values[half.int()] for half in (codes & 15, codes >> 4)], 1)
+        blocks = scaled.view(len(codes), -1, BLOCK, *codes.shape[2:])
+        return (blocks * scales.view(torch.float32).unsqueeze(2)).view(scaled.shape)
+
+
+def _rows(weight: torch.Tensor) -> int:
+    """Return the number of rows along dim 0 to convert at a time."""
+    return max(1, PIECE // max(1, weight[:1].numel()))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized weight that rows are multiplied by."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    packing: Packing
+    is_transposed: bool  # whether the weight is stored as [..., out_features, in_features], as in linear layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packing.dtype
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def whole(self) -> torch.Tensor:
+        """Return the dequantized weight, `[..., in_features, out_features]`."""
+        weight = self.packing.unpack(self.codes, self.scales)
+        return weight.transpose(-1, -2) if self.is_transposed else weight
+
+
+def multiply(rows: torch.Tensor, weight: Packed, by: Multiply) -> torch.Tensor:
+    """Return `by(rows, dequantized weight)`, where `by` is linear in `rows`.
+
+    Backward dequantizes the weight again, so that it is not kept in memory.
+    """
+    out: torch.Tensor = _Multiply.apply(rows, weight.codes, weight.scales, weight, by)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, weight: Packed, by: Multiply
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.packing, ctx.is_transposed, ctx.by = weight.packing, weight.is_transposed, by
+        return by(rows, weight.whole())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        codes, scales = ctx.saved_tensors
+        weight = Packed(codes, scales, ctx.packing, ctx.is_transposed)
+        return ctx.by(grad, weight.whole().transpose(-1, -2)), None, None, None, None
+
+
+# The functions below are about modules, in which the weight `<name>` is replaced by the parameters `<name>_codes` and
+# `<name>_scales`.
+
+
+def packed_names(own: str) -> tuple[str, str]:
+    """Return the names of the parameters with codes and scales of the weight `own`."""
+    return f"{own}_codes", f"{own}_scales"
+
+
+def packings_of(module: nn.Module) -> dict[str, Packing]:
+    """Return the packings of the quantized weights of `module`, without its submodules, by the name of the weight."""
+    found: dict[str, Packing] = vars(module).get(PACKINGS, {})
+    return found
+
+
+def own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and parameters of `module`, without its submodules.
+
+    For a quantized weight, an empty tensor on meta with the shape and dtype of the full weight is returned.
+    """
+    packings = packings_of(module)
+    for own, packing in packings.items():
+        yield own, torch.empty(packing.shape, dtype=packing.dtype, device="meta")
+    held = {name for own in packings for name in packed_names(own)}
+    yield from ((name, p) for name, p in module.named_parameters(recurse=False) if name not in held)
+
+
+def count_weights(model: nn.Module) -> int:
+    """Return the number of weights of `model`. Tied weights count once, quantized ones by their full shape."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for module in model.modules():
+        for own, packing in packings_of(module).items():
+            held = sum(module.get_parameter(name).numel() for name in packed_names(own))
+            total += packing.shape.numel() - held
+    return total

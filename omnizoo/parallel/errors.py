@@ -1,0 +1,43 @@
+"""Raise an error on all ranks if it occurs on any of them, so that no rank waits forever."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from omnizoo.config.errors import UserError
+from omnizoo.parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def sync_errors(mesh: Mesh, work: Callable[[], T], kind: type[Exception] = UserError) -> T:
+    """Run `work` and return its result. If it raises `kind` on any rank, all ranks raise the error of the lowest one.
+
+    Collective: all ranks must call it. `work` must not wait for other ranks before it raises.
+    """
+    error, result = None, None
+    try:
+        result = work()
+    except kind as caught:
+        error = caught
+    if mesh.sum([error is not None])[0]:
+        raise_first(mesh.from_first(mesh.gather(str(error) if error else None)), kind, error)
+    return result  # type: ignore[return-value]  # T may include None
+
+
+def raise_first(
+    messages: Iterable[str | None], kind: type[Exception] = UserError, cause: Exception | None = None
+) -> None:
+    """Raise the first message that is not None. `messages` has one entry per rank, None for ranks without an error."""
+    for message in messages:
+        if message is not None:
+            raise kind(message) from cause
+
+
+def first_different_rank(mesh: Mesh, value: Any) -> int | None:
+    """Return the lowest rank whose `value` differs from rank 0's, or None if all are equal.
+
+    All ranks return the same. Collective: all ranks must call it.
+    """
+    values = mesh.gather(value)
+    apart: int | None = mesh.from_first(next((rank for rank, own in enumerate(values) if own != values[0]), None))
+    return apart

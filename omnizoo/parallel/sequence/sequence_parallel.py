@@ -1,0 +1,157 @@
+"""Sequence parallelism: the ranks of a ring x Ulysses grid share the tokens of a pack.
+
+Each rank selects its tokens with `SequenceParallel.index` before the forward pass. Only attention and recurrent layers
+communicate: the model's attention interface calls the `SequenceParallel` object, and recurrent layers call its
+`convolve` and `carry`. All other layers process each token independently and need no change.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, product
+
+import torch
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans, Stretches
+from omnizoo.ops.attention.blocks import AttentionBlock, Blocks, TokenRun, block_between, blocks_of_stretches, fuse
+from omnizoo.ops.attention.packed import Boundaries, Pattern, packed_attention
+from omnizoo.ops.device import to_device
+from omnizoo.ops.linear_attention.recurrence import RecurrentInputs
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.sequence.recurrent_states import Recurrence
+from omnizoo.parallel.sequence.ring import Ring, repeat_kv, ring_attention
+from omnizoo.parallel.sequence.slicing import ring_runs, slice_tokens
+from omnizoo.parallel.sequence.ulysses import Exchange, GatherTokens, ScatterTokens, split_heads
+
+
+def visible_blocks(
+    q_runs: Sequence[Sequence[TokenRun]],
+    k_runs: Sequence[Sequence[TokenRun]],
+    causal: bool,
+    window: int | None,
+    own: bool,
+    mutual: Stretches | None = None,
+    beyond: int | None = None,
+) -> list[AttentionBlock]:
+    """Return the attention blocks between the queries of one ring rank and the keys of another.
+
+    Args:
+        q_runs: For each sample, the runs of tokens of the rank with the queries.
+        k_runs: For each sample, the runs of tokens of the rank with the keys.
+        causal: Whether tokens attend only to earlier tokens, apart from bidirectional tokens.
+        window: Number of tokens of sliding-window attention; None for full attention.
+        own: Whether both ranks are the same.
+        mutual: For each sample, the stretches of bidirectional tokens, which attend to each other.
+        beyond: Window that bidirectional tokens may look beyond; None if the window limits them, too.
+    """
+    blocks: list[AttentionBlock] = []
+    for number, (queries, keys) in enumerate(zip(q_runs, k_runs, strict=True)):
+        stretches = () if mutual is None else mutual[number]
+        added = [block for q, k in product(queries, keys) for block in blocks_of_stretches(q, k, stretches, beyond)]
+        if own and queries and (window is None or window >= queries[-1].position + queries[-1].length):
+            # Without a window only the order of tokens matters, so the gap between the runs can be ignored.
+            whole = TokenRun(queries[0].at, 0, sum(run.length for run in queries))
+            queries = keys = [whole]
+        pairs = [block for q, k in product(queries, keys) if (block := block_between(q, k, causal, window))]
+        if own:
+            # Each query attends to itself, so the diagonal blocks contain every query once. They are computed first.
+            diagonal = [b for b in pairs if (b.q0, b.q1) == (b.k0, b.k1)]
+            blocks += [replace(b, first=True) for b in diagonal] + [b for b in pairs if b not in diagonal] + added
+        else:
+            blocks += fuse(pairs + added)
+    return blocks
+
+
+class SequenceParallel:
+    """One packed micro-batch on the ranks that share it. `lengths` are the token counts of its samples, in order."""
+
+    def __init__(
+        self, mesh: Mesh, lengths: Sequence[int], overlap: bool, mutual: BidirectionalSpans | None = None
+    ) -> None:
+        layout = mesh.layout
+        self.mesh, self.lengths, self.overlap, self.mutual = mesh, lengths, overlap, mutual
+        self.ring, self.ulysses = layout.ring, layout.ulysses
+        self.ring_rank, self.ulysses_rank = divmod(mesh.sp_rank, layout.ulysses)
+        self.slices = slice_tokens(lengths, layout.ring, layout.ulysses)
+        self.tokens = [len(indices) for indices in self.slices]
+        self.index = torch.from_numpy(self.slices[mesh.sp_rank])  # [local tokens] token indices, on the host
+        cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        self.boundaries = Boundaries(to_device(cumulative, mesh.device), max(lengths, default=0), lengths)
+        self.runs = ring_runs(lengths, layout.ring)
+        self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # cache, by (causal, window)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sample."""
+        return self.boundaries.max_seqlen
+
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """Implementation of recurrent layers for this micro-batch."""
+        mesh = self.mesh
+        return Recurrence(mesh.group("sp"), mesh.sp_rank, self.slices, self.lengths, mesh.device, self.overlap)
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the causal convolution of this rank's tokens, see `Recurrence.convolve`. Collective."""
+        return self.recurrence.convolve(x, weight, bias)
+
+    def carry(self, steps: RecurrentInputs) -> torch.Tensor:
+        """Return the output of a recurrence for this rank's tokens, see `Recurrence.carry`. Collective."""
+        return self.recurrence.carry(steps)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        """Return the attention output for this rank's tokens, `[1, T, H, Dv]`. Collective.
+
+        `query` `[1, H, T, Dk]`, `key` `[1, KV, T, Dk]` and `value` `[1, KV, T, Dv]` contain all heads of these tokens.
+        """
+        if pattern.dropout > 0.0 and self.ring > 1:
+            raise UserError(
+                f"attention dropout {pattern.dropout} does not work with parallel.ring {self.ring}: set the model's "
+                f"attention_dropout to 0, or use ulysses {self.ring * self.ulysses} x ring 1"
+            )
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self.ulysses == 1:
+            return self._local(q, k, v, pattern, None).unsqueeze(0)
+        split = split_heads(q.shape[1], k.shape[1], self.ulysses)
+        first = self.ring_rank * self.ulysses
+        exchange = Exchange(
+            group=self.mesh.group("ulysses"),
+            axis="ulysses",
+            rank=self.ulysses_rank,
+            tokens=self.tokens[first : first + self.ulysses],
+            overlap=self.overlap,
+        )
+        if pattern.sinks is not None:
+            pattern = replace(pattern, sinks=pattern.sinks[slice(*split.heads[self.ulysses_rank])])
+        ranges = (split.heads, split.kv_heads, split.kv_heads)
+        q, k, v = GatherTokens.apply(exchange, ranges, q, k, v)  # type: ignore[no-untyped-call]
+        own = self._local(q, k, v, pattern, split.kv_repeats(self.ulysses_rank))
+        out: torch.Tensor = ScatterTokens.apply(exchange, split, own)  # type: ignore[no-untyped-call]
+        return out.unsqueeze(0)
+
+    def _local(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, kv_repeats: list[int] | None
+    ) -> torch.Tensor:
+        """Return the attention output for all tokens of this ring rank and the heads of this Ulysses rank."""
+        if self.ring > 1:
+            tokens = [sum(self.tokens[i * self.ulysses : (i + 1) * self.ulysses]) for i in range(self.ring)]
+            blocks = self._blocks(pattern.causal, pattern.window)
+            ring = Ring(self.mesh.group("ring"), self.ring_rank, tokens, blocks, kv_repeats)
+            return ring_attention(q, k, v, ring, pattern)
+        k, v = repeat_kv(k, kv_repeats), repeat_kv(v, kv_repeats)
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        return packed_attention(query, key, value, self.boundaries, pattern, self.mutual)[0]
+
+    def _blocks(self, causal: bool, window: int | None) -> list[Blocks]:
+        """Return, for each ring rank, the blocks between this rank's queries and that rank's keys.
+
+        The runs of all ranks follow from the sample lengths, so no communication is needed.
+        """
+        if (causal, window) not in self.blocks:
+            own = self.runs[self.ring_rank]
+            mutual = self.mutual if self.mutual and self.mutual.counts(causal, window) else None
+            told = (mutual.stretches, mutual.beyond(window)) if mutual else ()
+            visible = [visible_blocks(own, runs, causal, window, runs is own, *told) for runs in self.runs]
+            self.blocks[causal, window] = [Blocks(blocks, self.mesh.device) for blocks in visible]
+        return self.blocks[causal, window]

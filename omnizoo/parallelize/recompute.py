@@ -1,0 +1,190 @@
+"""Activation recomputation per block.
+
+The mode can change during training, and the cost of each mode can be measured.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from omnizoo.config.schema import Config
+from omnizoo.models.component_settings import ComponentSettings
+from omnizoo.models.recipe import ModelFacts
+from omnizoo.ops.compiled_blocks import Compiled
+from omnizoo.ops.device import is_host
+from omnizoo.ops.memory.block_costs import Meter
+from omnizoo.ops.memory.offload import Offload
+from omnizoo.ops.precision import keep_precision
+from omnizoo.ops.torch_private import Recomputation, both, tree_leaves, tree_map_only
+from omnizoo.parallel.mesh import Mesh
+
+MODES = ("none", "selective", "full")  # from most to least memory for activations
+EXPENSIVE = ("mm", "attention", "attn")
+
+
+class Switch:
+    """The forward of a block, with a recompute mode.
+
+    It is set on the instance, so it runs inside the module's hooks: FSDP gathers weights before recomputation needs
+    them.
+    """
+
+    def __init__(
+        self, block: nn.Module, mode: str | None, precision: str, recomputation: Recomputation, offload: Offload | None
+    ) -> None:
+        self.mode = mode or "full"
+        self.is_chosen = mode is None  # a memory budget chooses the mode
+        self.kind = (type(block).__name__, tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
+        self.measured: dict[str, Meter] | None = None  # by mode; None: costs are not being measured
+        self._forward, self._precision, self._recomputation = block.forward, precision, recomputation
+        self._eager = self._forward.eager if isinstance(self._forward, Compiled) else self._forward
+        self._moving = nullcontext if offload is None else partial(offload.moving, block)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.measured is not None and not self.measured:
+            with torch.compiler.set_stance("force_eager"):  # a graph hides its operators, and saves no more
+                self._measure(self.measured, args, kwargs)
+        forward = self._forward.chosen() if isinstance(self._forward, Compiled) else self._forward
+        # In a compiled graph, the compiler keeps matmuls and recomputes what is between them. torch does not support
+        # selective recomputation around a graph, nor inside a graph with breaks.
+        by_compiler = forward is not self._eager and self.mode == "selective"
+        return self._run("none" if by_compiler else self.mode, forward, args, kwargs)
+
+    def _run(self, mode: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if mode == "none":
+            with self._moving():
+                return forward(*args, **kwargs)
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            first, again = self._recomputation.contexts(_keep_expensive if mode == "selective" else None)
+            # Backward does not run under the precision mode of the forward pass.
+            return first, both(again, keep_precision(self._precision))
+
+        with self._moving():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def _measure(self, found: dict[str, Meter], args: Any, kwargs: Any) -> None:
+        def entering(x: torch.Tensor) -> torch.Tensor:  # a leaf with gradient, like the output of the previous block
+            return x.detach().requires_grad_() if x.is_floating_point() else x
+
+        args, kwargs = tree_map_only(torch.Tensor, entering, (args, kwargs))
+        device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        with torch.no_grad():
+            self._eager(*args, **kwargs)  # warm up: gather weights inside, load kernels
+        for mode in MODES:
+            if mode == "selective" and self._forward is not self._eager:
+                found[mode] = found["none"]
+                continue
+            meter = Meter(device, is_expensive, lambda: self._recomputation.is_aside)
+            with torch.enable_grad(), meter:
+                out = self._run(mode, self._eager, args, kwargs)
+            meter.settle()
+            found[mode] = meter
+            del out
+
+
+def recompute(
+    block: nn.Module,
+    mode: str | None,
+    precision: str,
+    recomputation: Recomputation,
+    offload: Offload | None = None,
+) -> None:
+    """Recompute the block's activations in backward, and offload saved activations to the CPU if `offload` is set.
+
+    Args:
+        block: The block; its forward is replaced.
+        mode: `full` recomputes all activations. `selective` keeps the results of matmuls, attention and all-to-alls.
+            `none` keeps all of them. None: a memory budget chooses the mode later; until then it is `full`.
+        precision: The precision of the run.
+        recomputation: State that the blocks of the model share.
+        offload: CPU offload of activations.
+    """
+    if mode != "none" or offload is not None:
+        block.forward = Switch(block, mode, precision, recomputation, offload)
+
+
+def switches(model: nn.Module) -> dict[str, Switch]:
+    """Return the switches whose mode a memory budget chooses, by block name, in order of execution."""
+    found = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    return {name: switch for name, switch in found.items() if isinstance(switch, Switch) and switch.is_chosen}
+
+
+def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
+    """Set the recompute modes of blocks, by name."""
+    for name, switch in switches(model).items():
+        switch.mode = modes[name]
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[dict[Any, dict[str, Meter]]]:
+    """Context manager: measure the first block of each kind during forward passes. Yields costs by kind and mode."""
+    found: dict[Any, dict[str, Meter]] = {}
+    first: dict[Any, Switch] = {}
+    for switch in switches(model).values():
+        first.setdefault(switch.kind, switch)
+    for kind, switch in first.items():
+        switch.measured = found[kind] = {}
+    try:
+        yield found
+    finally:
+        for switch in first.values():
+            switch.measured = None
+
+
+def gather_aside(unit: nn.Module, recomputation: Recomputation) -> None:
+    """Exclude the FSDP hooks of `unit`, which is inside a block, from selective recomputation.
+
+    The hooks run different operators in the forward pass and in its recomputation, so operators could not be matched.
+    """
+
+    def begin(*_: Any) -> None:
+        recomputation.is_aside = True
+
+    def end(*_: Any) -> None:
+        recomputation.is_aside = False
+
+    unit.register_forward_pre_hook(begin, prepend=True)  # before FSDP's hook
+    unit.register_forward_pre_hook(end)
+    unit.register_forward_hook(begin, prepend=True)
+    unit.register_forward_hook(end)
+
+
+def is_expensive(op: torch._ops.OpOverload) -> bool:
+    """Whether selective recomputation keeps the result of the operator."""
+    return any(part in op.name() for part in EXPENSIVE) or op is torch.ops.c10d.alltoall_base_.default
+
+
+def _keep_expensive(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_expensive(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+log = logging.getLogger(__name__)
+
+
+def recompute_blocks(
+    model: nn.Module,
+    facts: ModelFacts,
+    treatments: ComponentSettings,
+    mesh: Mesh,
+    config: Config,
+    recomputation: Recomputation,
+) -> None:
+    """Set the recompute mode of every block, and offload activations if `parallel.offload` contains them."""
+    parallel = config.parallel
+    offload = None
+    if "activations" in parallel.offload:
+        offload = Offload(mesh.device, len(facts.blocks), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if parallel.offload and is_host(mesh.device):
+        log.warning("parallel.offload has no effect on CPU")
+    default = parallel.recompute if isinstance(parallel.recompute, str) else None
+    for name in facts.blocks:
+        mode = treatments.of(name).recompute or default
+        recompute(model.get_submodule(name), mode, config.train.precision, recomputation, offload)

@@ -1,0 +1,82 @@
+"""Divide a model into FSDP units, and set their prefetch order."""
+
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.schema import Config
+from omnizoo.modalities.frozen_tokenizer import frozen_tokenizers
+from omnizoo.models.adapters.quantized_base import quantize_base
+from omnizoo.models.hf_private import count_owners, kept_in_fp32, text_embedding
+from omnizoo.models.media.media_model import MediaModel
+from omnizoo.models.recipe import ModelFacts
+from omnizoo.ops.torch_private import Recomputation
+from omnizoo.parallel.experts import shard_experts
+from omnizoo.parallel.fsdp.shard import Units, offload_policy, precision_policy, prefetch, shard
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallelize.memory import memory_per_rank, reshards
+from omnizoo.parallelize.recompute import gather_aside
+
+
+def shard_units(
+    model: nn.Module, facts: ModelFacts, media: MediaModel, mesh: Mesh, config: Config, recomputation: Recomputation
+) -> None:
+    """Wrap experts, blocks, embedding, head and the remaining modules with FSDP2, and set their prefetch order."""
+    precision = config.train.precision
+    policy = precision_policy(precision)
+    host_policy = offload_policy(mesh.device, "parameters" in config.parallel.offload)
+    reshard = reshards(model, config, memory_per_rank(mesh))
+    quantize_base(model, facts.experts)
+    expert_units = shard_experts(
+        [model.get_submodule(name) for name in facts.experts], mesh, reshard, policy, host_policy
+    )
+    for unit in expert_units:
+        gather_aside(unit, recomputation)
+    # Frozen tokenizers are replicated: they are small, and their codes must not depend on the run's precision.
+    replicated = [p for module in frozen_tokenizers(model).values() for p in module.parameters()]
+    if precision == "bf16":
+        replicated += kept_in_fp32(model).values()
+    embedding, head = ends_of(model)
+    blocks = [model.get_submodule(name) for name in facts.blocks]
+    idle = [model.get_submodule(name) for name in media.idle]
+    shard(model, Units(blocks, embedding, head, replicated, idle), mesh, reshard, policy, host_policy)
+    if mesh.layout.ep > 1:
+        prefetch_experts(model, facts, expert_units)
+
+
+def prefetch_experts(model: nn.Module, facts: ModelFacts, expert_units: Collection[nn.Module]) -> None:
+    """Prefetch the experts of the next block.
+
+    Chains of blocks without experts have no host sync, so they need no explicit prefetch.
+    """
+    for chain in chains(facts.blocks):
+        units = []
+        for block in map(model.get_submodule, chain):
+            units.append([block, *(module for module in block.modules() if module in expert_units)])
+        if any(len(units_of_block) > 1 for units_of_block in units):
+            prefetch(units)
+
+
+def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the embedding and the head of a language model if they are plain layers with untied weights, else None.
+
+    They are the largest layers and needed only at the start and the end. Tied ones are needed together, so they belong
+    to the root unit.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None, None
+    owners = count_owners(model)
+
+    def alone(module: Any, kind: type[nn.Module]) -> nn.Module | None:
+        is_plain = isinstance(module, kind) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+        return module if is_plain and all(owners[id(p)] == 1 for p in module.parameters()) else None
+
+    return alone(text_embedding(model), nn.Embedding), alone(model.get_output_embeddings(), nn.Linear)
+
+
+def chains(blocks: Sequence[str]) -> list[list[str]]:
+    """Group the names of blocks by the module list that contains them. Blocks of a list run in sequence."""
+    return [list(names) for _, names in groupby(blocks, lambda name: name.rpartition(".")[0])]

@@ -1,0 +1,94 @@
+"""Advice for a step that does not fit in memory: dry runs of config changes that may help, and the best of them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.parallel.layout import plan_layout
+from omnizoo.planning.dry_run import Place, Result, simulate
+from omnizoo.planning.memory_tracker import GRADIENTS
+
+TILE = 8192  # tokens; enough for matmuls to run at full speed
+MARGIN = 0.1  # fraction of memory for the driver, buffers of collectives, workspaces of kernels, and fragmentation
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changes of the config that reduce the peak memory."""
+
+    changes: dict[str, Any]  # config keys and their new values
+    peak: int  # bytes at the peak with these changes
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key}: {str(value).lower()}" for key, value in self.changes.items())
+
+
+def room(place: Place) -> int:
+    """Return the bytes of device memory that a step may use."""
+    return int(place.device.memory_gb * 2**30 * (1 - MARGIN))
+
+
+def advise(config: Config, place: Place, result: Result, say: Callable[[str], None]) -> list[Advice]:
+    """Find the change that saves most memory and, if that is not enough, the best second change in addition.
+
+    Args:
+        config: The config that does not fit.
+        place: The simulated rank and device.
+        result: Result of the dry run of `config`.
+        say: Called with a progress message before each dry run.
+    """
+    changes: dict[str, Any] = {}
+    advice: list[Advice] = []
+    for _ in range(2):
+        tried = []
+        for change in possible(changed(config, changes), place, result):
+            say(f"trying {Advice(changes | change, 0)}")
+            try:
+                peak = simulate(changed(config, changes | change), place).peak.bytes
+            except UserError:  # the model does not support this layout
+                continue
+            tried.append(Advice(changes | change, peak))
+        best = min(tried, key=lambda each: each.peak, default=None)
+        if best is None or best.peak >= (advice[-1].peak if advice else result.peak.bytes):
+            return advice
+        advice.append(best)
+        if best.peak <= room(place):
+            return advice
+        changes = best.changes
+    return advice
+
+
+def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str, Any]]:
+    """Yield the changes of config keys that may reduce the peak memory."""
+    parallel, train = config.parallel, config.train
+    layout = plan_layout(parallel, place.world)
+    if parallel.recompute != "full":
+        yield {"parallel.recompute": "full"}
+    if parallel.tile_tokens is None and config.data.pack_tokens * train.micro_batch > 2 * TILE * layout.sp:
+        yield {"parallel.tile_tokens": TILE}
+    if parallel.reduce_each_micro_batch is False and result.micro_batches > 1 and result.peak.parts[GRADIENTS]:
+        yield {"parallel.reduce_each_micro_batch": True}
+    if parallel.reshard_after_forward is False:
+        yield {"parallel.reshard_after_forward": True}
+    if train.micro_batch > 1:
+        yield {"train.micro_batch": 1}
+    if layout.dp_replicate > 1:
+        yield {"parallel.dp_replicate": 1}
+    for axis in ("ulysses", "ring"):
+        if layout.dp_shard % 2 == 0:
+            yield {f"parallel.{axis}": getattr(parallel, axis) * 2} | (
+                {} if parallel.dp_shard == -1 else {"parallel.dp_shard": layout.dp_shard // 2}
+            )
+    if layout.ep > 1 and layout.ep_shard % 2 == 0:
+        yield {"parallel.ep": layout.ep * 2}
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """Return `config` with the values of `changes`, whose keys are `section.name`."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return config.changed(**sections)

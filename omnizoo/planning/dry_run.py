@@ -1,0 +1,304 @@
+"""A dry run: the real training step of a config, for one rank of a simulated world, on a simulated device."""
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.balancing.balancer import Balancer
+from omnizoo.balancing.batch import Batch
+from omnizoo.balancing.prefetch import next_step
+from omnizoo.balancing.step_data import StepData
+from omnizoo.checkpoint.resume import StartingPoint
+from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.load import NO_DATA
+from omnizoo.config.schema import Config
+from omnizoo.config.sections.base import SubmoduleSettings
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.data.loading.lane_stream import LoadedStep
+from omnizoo.data.loading.loader import build_loader
+from omnizoo.data.packing.pack import Pack
+from omnizoo.data.token_fields import make_columns
+from omnizoo.modalities.build import BUILDING_ERRORS
+from omnizoo.models.build import build_model, check_vocabulary
+from omnizoo.models.read_config import load_tokenizer
+from omnizoo.models.weights.random_init import initial_weights
+from omnizoo.ops.torch_private import replaced
+from omnizoo.parallel.fsdp.fill import fill
+from omnizoo.parallel.mesh import build_mesh
+from omnizoo.parallel.process import fake_process_group
+from omnizoo.parallelize.memory import reshards, saved_bytes
+from omnizoo.planning.devices import Device
+from omnizoo.planning.fake_device import FakeDevice, Sync, passes_on, short_name
+from omnizoo.planning.memory_tracker import MemoryTracker, Peak, Timeline
+from omnizoo.planning.op_counter import Kernel
+from omnizoo.planning.stand_ins import stand_ins
+from omnizoo.planning.traffic import Collective, Traffic
+from omnizoo.training.objective import LossTerm
+from omnizoo.training.optimizers.schedule import learning_rate
+from omnizoo.training.recompute_budget import apply_recompute_budget
+from omnizoo.training.setup import TrainingSetup, build_bundle, resolve_precision, set_up_training
+from omnizoo.training.step import train_step
+
+LOOKED_AT = 16  # packs that are read to find the costliest
+MOST_RUN = 3  # micro-batches that are run: the first, the last, and one that represents all others
+
+
+@dataclass(frozen=True)
+class Place:
+    """The simulated rank, world and device of a dry run."""
+
+    world: int  # world size
+    rank: int
+    device: Device
+    imbalance: float = 1.0  # rows that this rank's experts receive / rows with balanced routing
+    rounded: bool = True  # whether sizes are rounded up, as by allocators of accelerators
+
+
+@dataclass(frozen=True)
+class Result:
+    """Measurements of one step on one rank."""
+
+    layout: str
+    recompute: str  # description of the recomputed blocks
+    host: int  # peak of offloaded bytes in host memory
+    peak: Peak
+    timeline: Timeline
+    collectives: dict[Collective, tuple[int, int]]  # number of calls and bytes
+    syncs: dict[Sync, int]  # number of host syncs
+    kernels: dict[Kernel, tuple[int, int]]  # matmuls and attention of this rank: number of calls and FLOPs
+    guessed: list[str]  # lines that read a value which only a real device could provide
+    launched: int  # number of operators launched on the device
+    moved: int  # bytes that operators other than matmuls and attention read and write
+    attention: float  # FLOPs of attention on all ranks, forward and backward
+    flops: float  # FLOPs of all ranks
+    parameters: int
+    checkpoint: int  # bytes of a checkpoint on disk
+    tokens: int  # tokens of all ranks
+    micro_batches: int
+    data: str  # description of the packs
+    seconds: float  # duration of the dry run
+
+
+@dataclass(frozen=True)
+class FixedPacks:
+    """Replacement for a loader, which returns the same packs in every step."""
+
+    packs: Sequence[Pack]
+    said: str  # description of the packs, for the user
+
+    def next_step(self) -> LoadedStep:
+        return LoadedStep(list(self.packs))
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+def simulate(config: Config, place: Place) -> Result:
+    """Run two steps of `config` on a simulated device, and return the measurements of the second.
+
+    The first step is not measured, because it starts without optimizer state.
+    """
+    started = time.perf_counter()
+    # Fake tensors cannot be compiled. Eager blocks keep at least as many activations as compiled ones.
+    config = config.without_cache().changed(train={"compile": False})
+    config = config.model_copy(update={"model": without_weights(config.model)})
+    learning_rate(config.train, 1)
+    pretended = FakeDevice()
+    ledger = MemoryTracker(pretended.device, place.rounded)
+    with ExitStack() as stack:
+        process = stack.enter_context(fake_process_group(place.rank, place.world, pretended.device))
+        host = stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
+        ledger.see_on_host = host.see
+        config = resolve_precision(config, pretended.device)
+        mesh = build_mesh(config, process)
+        bundle = build_bundle(config, tokenizer_required=False)
+        model = bundle.model
+        parameters = sum(p.numel() for p in model.parameters())
+        checkpoint = saved_bytes(model, config)
+        ledger.vocabulary = vocabulary_of(model)
+        media = bundle.media
+        stack.enter_context(traced(pretended))
+        stack.enter_context(pretended.running())
+        stack.enter_context(ledger.watching())
+        move_buffers(model, pretended.device)
+        reshard = reshards(model, config, int(place.device.memory_gb * 2**30))
+        config = config.changed(parallel={"reshard_after_forward": reshard})
+        bundle = replace(bundle, config=config)
+        new_run = StartingPoint(run="", checkpoint=None)
+        setup = set_up_training(bundle, mesh, new_run, fill=lambda sharded: fill_sizes(sharded, config))
+        assert setup.optimizer is not None
+        drawn = draw(config, model, setup.balancer, media)
+        data = next_step(drawn, setup.balancer)  # type: ignore[arg-type]  # has the methods of a loader that are used
+        recompute = apply_recompute_budget(setup.objective, data, None, int(place.device.memory_gb * 2**30))
+        stack.enter_context(ledger.following(model, setup.optimizer))
+        count, sent, syncs, calls, flops, launched, moved = run_steps(
+            setup, data, pretended, ledger, place.device.per_node
+        )
+        return Result(
+            layout=str(mesh.layout),
+            recompute=recompute,
+            host=host.peak,
+            peak=ledger.peak(),
+            timeline=ledger.timeline(),
+            collectives={one: (count[one], sent[one]) for one in count},
+            syncs=dict(syncs),
+            kernels={kernel: (calls[kernel], flops[kernel]) for kernel in calls},
+            guessed=sorted(pretended.guessed),
+            launched=launched.total(),
+            moved=moved.total(),
+            attention=sum(setup.balancer.pack_cost.attention(pack) for pack in drawn.packs),
+            flops=data.totals.flops,
+            parameters=parameters,
+            checkpoint=checkpoint,
+            tokens=data.tokens,
+            micro_batches=len(data.micro_batches),
+            data=drawn.said,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def run_steps(
+    setup: TrainingSetup, data: StepData, device: FakeDevice, ledger: MemoryTracker, ranks_per_node: int
+) -> list[Counter[Any]]:
+    """Train two steps, and return the counters of the second one.
+
+    At most `MOST_RUN` micro-batches are run. The counts of the one before the last are added for each that is left out.
+    """
+    assert setup.optimizer is not None
+    terms = setup.objective.terms
+    counters: list[Counter[Any]] = []  # counters of the current step
+    starts: list[list[Counter[Any]]] = []  # copies of the counters before each micro-batch
+
+    def watched(batch: Batch) -> list[LossTerm]:
+        """Copy the counters, then compute the losses.
+
+        Hooks on the model would not work, because a loss may run the model several times in a micro-batch.
+        """
+        starts.append([Counter(counter) for counter in counters])
+        return terms(batch)
+
+    for step, num_micro_batches in ((1, 1), (2, MOST_RUN)):
+        device.syncs.clear()
+        traffic = Traffic(setup.mesh, ranks_per_node)
+        ledger.begin_step(traffic)
+        work = ledger.work
+        counters = [traffic.calls, traffic.bytes, device.syncs, work.calls, work.flops, work.launched, work.moved]
+        with replaced((setup.objective, "terms", watched)):
+            part = replace(data, micro_batches=data.micro_batches[:num_micro_batches])
+            train_step(setup.objective, setup.optimizer, part, step)
+        ledger.end_step(setup.model)
+    left_out = len(data.micro_batches) - MOST_RUN
+    if left_out <= 0:
+        return counters
+    *_, before, after = starts
+    return [
+        Counter({key: total[key] + left_out * (b[key] - a[key]) for key in total})
+        for total, a, b in zip(counters, before, after, strict=True)
+    ]
+
+
+def without_weights(model: ModelSection) -> ModelSection:
+    """Return the section of the same model, changed so that only config.json is read, and no weights."""
+
+    def changed(part: SubmoduleSettings | ModelSection) -> dict[str, Any]:
+        return {"path": None, "config": part.path} if part.path else {}
+
+    updates = changed(model)
+    if model.foundation is not None:
+        updates["foundation"] = model.foundation.model_copy(update=changed(model.foundation))
+    updates["modalities"] = {
+        name: modality.model_copy(
+            update={
+                role: part.model_copy(update=changed(part))
+                for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder))
+                if part is not None
+            }
+        )
+        for name, modality in model.modalities.items()
+    }
+    return model.model_copy(update=updates)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers that a constructor computed on the host to `device`.
+
+    FSDP would move them in place, which fake tensors do not support.
+    """
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
+
+
+def fill_sizes(model: nn.Module, config: Config) -> None:
+    """Fill saved integer buffers, such as strides, with their initial values, because shapes depend on them."""
+    saved = set(model.state_dict())
+    sizes = {name for name, buffer in model.named_buffers() if name in saved and not buffer.is_floating_point()}
+    construct = partial(build_model, config.model, config.train.precision)
+    fill(model, initial_weights(construct, config.train.seed, sizes))
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return the width of the logits, or 0 if the model has no output embeddings."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    weight = getattr(head, "weight", None)
+    return 0 if weight is None else int(weight.shape[0])
+
+
+def draw(config: Config, model: nn.Module, balancer: Balancer, media: dict[str, Any]) -> FixedPacks:
+    """Return the packs of a step: the costliest among the first packs of the data.
+
+    If no data can be read, each pack is a text of `data.pack_tokens` tokens.
+    """
+    count = config.train.packs_per_step
+    each = count // balancer.mesh.layout.dp
+    try:
+        if config.data.sources[0].path == NO_DATA:
+            raise UserError("the config has no data.sources")
+        packs = read_packs(config, model, media)
+        packs.sort(key=lambda pack: -balancer.pack_cost.with_media(pack))
+        worst = packs[:each]
+        said = f"the {len(worst)} costliest of the first {len(packs)} packs of data.sources"
+    except UserError as error:
+        tokens = config.data.pack_tokens
+        columns = make_columns(input_ids=np.zeros(tokens), labels=np.zeros(tokens))
+        worst = [Pack(0, columns, [tokens], ["text"])]
+        said = f"one text of {tokens:,} tokens per pack, since no data can be read: {error}"
+    filled = [replace(pack, index=i) for i, pack in enumerate(islice(cycle(worst), count))]
+    return FixedPacks(filled, said)
+
+
+def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[Pack]:
+    """Return the first packs of the data, at most `LOOKED_AT`, without dummy packs."""
+    tokenizer = load_tokenizer(config.model)
+    check_vocabulary(model, tokenizer)
+    few = config.changed(train={"packs_per_step": LOOKED_AT, "epochs": None}, data={"workers": 0, "lanes": 1})
+    loader = build_loader(few, tokenizer, 0, 1, **media)
+    try:
+        return [pack for pack in loader.next_step().packs if not pack.is_dummy]
+    finally:
+        loader.close()
+
+
+@contextmanager
+def traced(device: FakeDevice) -> Iterator[None]:
+    """Context manager: turn an error of a traced operator into a `UserError` that names the operator and the line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BUILDING_ERRORS as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not passes_on(frame.filename)]
+        at = short_name(frames[-1].filename, frames[-1].lineno or 0) if frames else "an unknown line"
+        raise UserError(f"model: cannot be traced: {device.operator} at {at}: {named_line(error)}") from error

@@ -1,0 +1,392 @@
+"""A simulated device, whose tensors have shapes, dtypes and lifetimes, but no memory. Tensors on the host are real.
+
+The real training step runs on it as on an accelerator, including the kernels for accelerators. Host syncs are counted:
+reads of a value, shapes that depend on values, and copies that are not asynchronous. Small integer tensors that come
+from the host (ids, boundaries of samples, sizes of grids) keep their values, so that shapes that depend on them are
+correct.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import omnizoo
+from omnizoo.ops import torch_private
+from omnizoo.ops.device import PLANNED
+from omnizoo.ops.torch_private import (
+    DEVICE_OF,
+    FakeTensor,
+    FakeTensorMode,
+    register_device,
+    replaced,
+    storage_key,
+    tensors_made_on_host,
+    tree_leaves,
+    tree_map_only,
+    written_arguments,
+)
+from omnizoo.parallel import collective_counter
+
+MOST_KNOWN, MOST_FRACTIONS = 2**22, 64  # largest number of elements whose values are kept: of integers, and of floats
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+FILLED = {"arange", "zeros", "ones", "full"}  # operators without tensor arguments whose result has known values
+COPIES = ("_to_copy", "copy_", "to")
+READS = {"_local_scalar_dense", "equal", "is_nonzero"}
+SHAPED_BY_VALUES = {
+    "nonzero",
+    "nonzero_numpy",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "repeat_interleave",
+    "bincount",
+}
+FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # single kernels on accelerators, decomposed elsewhere
+BACKWARD = "torch's backward"  # the caller of operators that no line of Python calls
+_TORCHS_TENSOR = torch.tensor
+PACKAGE, PLANNING, TORCH = (str(Path(module).parent) for module in (omnizoo.__file__, __file__, torch.__file__))
+
+
+class Stream(torch.cpu.Stream):
+    """The only stream of the simulated device. Work on it is always complete."""
+
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]  # that of torch.cpu returns None
+        return torch.cpu.Event()
+
+
+class DeviceModule:
+    """The functions of a device module, such as `torch.cuda`, that torch and FSDP call."""
+
+    Stream: ClassVar[type] = Stream
+    Event: ClassVar[type] = torch.cpu.Event
+    the_stream = Stream()
+
+    @staticmethod
+    def is_available() -> bool:
+        return False  # so that no code selects the simulated device to run on
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def set_device(device: object) -> None:
+        pass
+
+    @staticmethod
+    def current_stream(device: object = None) -> object:
+        return DeviceModule.the_stream
+
+    @staticmethod
+    def stream(stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        pass
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]  # without it, recomputation in backward crashes
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A line of code that causes a host sync."""
+
+    where: str  # file:line, in OmniZoo if any caller is there
+    function: str  # function that contains the line
+    kind: str  # `value` (read), `shape` (depends on values), `to_host` or `to_device` (synchronous copies)
+    detail: str  # the operator, and the line of another library that called it
+
+
+class FakeDevice(FakeTensorMode):
+    """Mode in which tensors on `device` are fake.
+
+    `syncs` counts host syncs. `guessed` counts reads of values that only a real device could provide, for which 1 is
+    returned.
+    """
+
+    def __init__(self) -> None:
+        register_device(PLANNED, DeviceModule(), FUSED)
+        super().__init__(allow_non_fake_inputs=True)
+        self.device = torch.device(PLANNED, 0)
+        self.syncs: Counter[Sync] = Counter()
+        self.guessed: Counter[str] = Counter()
+        self.operator = ""  # name of the last operator, for messages
+        self._known = WeakTensorKeyDictionary()  # fake tensor -> its values, as a tensor on the host
+        # Known values that were overwritten by unknown ones, by storage. They are kept alive, so that no other storage
+        # gets the same key.
+        self._spoiled: dict[int, torch.Tensor] = {}
+        self._has_weights_on_host = False
+        self._depth = 0  # nesting depth of operators
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager: enter the mode, and replace the functions of torch that bypass dispatch modes."""
+        with (
+            replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
+            # FSDP calls it if weights were gathered for the backward pass of a frozen component, which has none.
+            replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
+            # A function mode would be called for every attribute of every tensor, and take half of the time of a plan.
+            replaced((torch, "tensor", self._tensor)),
+            tensors_made_on_host(),
+            self,
+        ):
+            yield
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """Return the values of a tensor as nested lists, as `tolist` does. Counts a host sync."""
+        if tensor.device.type == PLANNED:
+            self.wait("value", "tolist")
+        return self._on_host(tensor).tolist()
+
+    def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Replacement for `torch.tensor`, which reads the values of tensors in a list without dispatch modes."""
+        if isinstance(data, list | tuple):
+            data = tree_map_only(FakeTensor, self.read, data)
+        return _TORCHS_TENSOR(data, *args, **kwargs)
+
+    def wait(self, kind: str, operator: str) -> None:
+        """Count a host sync at the line that called the operator."""
+        if self._depth:  # inside another operator, whose host sync is counted
+            return
+        where, function, caller = _caller()
+        self.syncs[Sync(where, function, kind, operator if caller == where else f"{operator} at {caller}")] += 1
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device
+        if func.namespace == "prim":  # queries the layout of a tensor
+            return super().dispatch(func, types, args, kwargs or {})
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if any(type(x) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for x in tensors):
+            return NotImplemented  # DTensor calls the operator again on its local tensors
+        if not self._depth:
+            self.operator = str(func)
+        name = func._schema.name.removeprefix("aten::")
+        target = kwargs.get("device")
+        if name == "empty_like" and args[0].device.type == "meta" and target is not None and target.type == "cpu":
+            # Weights that are offloaded to the host are fake, too.
+            self._has_weights_on_host = True
+            return FakeTensor(self, func(args[0], **{**kwargs, "device": args[0].device}), target)
+        is_real = not any(isinstance(x, FakeTensor) for x in tensors)
+        if is_real and (target is None or torch.device(target).type != PLANNED):
+            return func(*args, **kwargs)
+        result = self._without_kernel(name, func, args, kwargs, tensors)
+        return self._run(name, func, types, args, kwargs, tensors) if result is None else result
+
+    def _without_kernel(
+        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Return the result of an operator that needs values, or that torch cannot run on fake tensors; else None."""
+        if name in COPIES:
+            source, to = args[name == "copy_"], torch.device(kwargs.get("device") or args[0].device)
+            if source.device.type == PLANNED and to.type == "cpu":
+                return self._to_host(name, source, args, kwargs)
+            if source.device.type == "cpu" and to.type == PLANNED and not _is_asynchronous(name, args, kwargs):
+                self.wait("to_device", name)
+        if name in READS:
+            self.wait("value", name)
+            return func(*(self._on_host(x) for x in tensors))
+        if name == "_grouped_mm" and tensors[0].dtype != torch.bfloat16:
+            # The fake implementation in torch 2.13 accepts bf16 only, although the kernels support fp32 and fp16.
+            with self._within():
+                half = func(*(x.to(torch.bfloat16) if i < 2 else x for i, x in enumerate(args)), **kwargs)
+                return half.to(tensors[0].dtype)
+        masks = [x for x in args[1] if _is_mask(x)] if name in INDEXING else []
+        if masks or (name in SHAPED_BY_VALUES and kwargs.get("output_size") is None):
+            self.wait("shape", name)
+        if masks and all(self.values_of(mask) is not None for mask in masks):
+            return self._by_mask(func, args, kwargs)
+        return None
+
+    def _run(
+        self, name: str, func: Any, types: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Run an operator on fake tensors, and on their values if these are known."""
+        known = self._compute(name, func, args, kwargs, tensors)
+        if known is not None and name in SHAPED_BY_VALUES:
+            with self._within():
+                return tree_map_only(torch.Tensor, lambda x: x.to(self.device), known)
+        if not any(isinstance(x, FakeTensor) for x in tensors):
+            args, kwargs = tree_map_only(torch.Tensor, self.from_tensor, (args, kwargs))
+        with self._deeper():
+            result = super().dispatch(func, types, args, kwargs)
+        if name == "copy_" and args[0].shape == args[1].shape:
+            values = self.values_of(args[1])
+            known = None if values is None or values.is_meta else values.to(args[0].dtype, copy=True)
+        if known is not None:
+            self._remember(result, known)
+        return result
+
+    def _deeper(self) -> AbstractContextManager[None]:
+        """Return a context manager for operators inside the current one."""
+        return replaced((self, "_depth", self._depth + 1))
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """Context manager: run other operators in place of the one that was called."""
+        with self._deeper(), self:
+            yield
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of a tensor as a tensor on the host, or None if they are unknown."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        values: torch.Tensor | None = self._known.get(tensor)
+        return None if values is None or storage_key(values) in self._spoiled else values
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor, or ones if they are unknown, which is counted in `guessed`."""
+        values = self.values_of(tensor)
+        if values is not None:
+            return values
+        self.guessed[_caller()[0]] += 1
+        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)  # an expanded scalar, which takes no memory
+
+    def _to_host(self, name: str, source: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Copy a tensor to the host, and count the host sync."""
+        is_known = not source.is_floating_point() or self.values_of(source) is not None
+        if self._has_weights_on_host and name != "copy_" and not is_known:
+            # Gradients of offloaded weights are copied to the host, too, and stay fake.
+            if not _is_asynchronous(name, args, kwargs):
+                self.wait("to_host", name)
+            shape = torch.empty_like(source, device="meta", dtype=kwargs.get("dtype") or source.dtype)
+            return FakeTensor(self, shape, torch.device("cpu"))
+        self.wait("to_host", name)
+        values = self._on_host(source)
+        if name == "copy_":
+            copied: torch.Tensor = args[0].copy_(values)
+            return copied
+        return values.to(kwargs.get("dtype") or source.dtype, copy=self.values_of(source) is not None)
+
+    def _by_mask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an indexing operator by the indices of the true elements of its masks, whose values are known."""
+        places: list[Any] = []
+        for index in args[1]:
+            if _is_mask(index):
+                values = self.values_of(index)
+                assert values is not None
+                places += values.nonzero(as_tuple=True)
+            else:
+                places.append(index)
+        with self._within():
+            return func(args[0], [None if i is None else i.to(self.device) for i in places], *args[2:], **kwargs)
+
+    def _compute(self, name: str, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the result as a tensor on the host if all inputs have known values and are small; else None."""
+        if func.namespace != "aten" or not (tensors or name in FILLED):
+            return None
+        if any(_is_too_much(x) or x.device.type == "meta" for x in tensors):  # `is_meta` would call an operator
+            return None
+        values = {id(x): self.values_of(x) for x in tensors}
+        if any(value is None for value in values.values()):
+            self._spoil(func, args, kwargs)
+            return None
+        dtype = kwargs.get("dtype")
+        if not tensors and (dtype.is_floating_point if dtype else name != "arange"):
+            return None
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: values[id(x)], (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _spoil(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Mark the values of tensors that the operator writes in place as unknown."""
+        for tensor in written_arguments(func, args, kwargs):
+            values = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
+            if values is not None:
+                self._spoiled[storage_key(values)] = values
+
+    def _remember(self, result: Any, known: Any) -> None:
+        """Store the known values of the fake tensors in `result`, if they are small."""
+        for fake, values in zip(tree_leaves(result), tree_leaves(known), strict=True):
+            if isinstance(fake, FakeTensor) and isinstance(values, torch.Tensor) and not _is_too_much(values):
+                assert fake.shape == values.shape, f"{self.operator}: {fake.shape} is {values.shape} on the host"
+                self._known[fake] = values
+
+
+def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy is asynchronous. Otherwise the host waits until the device has reached the copy."""
+    return bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+
+
+def _is_too_much(values: torch.Tensor) -> bool:
+    """Whether the values of a tensor are not kept, because it is too large.
+
+    Sizes are computed from integers, and from a few floats in between.
+    """
+    return values.is_complex() or values.numel() > (MOST_FRACTIONS if values.is_floating_point() else MOST_KNOWN)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def passes_on(file: str) -> bool:
+    """Whether the code in `file` only forwards operators, so that it is skipped in the search for their caller."""
+    return file.startswith((PLANNING, TORCH, "<")) or file in (collective_counter.__file__, torch_private.__file__)
+
+
+def _caller() -> tuple[str, str, str]:
+    """Return the innermost line of OmniZoo on the stack, its function, and the innermost line of any code.
+
+    Code that only forwards operators is skipped.
+    """
+    nearest = ""
+    for frame, line in walk_stack(None):
+        file = frame.f_code.co_filename
+        if passes_on(file):
+            continue
+        place = short_name(file, line)
+        nearest = nearest or place
+        if file.startswith(PACKAGE):
+            return place, _function(frame), nearest
+    return nearest or BACKWARD, "", nearest or BACKWARD
+
+
+def _function(frame: FrameType) -> str:
+    """Return the name of the function of `frame`; for comprehensions and lambdas, that of the enclosing call."""
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension or lambda
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def short_name(file: str, line: int) -> str:
+    """Return `file:line`, relative to site-packages, to the parent of OmniZoo, or to the working directory."""
+    path = Path(file)
+    if "site-packages" in path.parts:
+        path = Path(*path.parts[path.parts.index("site-packages") + 1 :])
+    elif file.startswith(PACKAGE):
+        path = path.relative_to(Path(PACKAGE).parent)
+    elif path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}"

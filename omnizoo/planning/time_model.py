@@ -1,0 +1,150 @@
+"""Predicted duration of a step: the counts of a dry run, divided by the speed of the device and its links.
+
+The model is a roofline with separate parts: matmuls and attention by FLOPs, all other operators by bytes of memory, and
+collectives by bytes of links. The sends of ring attention overlap with attention. All-to-alls do not overlap. FSDP's
+all-gathers and reduce-scatters are added in full: they overlap with computation, but published runs are slower by about
+as much. Nothing is measured on a device. benchmarks/calibrate.py fits three fractions of the data-sheet speeds to
+published runs, and reports the error.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from omnizoo.planning.devices import Device
+from omnizoo.planning.dry_run import Result
+from omnizoo.planning.memory_tracker import BACKWARD, FORWARD
+from omnizoo.planning.op_counter import ATTENTION
+from omnizoo.planning.traffic import Collective
+
+FLASH_BACKWARD = (
+    2.5  # backward / forward FLOPs of flash attention: five matmuls, as it recomputes logits, instead of two
+)
+LAUNCH = 8e-6  # seconds of the host per operator, approximate
+SYNC = 5e-5  # seconds that the device is idle after a host sync, approximate
+MEMORY = 0.8  # fraction of the memory bandwidth that operators reach, approximate
+HALF = ("bfloat16", "float16")
+OF_WEIGHTS = ("all-gather", "reduce-scatter", "all-reduce")  # collectives of FSDP
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Fractions of the data-sheet speeds that are reached."""
+
+    matmuls: float
+    attention: float
+    links: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fitted fractions, and their error on published runs."""
+
+    shares: Shares
+    runs: int  # number of published runs
+    error: float  # mean of |predicted / published - 1| of tokens/s, for models that were held out of the fit
+    worst: float  # maximum of the same
+
+    def __str__(self) -> str:
+        return (
+            f"calibrated on {self.runs} published runs of dense models, error {self.error:.0%}, worst {self.worst:.0%}"
+        )
+
+
+# Output of benchmarks/calibrate.py. The fraction of matmuls is high, because the published runs moved fewer bytes of
+# memory than OmniZoo does.
+CALIBRATION = Calibration(Shares(matmuls=0.85, attention=0.34, links=0.77), runs=20, error=0.05, worst=0.17)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of one rank in one step."""
+
+    matmuls: Mapping[str, float]  # FLOPs by dtype
+    attention: float  # FLOPs, including recomputation
+    moved: float  # bytes that other operators read and write
+    sent: Mapping[Collective, float]  # bytes of this rank's inputs
+    launched: int  # number of launched operators
+    syncs: int  # number of host syncs
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Predicted seconds of a step by part, which add up to `seconds`."""
+
+    matmuls: float
+    attention: float
+    memory: float  # memory-bound operators
+    weights: float  # all-gathers of weights and reductions of gradients
+    exchanges: float  # all-to-alls, and ring sends that do not overlap with attention
+    host: float  # host syncs, and time in which the device waits for the host to launch operators
+    tokens: float  # tokens of a step per device; not a time
+
+    @property
+    def seconds(self) -> float:
+        return self.matmuls + self.attention + self.memory + self.weights + self.exchanges + self.host
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def expect(counts: Counts, device: Device, shares: Shares = CALIBRATION.shares) -> Expected | None:
+    """Predict the duration of a step. Returns None if a speed of the device is unknown."""
+    needed = (device.bf16_tflops, device.fp32_tflops, device.memory_gb_per_s, device.inside_gb_per_s)
+    if not all((*needed, device.across_gb_per_s)):
+        return None
+    half, single = device.bf16_tflops * 1e12, device.fp32_tflops * 1e12
+    ideal = sum(flops / (half if dtype in HALF else single) for dtype, flops in counts.matmuls.items())
+    matmuls, attention = ideal / shares.matmuls, counts.attention / half / shares.attention
+    memory = counts.moved / (device.memory_gb_per_s * 1e9 * MEMORY)
+
+    def on_the_way(ops: Iterable[str]) -> float:
+        chosen = ((each, size) for each, size in counts.sent.items() if each.op in ops and not each.host)
+        return sum(seconds_of(each, size, device) for each, size in chosen) / shares.links
+
+    computing = matmuls + attention + memory
+    weights = on_the_way(OF_WEIGHTS)
+    exchanges = on_the_way(("all-to-all", "broadcast")) + max(0.0, on_the_way(("send",)) - attention)
+    host = counts.syncs * SYNC + max(0.0, counts.launched * LAUNCH - computing - weights - exchanges)
+    return Expected(matmuls, attention, memory, weights, exchanges, host, counts.tokens)
+
+
+def seconds_of(collective: Collective, put_in: float, device: Device) -> float:
+    """Return the seconds of collectives with an input of `put_in` bytes, at the full speed of the links.
+
+    Gathers and reductions across nodes use the links of all participating devices of a node.
+    """
+    ranks, near = collective.ranks, collective.in_a_node
+    inside, across = device.inside_gb_per_s * 1e9, device.across_gb_per_s * 1e9
+    if ranks == 1:
+        return 0.0
+    if collective.op == "all-to-all":
+        return put_in * ((near - 1) / inside + (ranks - near) / across) / ranks
+    speed = inside if collective.inside_node else min(inside, near * across)
+    if collective.op in ("send", "broadcast"):
+        return put_in / (inside if collective.inside_node else across)
+    received = {"all-gather": ranks - 1, "reduce-scatter": (ranks - 1) / ranks, "all-reduce": 2 * (ranks - 1) / ranks}
+    return put_in * received[collective.op] / speed
+
+
+def counts_of(result: Result, world: int) -> Counts:
+    """Return the counts of one rank from the result of a dry run."""
+    matmuls: dict[str, float] = {}
+    calls = {FORWARD: 0, BACKWARD: 0}  # calls of forward kernels of attention by phase; those in backward recompute
+    for kernel, (count, flops) in result.kernels.items():
+        if flops:
+            matmuls[kernel.dtype] = matmuls.get(kernel.dtype, 0) + flops
+        elif any(part in kernel.name for part in ATTENTION) and "backward" not in kernel.name and kernel.phase in calls:
+            calls[kernel.phase] += count
+    again = calls[BACKWARD] / calls[FORWARD] if calls[FORWARD] else 0.0
+    forward = result.attention / 3 / world  # `result.attention` counts backward as twice forward
+    return Counts(
+        matmuls=matmuls,
+        attention=forward * (1 + again + FLASH_BACKWARD),
+        moved=result.moved,
+        sent={each: size for each, (_, size) in result.collectives.items()},
+        launched=result.launched,
+        syncs=sum(result.syncs.values()),
+        tokens=result.tokens / world,
+    )

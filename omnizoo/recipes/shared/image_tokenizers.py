@@ -1,0 +1,275 @@
+"""Decoders for images as codes of the model's own VQ model, which is frozen. It encodes images and decodes codes.
+
+Such a decoder has no weights: it calls the model that it was built for. The VQ model processes one image at a time: in
+a batch, rounding could change a code.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.models.emu3.image_processing_emu3 import smart_resize
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.base import CustomFlops, Decoder, VocabularyDecoder
+from omnizoo.modalities.decoders.image_tokens import code_loss
+from omnizoo.modalities.files.decoding import PICTURE_OPTIONS
+from omnizoo.modalities.files.image import check_aspect, image_size, read_image
+from omnizoo.modalities.files.preview import thumbnail
+from omnizoo.modalities.frozen_tokenizer import forward_flops
+from omnizoo.modalities.item import Inputs, MediaSize
+from omnizoo.modalities.media import Media
+from omnizoo.modalities.sampling import Sampling
+from omnizoo.models.media.features import Features
+from omnizoo.recipes.shared.decoders import head_loss
+from omnizoo.recipes.shared.encoders import UsesModel
+from omnizoo.recipes.shared.image_encoders import TileTower
+
+SIZE_END, FRAME_END = "<|image token|>", "<|extra_201|>"  # tokens before and after the codes of an image of Emu3
+PUBLISHED_AREA = 720 * 720  # pixels of images that Emu3 generates by default
+
+
+class SquareImageEncoder(TileTower):
+    """Encoder for images resized to the one size that the tower accepts."""
+
+    def __init__(self, model: PreTrainedModel, processor: Any, tower: str, projector: str) -> None:
+        vision: Any = model.get_submodule(tower).config
+        vision._attn_implementation = "sdpa"  # images form a batch, so there is nothing to pack
+        patches = (vision.image_size // vision.patch_size) ** 2
+        super().__init__(model, tower, projector, processor, vision.image_size, patches, patches)
+
+    def features(self, pixels: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.projector(self.tower(pixels, return_dict=True).last_hidden_state)
+        return features
+
+
+class PublishedCodes(UsesModel, CustomFlops, Decoder):
+    """Base class of decoders for codes of a VQ model.
+
+    Args:
+        processor: Image processor of the model family.
+    """
+
+    item_options = PICTURE_OPTIONS
+
+    def __init__(self, model: PreTrainedModel, processor: Any) -> None:
+        super().__init__(model)
+        self.processor = processor
+
+    @property
+    def vq(self) -> Any:
+        """The VQ model, always in eval mode: some have norms that would update their statistics."""
+        return self.model.model.vqmodel.eval()
+
+    def prepare(self, media: Media) -> Inputs:
+        return {"pixels": self.processor(images=read_image(media), return_tensors="pt")["pixel_values"][0]}
+
+    def work(self, pixels: torch.Tensor) -> float:
+        return forward_flops(self.vq, pixels, self.look_up)
+
+    def look_up(self, vq: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the codes of one image, in the shape that the family uses."""
+        codes: torch.Tensor = vq.encode(pixels[None]).image_tokens
+        return codes
+
+    @torch.no_grad()
+    def draw(self, values: torch.Tensor) -> Any:
+        """Convert the output of the VQ model, `[channels, height, width]`, to a PIL image."""
+        shown = self.processor.postprocess([values.float().cpu().numpy()], return_tensors="PIL.Image.Image")
+        return shown["pixel_values"][0]
+
+    def save(self, item: Any, stem: str) -> str:
+        item.save(f"{stem}.png")
+        return f"{stem}.png"
+
+    def preview(self, media: Media) -> str:
+        return thumbnail(read_image(media), media.name)
+
+
+class SquareCodes(PublishedCodes):
+    """Decoder of Janus: square images of one size in raster order, with separate modules for embedding and head."""
+
+    def __init__(self, model: PreTrainedModel, processor: Any) -> None:
+        super().__init__(model, processor)
+        self.edge: int = model.config.vision_config.image_size
+        self.count: int = model.config.vq_config.num_patches**2
+
+    def modules_run_by(self, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
+        return [self.model.model.generation_aligner if method == "embed" else self.model.model.generation_head]
+
+    @cached_property
+    def cost(self) -> float:
+        return self.work(self.dummy_input()["pixels"])
+
+    def measure(self, media: Media) -> MediaSize:
+        image_size(media)
+        return MediaSize(self.count, cost=self.cost)
+
+    def dummy_input(self) -> Inputs:
+        return {"pixels": torch.zeros(3, self.edge, self.edge)}
+
+    @torch.no_grad()
+    def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
+        vq = self.vq
+        return torch.cat([self.look_up(vq, item["pixels"]).view(-1, 1) for item in items])
+
+    def embed(self, targets: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.prepare_embeddings_for_image_generation(targets[:, 0])
+        return embedded
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return code_loss(self.model.model.generation_head(hidden), targets[:, 0])
+
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        return None if len(targets) == self.count else sampling.draw(self.model.model.generation_head(hidden[None]))
+
+    @torch.no_grad()
+    def render(self, targets: torch.Tensor) -> Any:
+        return self.draw(self.vq.decode(targets.view(1, -1))[0])
+
+
+class VocabularyCodes(VocabularyDecoder, PublishedCodes):
+    """Decoder for codes that are tokens of the vocabulary, with the model's embedding and head.
+
+    Images are squares of `edge` pixels, in raster order.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: Any, edge: int) -> None:
+        super().__init__(model, processor)
+        self.edge = edge
+        self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)  # edge of a code's square, in pixels
+
+    def modules_run_by(self, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
+        return [self.model.get_output_embeddings()] if method == "loss" else []
+
+    @property
+    def reserved_ids(self) -> Sequence[int]:
+        ids: list[int] = self.model.model.vocabulary_mapping.image_tokens
+        return ids
+
+    @cached_property
+    def per_pixel(self) -> float:
+        pixels = torch.zeros(3, 4 * self.factor, 4 * self.factor)
+        return self.work(pixels) / pixels[0].numel()
+
+    def measure(self, media: Media) -> MediaSize:
+        image_size(media)
+        return MediaSize((self.edge // self.factor) ** 2, cost=self.edge**2 * self.per_pixel)
+
+    def dummy_input(self) -> Inputs:
+        return {"pixels": torch.zeros(3, 2 * self.factor, 2 * self.factor)}  # norms do not accept a single code
+
+    @torch.no_grad()
+    def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
+        vq, table = self.vq, self.model.model.vocabulary_mapping.img2bpe_mapping_tensor
+        codes_by_item = [self.look_up(vq, item["pixels"]) for item in items]
+        ids = [self.written(table.to(codes.device).long()[codes]) for codes in codes_by_item]
+        return torch.cat([picture.reshape(-1, 1) for picture in ids])
+
+    def written(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the token ids of an image in the layout that the model expects."""
+        return ids
+
+    def embed(self, targets: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.get_input_embeddings()(targets[:, 0])
+        return embedded
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return head_loss(self.model.get_output_embeddings(), hidden, targets[:, 0])
+
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        raise UserError(
+            f"{type(self.model).__name__} of this transformers has no way from codes to pictures: it can be trained on "
+            "them, but not draw any"
+        )
+
+
+class LinedCodes(VocabularyCodes):
+    """Decoder of Emu3: images of any shape, preceded by their size as text, with a token at the end of each line.
+
+    Args:
+        min_pixels: Minimum number of pixels. None uses the setting of the folder's preprocessor.
+        max_pixels: Maximum number of pixels. None uses the setting of the folder's preprocessor.
+        draw: Height and width of generated images, in pixels.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: Any,
+        folder: str | None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        draw: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(model, processor, 0)
+        processor.max_pixels = max_pixels or processor.max_pixels
+        processor.min_pixels = min_pixels or min(processor.min_pixels, processor.max_pixels)
+        if processor.min_pixels > processor.max_pixels:
+            raise UserError(f"model.modalities: min_pixels {min_pixels} is above max_pixels {processor.max_pixels}")
+        self.folder = folder
+        edge = round(min(PUBLISHED_AREA, processor.max_pixels) ** 0.5 / self.factor)
+        self.drawn = tuple(side // self.factor for side in draw) if draw else (edge, edge)
+
+    def measure(self, media: Media) -> MediaSize:
+        height, width = image_size(media)
+        check_aspect(media, height, width)
+        limits = (self.processor.min_pixels, self.processor.max_pixels)
+        height, width = smart_resize(height, width, self.factor, *limits)
+        lines, row = height // self.factor, width // self.factor
+        places = lines * (row + 1)
+        return MediaSize(
+            places, height * width * self.per_pixel, layout=(f"{lines}*{row}{SIZE_END}", places, FRAME_END)
+        )
+
+    def look_up(self, vq: Any, pixels: torch.Tensor) -> torch.Tensor:
+        codes: torch.Tensor = vq.encode(pixels[None], [pixels.shape[1:]]).image_tokens[0]
+        return codes
+
+    def written(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([ids, torch.full_like(ids[:, :1], self.end_of_line)], 1)
+
+    @property
+    def end_of_line(self) -> int:
+        return int(self.model.model.vocabulary_mapping.eol_token_id)
+
+    def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+        lines, row = self.drawn
+        if len(targets) == lines * (row + 1):
+            return None
+        if len(targets) % (row + 1) == row:
+            return torch.tensor([self.end_of_line], device=hidden.device)
+        ids = torch.tensor(self.reserved_ids, device=hidden.device)
+        return ids[sampling.draw(self.model.get_output_embeddings()(hidden[None])[:, ids])]
+
+    def generate(
+        self, hidden: torch.Tensor, advance: Callable[[torch.Tensor], torch.Tensor], sampling: Sampling
+    ) -> torch.Tensor:
+        """Generate the codes of an image, after tokens for its size; then advance over the end of the frame."""
+        lines, row = self.drawn
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        for written in (f"{lines}*{row}{SIZE_END}", FRAME_END):
+            ids = tokenizer(written, add_special_tokens=False, return_tensors="pt").input_ids[0].to(hidden.device)
+            if written == FRAME_END:
+                made = super().generate(hidden, advance, sampling)
+            for embedding in self.embed(ids[:, None]):
+                hidden = advance(embedding)
+        return made
+
+    @torch.no_grad()
+    def render(self, targets: torch.Tensor) -> Any:
+        lines, row = self.drawn
+        codes = self.model.model.vocabulary_mapping.convert_bpe2img(targets.view(1, lines, row + 1))
+        return self.draw(self.vq.decode(codes)[0])
+
+
+def enter_ids(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+    """Replace placeholder tokens by the token ids of codes, which the model embeds with the text."""
+    ids = inputs["input_ids"]
+    for arrived in features.values():
+        placed = (torch.zeros_like(arrived.index), arrived.index)
+        ids = ids.index_put(placed, arrived.values[:, 0].to(ids.dtype))
+    return inputs | {"input_ids": ids}

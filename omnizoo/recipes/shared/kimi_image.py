@@ -1,0 +1,111 @@
+"""Encoder for images of Kimi K2.5 and later: never enlarged, padded to a whole number of placeholder tokens."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.vision_utils import get_vision_position_ids
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.encoders.tower import TowerFlops
+from omnizoo.modalities.files.image import image_size
+from omnizoo.modalities.flop_count import FlopCounter
+from omnizoo.modalities.item import Inputs, MediaSize
+from omnizoo.modalities.media import Media
+from omnizoo.recipes.shared.encoders import HALF, boundaries, interpolation_inputs, read_interpolation
+from omnizoo.recipes.shared.image_encoders import PatchTower
+from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorPictures
+
+BEGIN, CONTENT, END = MARKS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>")
+PUBLISHED = {"max_patches": 16384, "resample": BICUBIC, "size": {"max_height": 512, "max_width": 512}}
+
+
+class NativeTower(PatchTower):
+    """Image encoder of Kimi K2.5.
+
+    An image has at most `max_patches` patches. None uses the setting of the folder's preprocessor.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_patches: int | None = None) -> None:
+        super().__init__(model, "model.vision_tower", "model.mm_projector")
+        config: Any = model.config.vision_config
+        self.patch: int = config.patch_size
+        self.merge: tuple[int, int] = tuple(config.merge_kernel_size)  # patches of a placeholder token: rows, columns
+        self.processor = TensorPictures(folder, PUBLISHED | HALF, max_patches=max_patches)
+        side = self.processor.settings["size"].get("max_height")
+        if not isinstance(side, int) or side < 1:
+            raise UserError(f"{folder}: preprocessor_config.json: size has no max_height, which counts patches")
+        self.longest = side * self.patch
+
+    def fitted(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width, scaled down if an image has too many patches in total or along a side."""
+        most, longest = self.processor.settings["max_patches"], self.longest
+        patches = max(1, height // self.patch) * max(1, width // self.patch)
+        scale = min(1.0, math.sqrt(most / patches), longest / height, longest / width)
+        return min(max(1, int(height * scale)), longest), min(max(1, int(width * scale)), longest)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of placeholder tokens. The area beyond the image is black."""
+        sides = zip(self.fitted(height, width), self.merge, strict=True)
+        down, across = (math.ceil(side / (merge * self.patch)) for side, merge in sides)
+        return down, across
+
+    def measure(self, media: Media) -> MediaSize:
+        places = math.prod(self.grid(*image_size(media)))
+        patches = places * math.prod(self.merge)
+        return self.size_of(patches, places, (f"{BEGIN}image{CONTENT}", places, END))
+
+    def tower_work(self) -> TowerFlops:
+        """Return the FLOPs of the tower. Its table of positions is looked up, not multiplied."""
+        work = TowerFlops.of(self.tower)
+        table = FlopCounter(work.trained)
+        table.multiply(self.tower.patch_embed.pos_emb.position_embeddings, 1)
+        return replace(work, per_token=work.per_token - table.flops)
+
+    def prepare(self, media: Media) -> Inputs:
+        pixels = self.processor.read(media)
+        size = self.fitted(*pixels.shape[1:])
+        down, across = self.grid(*pixels.shape[1:])
+        rows, columns = down * self.merge[0], across * self.merge[1]
+        patches = self.processor.tiles(pixels, size, (rows, columns), self.patch)
+        return self.with_places(self.processor.values(patches), rows, columns)
+
+    def dummy_input(self) -> Inputs:
+        rows, columns = self.merge
+        return self.with_places(torch.zeros(rows * columns, 3, self.patch, self.patch), rows, columns)
+
+    def with_places(self, pixels: torch.Tensor, rows: int, columns: int) -> Inputs:
+        """Return the inputs with positions, and with `order [placeholders, patches]`, the patches to be merged."""
+        grid, table = torch.tensor([[1, rows, columns]]), self.tower.patch_embed.pos_emb
+        order = torch.arange(rows * columns).view(-1, self.merge[0], columns // self.merge[1], self.merge[1])
+        return {
+            "pixels": pixels,
+            "positions": get_vision_position_ids(grid, 1).int(),
+            **interpolation_inputs(grid, table),
+            "order": order.transpose(1, 2).flatten(2).flatten(0, 1).int(),
+        }
+
+    def count_placeholders(self, inputs: Inputs) -> int:
+        return len(inputs["order"])
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        lengths, device = [len(item["pixels"]) for item in items], items[0]["pixels"].device
+        pixels, positions = (torch.cat([item[name] for item in items]) for name in ("pixels", "positions"))
+        starts = [sum(lengths[:number]) for number in range(len(items))]
+        order = torch.cat([item["order"] + start for item, start in zip(items, starts, strict=True)])
+        out = self.tower(
+            pixels,
+            grid_thw=None,
+            position_ids=positions,
+            frame_index=torch.zeros(sum(lengths), dtype=torch.int64, device=device),  # an image has a single frame
+            cu_seqlens=boundaries([(length, length) for length in lengths], device),
+            max_seqlen=max(lengths),
+            temporal_merge_index=order[:, None],
+            return_dict=True,
+            **read_interpolation(items),
+        )
+        features: torch.Tensor = self.projector(out.pooler_output).squeeze(1)
+        return features

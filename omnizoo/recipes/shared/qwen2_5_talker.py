@@ -1,0 +1,189 @@
+"""Talker of Qwen2.5-Omni, which has one codebook.
+
+Its context is the whole conversation before the response. Each token is the sum of the thinker's last hidden state and
+its embedding; media have no embedding. The text of the response follows, one token per frame.
+
+Inputs are built as the model's own `generate` builds them for a prompt that is padded on the left. For a prompt without
+padding, transformers 5.22.2 drops the mask before it calls the talker. The talker then adds no codec marks before the
+first frame and counts media positions like text positions, which differs from how the published weights were trained.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from omnizoo.modalities.decoders.precomputed_speech import VOICES, Voice, read_voices
+from omnizoo.modalities.flop_count import FlopCounter, is_trained
+from omnizoo.modalities.item import Ids, Inputs, MediaItem
+from omnizoo.modalities.media import BadMedia
+from omnizoo.modalities.sampling import Sampling
+from omnizoo.models.export_files import also_carry, carried
+from omnizoo.recipes.shared.qwen_talker import OPTIONS, Talker
+from omnizoo.recipes.shared.talker_inputs import BOS, Heard, TurnTokens
+
+PREFIX = 2  # positions between the header of the response and the first frame
+
+
+class Qwen25Talker(Talker):
+    """Talker of Qwen2.5-Omni.
+
+    Args:
+        speakers: File with the model's voices, if its folder has no `spk_dict.safetensors`.
+    """
+
+    prefix = (BOS,)
+    no_speakers = (
+        f": the model comes without {VOICES}; docs/talker.md says how to make it, or name it as options.speakers"
+    )
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        speaker: str | None = None,
+        speakers: str | None = None,
+        codec: str | None = None,
+        max_frames: int = 8192,
+    ) -> None:
+        super().__init__(model, speaker, codec, max_frames)
+        self._speakers(speakers)
+        settings, codec_config = self.settings, self.config.token2wav_config.dit_config
+        special = [getattr(settings, f"tts_codec_{name}_token_id") for name in ("start", "end", "pad", "mask")]
+        size = min(*special, codec_config.num_embeds)
+        self.set_up({name: voice.token for name, voice in self.known.items()}, [size], self.talker.model)
+        self.turns = TurnTokens(None, None, None, None)
+        self.end_id = settings.tts_codec_end_token_id
+
+    def _speakers(self, file: str | None) -> None:
+        key = f"{OPTIONS}.speakers: {file}" if file else VOICES
+        if file is not None:
+            also_carry(self.model, VOICES, file, f"{OPTIONS}.speakers")  # exports then contain the file
+        content, codec = carried(self.model).files.get(VOICES), self.config.token2wav_config.dit_config
+        sizes = {"cond": codec.enc_emb_dim, "ref_mel": codec.mel_dim}
+        self.known: dict[str, Voice] = {} if content is None else read_voices(content, sizes, key)
+
+    def voice(self, given: Any, what: str) -> str:
+        name, vocabulary = super().voice(given, what), self.config.thinker_config.text_config.vocab_size
+        if self.speakers[name] >= vocabulary:  # checked here, because small copies of the model keep the file
+            raise BadMedia(
+                f"{what} has the speaker {name!r}, whose bos_token in {VOICES} is {self.speakers[name]}, and the "
+                f"vocabulary ends at {vocabulary - 1}: the file is of another model"
+            )
+        return name
+
+    def read_with(self, tokenizer: Any) -> None:
+        names = ("<|im_start|>", "<|im_end|>", "user", "assistant")
+        known = tokenizer.get_vocab()
+        self.turns = TurnTokens(*(known.get(name) for name in names))
+
+    def spans_before(self, turns: list[tuple[int, int, int]], start: int) -> list[tuple[int, int]]:
+        """Return one span: the whole conversation before the response."""
+        return [(0, start)]
+
+    @property
+    def position_model(self) -> Any:
+        return self.talker
+
+    def notes(self, heard: Heard, frames: int) -> Inputs:
+        return super().notes(heard, frames) | {"row": torch.arange(heard.rows)}
+
+    def rows(self, inputs: Inputs) -> int:
+        return len(inputs["row"])
+
+    def rows_from(self, kept: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        embeddings, hidden = (states.flatten(0, -2) for states in kept)
+        return hidden + embeddings.masked_fill(self.is_media(ids)[:, None], 0)
+
+    def told(self, rows: torch.Tensor, items: Sequence[Inputs]) -> torch.Tensor:
+        settings, device = self.settings, rows.device
+        pad, end = self.constants([settings.tts_text_pad_token_id, settings.tts_text_end_token_id], device).split(1)
+        meaning = torch.cat([part for item in items for part in (pad, item["voice"], end)])
+        special = self.model.thinker.get_input_embeddings()(meaning).to(rows.dtype)
+        each, sources, first = 3, [], len(meaning)
+        for number, item in enumerate(items):
+            source = item["source"]
+            sources.append(torch.where(source < 0, each * number - 1 - source, source + first))
+            first += self.rows(item)
+        return torch.cat([special, rows]).index_select(0, torch.cat(sources))
+
+    def marks(self, item: Inputs) -> torch.Tensor:
+        ids = [self.settings.tts_codec_pad_token_id, self.settings.tts_codec_start_token_id]
+        return self.constants(ids, item["voice"].device)
+
+    def embed(self, codes: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self.talker.get_input_embeddings()(codes)
+        return embeddings
+
+    def enter(self, embeddings: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.talker.thinker_to_talker_proj(embeddings)
+        return projected
+
+    @cached_property
+    def work(self) -> tuple[float, float, float, float]:
+        place = FlopCounter(is_trained(self.model.thinker))
+        place.run(self.talker.thinker_to_talker_proj, 1)
+        pair = self.tally_layers(place)
+        frame = FlopCounter(place.trained)
+        frame.run(self.talker.codec_head, 1)
+        return 0.0, place.flops, pair.flops, frame.flops
+
+    def generate(
+        self, states: torch.Tensor, ids: Ids, items: Sequence[MediaItem], options: Mapping[str, Any], sampling: Sampling
+    ) -> torch.Tensor:
+        device, settings = states.device, self.settings
+        heard, notes = self.asked(ids, items, options, device)
+        told = self.told(states[: heard.rows], [notes])
+        begin = len(heard.before) + PREFIX
+        # One position of padding on the left, so that the mask reaches the talker and it adds the marks: see the module
+        # docstring.
+        embeddings = torch.cat([told.new_zeros(1, told.shape[1]), told[:begin]])[None]
+        mask = torch.ones(1, 1 + begin, dtype=torch.int64, device=device)
+        mask[0, 0] = 0
+        codec_ids = [settings.tts_codec_mask_token_id] * (1 + len(heard.before)) + self.marks(notes).tolist()
+        text_ids = [
+            settings.tts_text_pad_token_id,
+            *heard.before.tolist(),
+            int(notes["voice"]),
+            int(ids[begin - PREFIX]),
+        ]
+        ending = [settings.tts_codec_pad_token_id, self.end_id]  # the model's own `generate` stops at either of them
+        no_codes = range(self.sizes[0], settings.vocab_size)
+        result = self.generate_codes(
+            heard,
+            options,
+            sampling,
+            input_ids=torch.tensor([codec_ids], device=device),
+            input_text_ids=torch.tensor([text_ids], device=device),
+            inputs_embeds=embeddings,
+            attention_mask=mask,
+            thinker_reply_part=told[None, begin:],
+            eos_token_id=ending,
+            pad_token_id=settings.tts_codec_pad_token_id,
+            suppress_tokens=[id for id in no_codes if id not in ending],
+            use_audio_in_video=any(item.size.inside for item in heard.items),
+        )
+        codes: torch.Tensor = result[0, len(codec_ids) :]
+        is_code = ~torch.isin(codes, torch.tensor(ending, device=device))
+        return codes[is_code.cumprod(0).bool()][:, None]
+
+    def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
+        """Return audio samples at `RATE`.
+
+        The codec starts from noise. Its seed is fixed, so equal codes give equal audio.
+        """
+        if not len(targets):
+            return np.zeros(0, np.float32)
+        voice = self.known[self.voice(options.get("speaker"), "--speaker: the answer")]
+        codec, device = self.model.token2wav.float(), targets.device  # in fp32, as in the model's own `generate`
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            wave = codec(
+                targets[:, 0][None],
+                conditioning=voice.conditioning.to(device),
+                reference_mel=voice.reference.to(device),
+            )
+        samples: torch.Tensor = wave
+        return samples.reshape(-1).float().cpu().numpy()

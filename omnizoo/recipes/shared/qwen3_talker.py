@@ -1,0 +1,219 @@
+"""Talker of Qwen3-Omni.
+
+Its context is the user's turns: text as the thinker's embeddings, and media as hidden states of a middle layer of the
+thinker. The text of the response follows, one token per frame of speech. The talker predicts the first codebook, and
+its code predictor all others.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.flop_count import FlopCounter, causal_pairs, is_trained
+from omnizoo.modalities.item import Ids, Inputs, MediaItem
+from omnizoo.modalities.media import BadMedia
+from omnizoo.modalities.sampling import Sampling
+from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
+from omnizoo.recipes.shared.qwen_talker import OPTIONS, Talker, packed
+from omnizoo.recipes.shared.talker_inputs import BOS, HEADER, PAD, Heard, TurnTokens
+
+RESERVED = 1024  # ids at the end of the talker's vocabulary that are not codes
+PREFIX = 6  # positions between the header of the response and the first frame
+
+
+class Qwen3Talker(Talker):
+    """Talker of Qwen3-Omni.
+
+    Args:
+        residual_weight: Weight of the loss on all codebooks except the first, relative to the loss on the first.
+    """
+
+    prefix = (PAD, PAD, PAD, PAD, BOS)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        speaker: str | None = None,
+        codec: str | None = None,
+        residual_weight: float = 1.0,
+        max_frames: int = 8192,
+    ) -> None:
+        super().__init__(model, speaker, codec, max_frames)
+        if not isinstance(residual_weight, int | float) or not 0 <= residual_weight < math.inf:
+            raise UserError(f"{OPTIONS}.residual_weight: {residual_weight!r}; expected a number, at least 0")
+        self.term_weights = {"": 1.0, "residual": residual_weight}
+        config, settings = self.config, self.settings
+        first = min(settings.text_config.vocab_size - RESERVED, config.code2wav_config.codebook_size)
+        later = min(settings.code_predictor_config.vocab_size, config.code2wav_config.codebook_size)
+        sizes = [first] + [later] * (settings.num_code_groups - 1)
+        self.set_up(settings.speaker_id or {}, sizes, self.talker.model, self.talker.code_predictor.model)
+        names = ("im_start", "im_end", "user", "assistant")
+        self.turns = TurnTokens(*(getattr(config, f"{name}_token_id") for name in names))
+        self.end_id, self.depth = settings.codec_eos_token_id, settings.accept_hidden_layer
+
+    def spans_before(self, turns: list[tuple[int, int, int]], start: int) -> list[tuple[int, int]]:
+        """Return the user's turns."""
+        return [(first, end - first) for first, end, role in turns if role == self.turns.user and first < start]
+
+    def check_item(self, item: MediaItem, what: str) -> None:
+        if item.size.inside:
+            raise BadMedia(
+                f"{what} answers {item.media.name}, a clip with its own sound, which the model's talker does not "
+                "hear so; leave the sound or the speech out"
+            )
+
+    def notes(self, heard: Heard, frames: int) -> Inputs:
+        """Also return the indices of media rows and of text rows."""
+        is_media = np.isin(heard.before, self.media_ids)
+        text = np.append(np.flatnonzero(~is_media), np.arange(len(heard.before), heard.rows))
+        media = torch.from_numpy(np.flatnonzero(is_media))
+        return super().notes(heard, frames) | {"text": torch.from_numpy(text), "media": media}
+
+    @property
+    def position_model(self) -> Any:
+        """A stand-in for the talker, with an `audio_config`.
+
+        `get_rope_index` reads `audio_config` if there are images and audio, but published configs lack it (transformers
+        5.22.2).
+        """
+        config = copy(self.settings)
+        config.audio_config = self.config.thinker_config.audio_config
+        # Not a copy of the module, because modules that FSDP has wrapped cannot be copied.
+        talker = SimpleNamespace(
+            config=config,
+            spatial_merge_size=config.spatial_merge_size,
+            get_llm_pos_ids_for_vision=self.talker.get_llm_pos_ids_for_vision,
+        )
+        talker.get_rope_index = partial(type(self.talker).get_rope_index, talker)
+        return talker
+
+    def rows(self, inputs: Inputs) -> int:
+        return len(inputs["text"]) + len(inputs["media"])
+
+    def rows_from(self, kept: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        embeddings, hidden = (states.flatten(0, -2) for states in kept)
+        return torch.where(self.is_media(ids)[:, None], hidden, embeddings)
+
+    def told(self, rows: torch.Tensor, items: Sequence[Inputs]) -> torch.Tensor:
+        talker, device = self.talker, rows.device
+        firsts = np.cumsum([0, *(self.rows(item) for item in items)]).tolist()
+        text, media = (
+            torch.cat([item[name] + first for item, first in zip(items, firsts, strict=False)])
+            for name in ("text", "media")
+        )
+        meaning = self.constants(
+            [getattr(self.config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")], device
+        )
+        special = self.model.thinker.get_input_embeddings()(meaning).to(rows.dtype)
+        seen = [talker.text_projection(special), talker.text_projection(rows.index_select(0, text))]
+        table = torch.cat([*seen, talker.hidden_projection(rows.index_select(0, media))])
+        number = torch.cat([text, media])
+        place = torch.empty_like(number)  # index of each row in the table
+        place[number] = torch.arange(len(meaning), len(table), device=device)
+        sources = []
+        for item, first in zip(items, firsts, strict=False):
+            source = item["source"]
+            sources.append(torch.where(source < 0, -1 - source, place[source.clamp(min=0) + first]))
+        return table.index_select(0, torch.cat(sources))
+
+    def marks(self, item: Inputs) -> torch.Tensor:
+        names = ("codec_nothink_id", "codec_think_bos_id", "codec_think_eos_id", "codec_pad_id", "codec_bos_id")
+        fixed = self.constants([getattr(self.settings, name) for name in names], item["voice"].device)
+        return torch.cat([fixed[:3], item["voice"], fixed[3:]])
+
+    def embed(self, codes: torch.Tensor) -> torch.Tensor:
+        later = self.talker.code_predictor.get_input_embeddings()
+        first = self.talker.get_input_embeddings()(codes[:, 0])
+        return torch.stack([first, *(table(codes[:, i + 1]) for i, table in enumerate(later))], 1)
+
+    def further_losses(
+        self, hidden: torch.Tensor, spoken: torch.Tensor, codes: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the loss of the code predictor.
+
+        Each frame is one sequence: the hidden state that predicts it, then its codes. Each position predicts the code
+        of the next codebook.
+        """
+        predictor, (frames, books) = self.talker.code_predictor, codes.shape
+        inputs = torch.cat([hidden[:, None], spoken[:, :-1].to(hidden.dtype)], 1)
+        out = predictor.model(
+            inputs_embeds=inputs.flatten(0, 1)[None],
+            position_ids=torch.arange(books, device=codes.device).repeat(frames)[None],
+            **packed(torch.arange(0, frames * books + 1, books, device=codes.device, dtype=torch.int32), books),
+        ).last_hidden_state.view(frames, books, -1)
+        losses = [cross_entropy_sum(head(out[:, i + 1]), codes[:, i + 1]) for i, head in enumerate(predictor.lm_head)]
+        return {"residual": torch.stack(losses).sum()}
+
+    @cached_property
+    def work(self) -> tuple[float, float, float, float]:
+        talker, predictor, books = self.talker, self.talker.code_predictor, len(self.sizes)
+        row = FlopCounter(is_trained(self.model.thinker))
+        row.run(talker.text_projection, 1)
+        place = FlopCounter(row.trained)
+        pair = self.tally_layers(place)
+        frame = FlopCounter(place.trained)
+        frame.run(talker.codec_head, 1)
+        frame.run(predictor.model.layers, books)
+        small = predictor.config
+        frame.attend(len(predictor.model.layers) * causal_pairs(books), small.num_attention_heads * small.head_dim)
+        frame.run(predictor.lm_head, 1)
+        return row.flops, place.flops, pair.flops, frame.flops
+
+    def generate(
+        self, states: torch.Tensor, ids: Ids, items: Sequence[MediaItem], options: Mapping[str, Any], sampling: Sampling
+    ) -> torch.Tensor:
+        device = states.device
+        heard, notes = self.asked(ids, items, options, device)
+        begin = len(heard.before) + PREFIX
+        rows = torch.cat([states[first : first + count] for first, count in heard.spans])
+        told = self.told(rows, [notes])
+        embeddings = self.with_marks(told[:begin], [notes], [begin])[None]
+        vocabulary = self.settings.text_config.vocab_size
+        reserved = range(vocabulary - RESERVED, vocabulary)
+        seen = np.append(heard.before[:-HEADER], np.full(HEADER + PREFIX, self.config.tts_pad_token_id))
+        with self.sound_told():
+            result = self.generate_codes(
+                heard,
+                options,
+                sampling,
+                inputs_embeds=embeddings,
+                attention_mask=torch.ones(embeddings.shape[:2], dtype=torch.int64, device=device),
+                talker_input_ids=torch.from_numpy(seen).long()[None].to(device),
+                trailing_text_hidden=told[None, begin:-1],
+                tts_pad_embed=told[None, -1:],
+                eos_token_id=self.end_id,
+                suppress_tokens=[id for id in reserved if id != self.end_id],
+                output_hidden_states=True,
+                return_dict_in_generate=True,
+            )
+        frames = [step[-1] for step in result.hidden_states if step[-1] is not None]
+        none = torch.empty(0, len(self.sizes), dtype=torch.int64, device=device)
+        return torch.cat([none, *frames])
+
+    @contextmanager
+    def sound_told(self) -> Iterator[None]:
+        """Context manager: set the `audio_config` that `position_model` explains."""
+        is_told = hasattr(self.settings, "audio_config")
+        if not is_told:
+            self.settings.audio_config = self.config.thinker_config.audio_config
+        try:
+            yield
+        finally:
+            if not is_told:
+                del self.settings.audio_config
+
+    def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
+        """Return audio samples at `RATE`."""
+        if not len(targets):
+            return np.zeros(0, np.float32)
+        wave = self.model.code2wav.chunked_decode(targets.T[None], chunk_size=300, left_context_size=25)
+        return wave[0, 0].float().cpu().numpy()

@@ -1,0 +1,375 @@
+"""Encoders for audio of Qwen models: audio clips, and the audio of videos, interleaved with their frames."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, groupby, zip_longest
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel, Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
+
+from omnizoo.modalities.base import Modality
+from omnizoo.modalities.files.decoding import CLIP_OPTIONS
+from omnizoo.modalities.flop_count import FlopCounter
+from omnizoo.modalities.item import Ids, Inputs, MediaItem, MediaSize, NestedRun
+from omnizoo.modalities.media import BadMedia, Media
+from omnizoo.models.recipe import Options
+from omnizoo.recipes.shared.encoders import AudioTowerEncoder, EncoderSpec, boundaries, build_modalities, load_processor
+from omnizoo.recipes.shared.qwen_image import media_shapes, with_text_positions
+from omnizoo.recipes.shared.qwen_video import OWN_SOUND, VideoTower
+
+MOST_WINDOWS = 4  # windows per part: longer audio is split, so that several ranks can encode it
+
+
+class AudioTower(AudioTowerEncoder):
+    """Audio encoder of Qwen3-Omni: mel frames in chunks of one second, with 13 placeholder tokens each."""
+
+    packs_items = True
+    kind: ClassVar[Any] = WhisperFeatureExtractor
+    published: ClassVar[Mapping[str, Any]] = {}
+    extractor_options: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 300.0) -> None:
+        super().__init__(model, "model.audio_tower")
+        audio = model.config.audio_config
+        self.chunk: int = 2 * audio.n_window
+        self.extractor = load_processor(self.kind, folder, self.published, feature_size=audio.num_mel_bins)
+        self.max_seconds = max_seconds
+
+    def frames_of(self, samples: int) -> int:
+        return samples // int(self.extractor.hop_length)
+
+    def places_of(self, frames: int) -> int:
+        """Return the number of placeholder tokens, after three convolutions of stride 2 over each chunk."""
+        return frames // self.chunk * -(-self.chunk // 8) - (-(frames % self.chunk) // 8)
+
+    def measure(self, media: Media) -> MediaSize:
+        samples = self.num_samples(media)
+        if samples < self.extractor.n_fft:
+            raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
+        frames = self.frames_of(samples)
+        places = self.places_of(frames)
+        return MediaSize(places, cost=self.flops(frames, places), shape=(frames,))
+
+    def flops(self, frames: int, places: int) -> float:
+        """Return the FLOPs of an audio clip.
+
+        Convolutions run on full chunks, and attention on windows of several chunks.
+        """
+        per_chunk, per_place, per_pair = self.unit_flops
+        window = self.window
+        full, rest = divmod(places, window)
+        return -(-frames // self.chunk) * per_chunk + places * per_place + (full * window**2 + rest**2) * per_pair
+
+    @property
+    def window(self) -> int:
+        """Number of placeholder tokens that attend to each other."""
+        return -(-self.chunk // 8) * (self.frames_together // self.chunk)
+
+    @property
+    def frames_together(self) -> int:
+        """Number of frames in an attention window."""
+        return int(self.tower.n_window_infer)
+
+    @cached_property
+    def unit_flops(self) -> tuple[float, float, float]:
+        """FLOPs per chunk, per placeholder token and per pair of placeholder tokens."""
+        tower, bins, length = self.tower, self.extractor.feature_size, self.chunk
+        chunk = FlopCounter()
+        for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
+            bins, length = -(-bins // 2), -(-length // 2)
+            chunk.multiply(convolution.weight, bins * length)
+        chunk.run(tower.conv_out, length)
+        place = FlopCounter(chunk.trained)
+        place.run(tower.layers, 1)
+        pair = FlopCounter(place.trained)
+        pair.attend(len(tower.layers), tower.config.d_model)
+        for projector in self.after:
+            place.run(projector, 1)
+        return chunk.flops, place.flops, pair.flops
+
+    @property
+    def after(self) -> Sequence[nn.Module]:
+        """Modules after the layers."""
+        return (self.tower.proj1, self.tower.proj2)
+
+    def prepare(self, media: Media) -> Inputs:
+        return {"mels": self.mels(self.read_samples(media))}
+
+    def mels(self, samples: npt.NDArray[np.float32]) -> torch.Tensor:
+        """Return mel frames `[frames, bins]`."""
+        options = {"padding": True, "truncation": False, "return_tensors": "pt", **self.extractor_options}
+        mels: torch.Tensor = self.extractor(samples, sampling_rate=self.rate, **options)["input_features"][0].T
+        return mels
+
+    def chunks_of(self, mels: torch.Tensor) -> torch.Tensor:
+        """Pad to full chunks and reshape: `[frames, bins]` -> `[chunks, frames per chunk, bins]`."""
+        chunks: torch.Tensor = pad(mels, (0, 0, 0, -len(mels) % self.chunk)).unflatten(0, (-1, self.chunk))
+        return chunks
+
+    def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
+        """Split audio between windows, because attention is within each window."""
+        pieces = inputs["mels"].split(MOST_WINDOWS * self.frames_together)
+        lengths = [(len(piece), self.count_placeholders({"mels": piece})) for piece in pieces]
+        sizes = [replace(size, num_placeholders=places, cost=self.flops(frames, places)) for frames, places in lengths]
+        return [(own, {"mels": piece.clone()}) for own, piece in zip(sizes, pieces, strict=True)]
+
+    def dummy_input(self) -> Inputs:
+        return {"mels": torch.zeros(1, self.extractor.feature_size)}
+
+    def count_placeholders(self, inputs: Inputs) -> int:
+        return self.places_of(len(inputs["mels"]))
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        """Encode audio clips in chunks that are all padded to full length.
+
+        The tower would pad to the longest chunk of a call, and the features of a short chunk depend on its padding.
+        With full chunks, the features of an item do not depend on the batch.
+        """
+        places = [self.count_placeholders(item) for item in items]
+        padded = [self.chunks_of(item["mels"]) for item in items]
+        device, window = padded[0].device, self.window
+        # Only the last chunk of an item has positions that are padding.
+        lengths = [len(chunks) * -(-self.chunk // 8) for chunks in padded]
+        out = self.tower(
+            padded_feature=torch.cat(padded).transpose(1, 2),
+            chunk_lengths=torch.empty(0),  # only used to compute arguments that are passed here
+            valid_indices=first_rows(lengths, places, device),
+            cu_seqlens=boundaries([(n, window) for n in places], device),
+            max_seqlen=min(window, max(places)),
+            return_dict=True,
+        )
+        features: torch.Tensor = out.last_hidden_state
+        return features
+
+
+def first_rows(lengths: Sequence[int], counts: Sequence[int], device: torch.device, step: int = 1) -> torch.Tensor:
+    """Return the indices of the first `counts` rows of items that have `lengths` rows, or of every `step`-th."""
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    runs = [torch.arange(at, at + n, step, device=device) for at, n in zip(starts, counts, strict=True)]
+    return torch.cat(runs)
+
+
+class PooledAudioTower(AudioTower):
+    """Audio encoder of Qwen2.5-Omni: mel frames in chunks of two seconds, with attention within each chunk.
+
+    Two rows of a chunk become one placeholder token. Audio is limited to the extractor's `chunk_length`, because the
+    model was not trained on longer audio.
+    """
+
+    published: ClassVar[Mapping[str, Any]] = {"chunk_length": 300}  # seconds
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float | None = None) -> None:
+        super().__init__(model, folder)
+        self.max_seconds = min(max_seconds or float("inf"), self.extractor.chunk_length)
+
+    def frames_of(self, samples: int) -> int:
+        return -(-samples // int(self.extractor.hop_length))
+
+    def places_of(self, frames: int) -> int:
+        return ((frames - 1) // 2 + 1) // 2
+
+    @property
+    def window(self) -> int:
+        return self.chunk // 4
+
+    @property
+    def frames_together(self) -> int:
+        return 4 * self.chunk
+
+    @cached_property
+    def unit_flops(self) -> tuple[float, float, float]:
+        """FLOPs per chunk, per placeholder token and per pair of placeholder tokens.
+
+        A placeholder token has two rows, so a pair has four pairs of rows.
+        """
+        tower, chunk = self.tower, FlopCounter()
+        chunk.multiply(tower.conv1.weight, self.chunk)
+        chunk.multiply(tower.conv2.weight, self.chunk // 2)
+        place = FlopCounter(chunk.trained)
+        place.run(tower.layers, 2)
+        pair = FlopCounter(place.trained)
+        pair.attend(4 * len(tower.layers), tower.config.d_model)
+        place.run(tower.proj, 1)
+        return chunk.flops, place.flops, pair.flops
+
+    def prepare(self, media: Media) -> Inputs:
+        """Return mel frames that are equal to those of the model's processor.
+
+        The processor pads with silence up to `chunk_length` and then removes the padding. Only the silence within reach
+        of the last FFT windows matters.
+        """
+        sound, extractor = self.read_samples(media), self.extractor
+        padded = np.pad(
+            sound, (0, max(0, min(extractor.n_fft + extractor.hop_length, extractor.n_samples - len(sound))))
+        )
+        return self.with_chunks(self.mels(padded)[: self.frames_of(len(sound))])
+
+    def with_chunks(self, mels: torch.Tensor) -> Inputs:
+        lengths = [len(piece) for piece in mels.split(self.chunk)]
+        return {"mels": mels.clone(), "chunks": torch.tensor(lengths, dtype=torch.int32)}
+
+    def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
+        return [
+            (own, self.with_chunks(part["mels"])) for own, part in super().split(size, inputs) if own.num_placeholders
+        ]
+
+    def dummy_input(self) -> Inputs:
+        return self.with_chunks(torch.zeros(4, self.extractor.feature_size))
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        chunk, device = self.chunk, items[0]["mels"].device
+        padded = [self.chunks_of(item["mels"]) for item in items]
+        rows = [(len(item["mels"]) - 1) // 2 + 1 for item in items]  # after the convolutions
+        # Only the last chunk of an item has rows that are padding.
+        lengths = [len(chunks) * chunk // 2 for chunks in padded]
+        out = self.tower(
+            padded_feature=torch.cat(padded).transpose(1, 2),
+            chunk_lengths=torch.cat([item["chunks"] for item in items]),
+            valid_indices=first_rows(lengths, rows, device),
+            pool_indices=first_rows(rows, [n - 1 for n in rows], device, step=2),
+            cu_seqlens=boundaries([(n, chunk // 2) for n in rows], device),
+            max_seqlen=min(chunk // 2, max(rows)),
+            return_dict=True,
+        )
+        features: torch.Tensor = out.last_hidden_state
+        return features
+
+
+class ChunkTower(AudioTower):
+    """Audio encoder of Qwen3-ASR: the tower of Qwen3-Omni with other arguments and a separate projector."""
+
+    kind = Qwen3ASRFeatureExtractor
+    extractor_options: ClassVar[Mapping[str, Any]] = {"n_window": 0}
+
+    def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 1200.0) -> None:
+        super().__init__(model, folder, max_seconds)
+
+    def num_samples(self, media: Media) -> int:
+        """Return the number of samples. The extractor pads short audio to `min_length`."""
+        return max(super().num_samples(media), int(self.extractor.min_length))
+
+    @property
+    def after(self) -> Sequence[Any]:
+        return (self.model.get_submodule("model.multi_modal_projector"),)
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        """Encode every chunk as a separate audio clip.
+
+        The attention boundaries, which the tower would compute from these chunks, are passed for the original clips.
+        """
+        places = [self.count_placeholders(item) for item in items]
+        chunks = torch.cat([self.chunks_of(item["mels"]) for item in items]).transpose(1, 2)
+        is_audio = [self.chunks_of(torch.ones_like(item["mels"][:, :1])) for item in items]
+        mask = torch.cat(is_audio).squeeze(-1).long()
+        out = self.tower(
+            input_features=chunks,
+            input_features_mask=mask,
+            cu_seqlens=boundaries([(n, self.window) for n in places], chunks.device),
+            max_seqlen=min(self.window, max(places)),
+        )
+        projected: torch.Tensor = self.after[0](out.last_hidden_state)
+        return projected
+
+
+class SoundingClips(VideoTower):
+    """Video encoder that can also encode the audio of videos.
+
+    The option `use_audio_in_video` of a video in its row, or of all videos of a run, turns it on. Placeholder tokens of
+    frames and audio are then interleaved as in the model's processor. `build_thinker` sets `sound`.
+    """
+
+    item_options = (*CLIP_OPTIONS, OWN_SOUND)
+    may_sound = True
+    # Audio modality; a tuple prevents torch from registering its encoder as a submodule.
+    sound: tuple[Modality, ...] = ()
+
+    def measure(self, media: Media) -> MediaSize:
+        size = super().measure(media)
+        wanted = media.options.get(OWN_SOUND, self.use_audio_in_video)
+        if not isinstance(wanted, bool):
+            raise BadMedia(f"{media.name}: {OWN_SOUND} must be true or false, not {wanted!r}")
+        if not wanted:
+            return size
+        if not isinstance(media.value, Path | bytes):
+            raise BadMedia(f"{media.name}: {OWN_SOUND}: frames given one by one have no sound; give the clip as a file")
+        (modality,) = self.sound
+        assert modality.encoder is not None
+        try:
+            sound = modality.encoder.measure(replace(media, modality="audio"))
+        except BadMedia as bad:
+            raise BadMedia(f"{bad} ({OWN_SOUND})") from None
+        steps = int(size.shape[0])
+        times = np.arange(steps) * size.shape[3] * self.model.config.position_id_per_seconds
+        runs = self.turns(np.repeat(times, size.num_placeholders // steps), sound.num_placeholders)
+        return replace(size, layout=(modality.begin, *runs, modality.end), inside={"audio": sound})
+
+    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
+        """Return runs of placeholder tokens that interleave a video and its audio.
+
+        Args:
+            times: Time of each placeholder token of the video, in units of one placeholder token of audio.
+            heard: Number of placeholder tokens of the audio.
+        """
+        raise NotImplementedError
+
+
+def in_chunks(times: npt.NDArray[np.float64], heard: int, chunk: int) -> list[int | NestedRun]:
+    """Interleave by chunks of time, as Qwen2.5-Omni does: video of a chunk, then its audio.
+
+    Args:
+        chunk: Length of a chunk, in placeholder tokens of audio.
+    """
+
+    def lengths(values: npt.NDArray[Any]) -> list[int]:
+        counts = [0]
+        for value in values:
+            if value >= len(counts) * chunk:
+                counts.append(0)
+            counts[-1] += 1
+        return counts
+
+    seen, sounds = lengths(times), [NestedRun("audio", count) for count in lengths(np.arange(heard))]
+    turns = chain.from_iterable(zip_longest(seen, sounds))
+    return [run for run in turns if run is not None]
+
+
+def by_time(times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
+    """Interleave token by token in order of time, as Qwen3-Omni does. Video precedes audio of the same time."""
+    order = np.argsort(np.concatenate([times, np.arange(heard)]), kind="stable")
+    runs = [(is_sound, sum(1 for _ in run)) for is_sound, run in groupby((order >= len(times)).tolist())]
+    return [NestedRun("audio", count) if is_sound else count for is_sound, count in runs]
+
+
+def build_thinker(
+    specs: Mapping[str, EncoderSpec], model: PreTrainedModel, folder: str | None, options: Options
+) -> dict[str, Modality]:
+    """Build the encoders. The video encoder gets the modality that encodes the audio of videos."""
+    modalities = build_modalities(specs, model, folder, options)
+    video_encoder = modalities["video"].encoder
+    assert isinstance(video_encoder, SoundingClips)
+    video_encoder.sound = (modalities["audio"],)
+    return modalities
+
+
+def thinker_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[Any]:
+    """Return positions `[4, L]`: the position in the text, which separates samples, then time, height and width."""
+    tokens = torch.from_numpy(ids).long()[None]
+    sounding = {bool(item.size.inside) for item in items if item.port.modality == "video"}
+    if len(sounding) > 1:
+        raise BadMedia(f"{OWN_SOUND}: some of its clips come with their sound and some do not; this model takes no mix")
+    family: Any = model
+    axes, _ = family.get_rope_index(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        use_audio_in_video=True in sounding,
+        **media_shapes(items),
+    )
+    positions = with_text_positions(axes)
+    return (positions.float() if axes.is_floating_point() else positions.int()).numpy()

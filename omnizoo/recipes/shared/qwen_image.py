@@ -1,0 +1,284 @@
+"""Encoders for images of Qwen models, their positions, and the insertion of features into the text.
+
+Features of deepstack models are concatenated over levels along the width, so that they are sent once. `enter_visual`
+splits them again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.files.image import check_aspect, image_size, read_image
+from omnizoo.modalities.item import Ids, Inputs, MediaItem, MediaSize
+from omnizoo.modalities.media import Media
+from omnizoo.models.media.features import Features, insert_features
+from omnizoo.recipes.shared.encoders import (
+    HALF,
+    ImageTowerEncoder,
+    boundaries,
+    enter_features,
+    interpolation_inputs,
+    load_processor,
+    read_interpolation,
+)
+
+LEVELS = "deepstack_levels"  # keyword that carries deeper levels through the model
+BEGIN, END = "<|vision_start|>", "<|vision_end|>"
+KINDS = {"image": 1, "video": 2}  # token type ids of the models
+# Sizes for small copies: M-RoPE splits 8 frequencies in the same ratio as the 64 of published models.
+SHRINK_TEXT = {"rope_parameters": {"mrope_section": [4, 2, 2]}}
+# Two levels of deepstack and one more layer: features added after the last layer would not be attended to.
+SHRINK = {
+    "text_config": SHRINK_TEXT | {"num_hidden_layers": 3},
+    "vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+}
+SHRINK_PARTIAL = {  # for rotary embedding of a part of each head
+    "text_config": {"rope_parameters": {"partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}},
+    "vision_config": {"num_position_embeddings": 16},
+}
+# One layer with windowed attention, and one with full attention.
+SHRINK_WINDOWS = {"fullatt_block_indexes": [1], "window_size": 56}
+
+
+class ImageTower(ImageTowerEncoder):
+    """Image encoder of Qwen2-VL, and base class for later models.
+
+    Images have `min_pixels` to `max_pixels`; None uses the setting of the folder's preprocessor. Patches have rotary
+    positions on two axes.
+    """
+
+    packs_items = True
+    kind: ClassVar[Any] = Qwen2VLImageProcessorPil
+    published: ClassVar[Mapping[str, Any]] = {"size": {"shortest_edge": 4 * 28**2, "longest_edge": 16384 * 28**2}}
+    # Inputs of `tower_inputs`: one entry per patch, or one per step (an image has one step, a video several).
+    by_patch: ClassVar[tuple[str, ...]] = ("pixels",)
+    by_step: ClassVar[tuple[str, ...]] = ("positions",)
+
+    def __init__(
+        self, model: PreTrainedModel, folder: str | None, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> None:
+        super().__init__(model, "model.visual")
+        self.vision = vision = model.config.vision_config
+        # Edge of a placeholder token's square, in pixels.
+        self.factor: int = vision.patch_size * vision.spatial_merge_size
+        self.processor = load_processor(
+            self.kind,
+            folder,
+            self.published,
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
+            temporal_patch_size=vision.temporal_patch_size,
+        )
+        most = max_pixels or self.processor.size.longest_edge
+        least = min_pixels or min(self.processor.size.shortest_edge, most)
+        if least > most:
+            raise UserError(f"model.modalities: min_pixels {least} is above max_pixels {most} of {type(self).__name__}")
+        self.pixels = (least, most)
+
+    def measure(self, media: Media) -> MediaSize:
+        return self.size_of(1, *self.resized(1, *image_size(media), media))
+
+    def resized(self, frames: int, height: int, width: int, media: Media) -> tuple[int, int]:
+        """Return the height and width that the tower receives, after a check of the aspect ratio."""
+        check_aspect(media, height, width)
+        return self.fit(frames, height, width)
+
+    def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        fitted: tuple[int, int] = smart_resize(height, width, self.factor, *self.pixels)
+        return fitted
+
+    def size_of(self, steps: int, height: int, width: int) -> MediaSize:
+        grid = (steps, height // self.vision.patch_size, width // self.vision.patch_size)
+        patches = grid[1] * grid[2]  # patches attend within a step
+        places = patches // self.vision.spatial_merge_size**2
+        return MediaSize(steps * places, steps * self.flops(patches, places), shape=grid)
+
+    def prepare(self, media: Media) -> Inputs:
+        limits = dict(zip(("shortest_edge", "longest_edge"), self.pixels, strict=True))
+        out = self.processor(images=read_image(media), size=limits, return_tensors="pt")
+        return self.with_places(out["pixel_values"], out["image_grid_thw"][0])
+
+    def dummy_input(self) -> Inputs:
+        merge = self.vision.spatial_merge_size
+        values = self.vision.in_channels * self.vision.temporal_patch_size * self.vision.patch_size**2
+        return self.with_places(torch.zeros(merge**2, values), torch.tensor([1, merge, merge]))
+
+    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+        """Return the inputs with the positions of patches.
+
+        Everything that depends on the grid is computed here: on the device, the tower would read it, which is a host
+        sync.
+        """
+        positions = get_vision_position_ids(grid[None], self.vision.spatial_merge_size).int()
+        # [steps, patches, 2]: `tower_inputs` reads both counts from the shape, without a host sync.
+        return {"pixels": pixels, "grid": grid, "positions": positions.unflatten(0, (int(grid[0]), -1))}
+
+    def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
+        """Return the arguments that the tower would otherwise compute from the grids."""
+        shapes = [item["positions"].shape for item in items]
+        device = items[0]["positions"].device
+        return {
+            "cu_seqlens": boundaries([(steps * patches, patches) for steps, patches, _ in shapes], device),
+            "max_seqlen": max(patches for _, patches, _ in shapes),
+            "position_ids": torch.cat([item["positions"].flatten(0, 1) for item in items]),
+        }
+
+    def count_placeholders(self, inputs: Inputs) -> int:
+        merge: int = self.vision.spatial_merge_size
+        return len(inputs["pixels"]) // merge**2
+
+    def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
+        pixels = torch.cat([item["pixels"] for item in items]).type(self.tower.dtype)
+        out = self.tower(pixels, **{"grid_thw": None} | self.tower_inputs(items), return_dict=True)
+        return torch.cat([out.pooler_output, *getattr(out, "deepstack_features", ())], 1)
+
+
+class InterpolatedTower(ImageTower):
+    """Image encoder of Qwen3-VL and later, with a learned table of positions.
+
+    The position of a patch is interpolated from the four nearest entries of the table.
+    """
+
+    published: ClassVar[Mapping[str, Any]] = {
+        "size": {"shortest_edge": 64 * 32**2, "longest_edge": 16384 * 32**2},  # pixels
+        **HALF,
+    }
+    by_patch = ("pixels", "taps", "shares")
+
+    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+        merge = self.vision.spatial_merge_size
+        interpolation = interpolation_inputs(grid[None], self.tower, spatial_merge_size=merge)
+        return super().with_places(pixels, grid) | interpolation
+
+    def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
+        return super().tower_inputs(items) | read_interpolation(items)
+
+
+class WindowedTower(ImageTower):
+    """Image encoder of Qwen2.5-VL: most layers attend in windows, for which patches are reordered."""
+
+    by_step = ("positions", "order", "windows")
+
+    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+        """Also return the order of patches in windows.
+
+        `order [steps, placeholders]` is the window order of the placeholder tokens of each step, and `windows [steps,
+        n]` the number of patches in each of its windows.
+        """
+        vision = self.vision
+        step = torch.cat([torch.ones_like(grid[:1]), grid[1:]])
+        order, ends = get_vision_window_index(
+            step[None], vision.spatial_merge_size, vision.window_size, vision.patch_size
+        )
+        steps = int(grid[0])
+        each = {"order": order.int().repeat(steps, 1), "windows": ends.diff().int().repeat(steps, 1)}
+        return super().with_places(pixels, grid) | each
+
+    def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
+        """Also return the window order and the window boundaries, concatenated over all steps of all items."""
+        start, orders, device = 0, [], items[0]["order"].device
+        for item in items:
+            steps, places = item["order"].shape
+            firsts = torch.arange(start, start + steps * places, places, device=device)
+            orders.append((item["order"] + firsts[:, None]).flatten())
+            start += steps * places
+        lengths = torch.cat([item["windows"].flatten() for item in items])
+        most = (self.vision.window_size // self.vision.patch_size) ** 2
+        tower_inputs = super().tower_inputs(items)
+        return tower_inputs | {
+            "window_index": torch.cat(orders),
+            "cu_window_seqlens": nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+            "max_window_seqlen": min(most, tower_inputs["max_seqlen"]),
+        }
+
+
+def media_shapes(items: Sequence[MediaItem]) -> dict[str, torch.Tensor | None]:
+    """Return the sizes of the media items of a sample, as arguments of `get_rope_index` of omni models."""
+
+    def shapes(modality: str) -> torch.Tensor | None:
+        sizes = [item.size.shape for item in items if item.port.modality == modality]
+        return torch.tensor(sizes) if sizes else None
+
+    videos, audio = shapes("video"), shapes("audio")
+    return {
+        "image_grid_thw": shapes("image"),  # [images, 3], in patches
+        "video_grid_thw": None if videos is None else videos[:, :3].long(),  # [videos, 3]
+        "second_per_grids": None if videos is None else videos[:, 3],  # [videos], seconds per step
+        "audio_seqlens": None if audio is None else audio[:, 0],  # [audio clips]
+    }
+
+
+def visual_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem], **extra_inputs: Any) -> Ids:
+    """Return positions `[4, L]`: the position in the text, which separates samples, then time, height and width.
+
+    Args:
+        extra_inputs: Further arguments of the model's `get_rope_index`.
+    """
+    shapes = media_shapes(items)
+    core: Any = model.get_submodule("model")
+    axes, _ = core.get_rope_index(
+        torch.from_numpy(ids).long()[None],
+        mm_token_type_ids=token_kinds(ids, items),
+        image_grid_thw=shapes["image_grid_thw"],
+        video_grid_thw=shapes["video_grid_thw"],
+        **extra_inputs,
+    )
+    return with_text_positions(axes).int().numpy()
+
+
+def token_kinds(ids: Ids, items: Sequence[MediaItem]) -> torch.Tensor:
+    """Return `[1, L]`: 0 for text, or the value in `KINDS` for placeholder tokens of images and videos."""
+    kinds = torch.zeros(1, len(ids), dtype=torch.int64)
+    for item in items:
+        for first, count in item.spans:
+            kinds[0, first : first + count] = KINDS[item.port.modality]
+    return kinds
+
+
+def with_text_positions(axes: torch.Tensor) -> torch.Tensor:
+    """Prepend the positions in the text to M-RoPE positions: `[3, 1, L]` -> `[4, L]`."""
+    return torch.cat([torch.arange(axes.shape[-1])[None], axes[:, 0]])
+
+
+def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+    """Insert the features of images and videos.
+
+    The first level goes into the embeddings. Deeper levels are passed on to later layers.
+    """
+    embeddings = inputs.get("inputs_embeds")
+    if embeddings is None:
+        embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    visual = [features[name] for name in KINDS]
+    index = torch.cat([media_features.index for media_features in visual])
+    values = torch.cat([media_features.values for media_features in visual])
+    first, *deeper = (Features(level, index) for level in values.split(embeddings.shape[-1], 1))
+    levels = [insert_features(torch.zeros_like(embeddings), level) for level in deeper]
+    merged = inputs | {"input_ids": None, "inputs_embeds": insert_features(embeddings, first)}
+    return merged | {LEVELS: levels} if levels else merged
+
+
+def enter_with_sound(
+    model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
+) -> dict[str, Any]:
+    with_audio = enter_features(model, inputs, {"audio": features["audio"]})
+    return enter_visual(model, with_audio, features)
+
+
+def deepstack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the language model, with deepstack features as long as the text.
+
+    They are added to the whole sequence. Where the model expects a mask of placeholder tokens, it gets the index of the
+    only row of the batch.
+    """
+    inputs = dict(inputs)
+    levels = inputs.pop(LEVELS, None)
+    if levels is not None:
+        row = torch.zeros(1, dtype=torch.int64, device=levels[0].device)
+        inputs |= {"visual_pos_masks": row, "deepstack_visual_embeds": levels}
+    return inputs

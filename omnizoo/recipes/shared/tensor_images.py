@@ -1,0 +1,75 @@
+"""Image preparation for families whose processor takes tensors and needs torchvision, which OmniZoo does not use.
+
+It implements the settings of the processor, its resizing of uint8 images and its conversion to floats. The rest depends
+on the family.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from omnizoo.config.errors import UserError
+from omnizoo.modalities.files.image import read_image, to_bytes
+from omnizoo.modalities.files.pixels import resize
+from omnizoo.modalities.media import Media
+from omnizoo.recipes.shared.encoders import checked_settings
+
+BILINEAR, BICUBIC = 2, 3
+DEFAULTS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+
+
+class TensorPictures:
+    """Image processor with the settings of the model's folder.
+
+    Args:
+        folder: Folder of the model.
+        defaults: Settings that are used if the folder does not contain them.
+        modality: "image", or "video" to prepare frames of videos.
+        overrides: Settings that the model or an option decides; None leaves them to the folder.
+    """
+
+    def __init__(
+        self, folder: str | None, defaults: Mapping[str, Any], modality: str = "image", **overrides: Any
+    ) -> None:
+        defaults = {**DEFAULTS, **defaults}
+        overrides = {name: value for name, value in overrides.items() if value is not None}
+        settings, file = checked_settings(folder, f"{modality}_processor")
+        known = {name: value for name, value in settings.items() if name in defaults}
+        self.settings = {**defaults, **known, **overrides}
+        for name, value in self.settings.items():
+            where = f"model.modalities.{modality}.encoder.options" if name in overrides else file
+            if not isinstance(value, type(defaults[name])) or (name.startswith("max_") and value < 1):
+                raise UserError(f"{where}: {name} is {value!r}; expected something like {defaults[name]!r}")
+        if not (self.settings["do_resize"] and self.settings["do_rescale"]):
+            raise UserError(f"{file}: do_resize and do_rescale have to be true: the model was trained on such images")
+        self.mean, self.std = (
+            torch.tensor(self.settings[name], dtype=torch.float32).expand(3).view(3, 1, 1)
+            for name in ("image_mean", "image_std")
+        )
+
+    def read(self, media: Media) -> torch.Tensor:
+        return to_bytes(read_image(media))
+
+    def resize(self, pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        return resize(pixels, height, width, self.settings["resample"])
+
+    def tiles(self, pixels: torch.Tensor, size: tuple[int, int], grid: tuple[int, int], edge: int) -> torch.Tensor:
+        """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return them `[N, 3, edge, edge]`."""
+        (height, width), (rows, columns) = size, grid
+        padded = pad(self.resize(pixels, height, width), (0, columns * edge - width, 0, rows * edge - height))
+        return padded.view(3, rows, edge, columns, edge).permute(1, 3, 0, 2, 4).flatten(0, 1)
+
+    def values(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Convert uint8 pixels to floats. Mean and deviation are scaled to uint8, as in torchvision."""
+        factor: float = self.settings["rescale_factor"]
+        if not self.settings["do_normalize"]:
+            return pixels * factor
+        return (pixels.float() - self.mean * (1 / factor)) / (self.std * (1 / factor))
+
+    def values_in(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Convert uint8 pixels to floats, with every operation in `dtype`."""
+        factor: float = self.settings["rescale_factor"]
+        scaled = pixels.to(dtype) * factor
+        return (scaled - self.mean.to(dtype)) / self.std.to(dtype) if self.settings["do_normalize"] else scaled

@@ -1,0 +1,87 @@
+"""History of starts of a run: command, versions and git state of each start, in `starts.jsonl`."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omnizoo.config.versions import installed_versions
+from omnizoo.reporting.run_folder import read_rows, replace_file
+
+PACKAGES = ("omnizoo", "torch", "transformers", "peft", "datasets")
+
+
+def add_start(file: Path, step: int, facts: Mapping[str, str], steps: int | None = None) -> None:
+    """Append this start to the history of a run.
+
+    Starts after `step` are removed; a new run (`step` 0) has no earlier starts.
+
+    Args:
+        file: `starts.jsonl` of the run.
+        step: The last step in the loaded checkpoint; 0 for a new run.
+        facts: Facts about the run, by name.
+        steps: Number of steps of the whole run, if known.
+    """
+    start = {
+        "step": step,
+        "steps": steps,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": command(),
+        "versions": {"python": platform.python_version()} | installed_versions(PACKAGES),
+        "git": git_state(Path.cwd()),
+        "facts": dict(facts),
+    }
+    before = [known for known in read_starts(file) if step and known["step"] <= step]
+    _write(file, [*before, start])
+
+
+def add_seconds(file: Path, parts: Mapping[str, float]) -> None:
+    """Add the duration of each start-up phase, up to the end of the first step, to the last start."""
+    *before, last = read_starts(file)
+    last["seconds"] = {part: round(seconds, 3) for part, seconds in parts.items()}
+    _write(file, [*before, last])
+
+
+def _write(file: Path, starts: list[dict[str, Any]]) -> None:
+    replace_file(file, "".join(json.dumps(start) + "\n" for start in starts))
+
+
+def read_starts(file: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run, without damaged lines."""
+    return [start for start in read_rows(file) if isinstance(start.get("step"), int)]
+
+
+def command() -> str:
+    """Return the command line of this process, so that it can be repeated.
+
+    Ranks started by `--nproc` do not have this flag. The fact `mesh` contains their number.
+    """
+    name = Path(sys.argv[0])
+    is_own = name.name == "omnizoo" or name.parts[-2:] == ("omnizoo", "__main__.py")
+    return shlex.join(["omnizoo" if is_own else sys.argv[0], *sys.argv[1:]])
+
+
+def git_state(folder: Path) -> str | None:
+    """Return commit and state of the working directory; None without git or a commit, or after a timeout."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=3, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return None
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    if changed is None:
+        return commit
+    return f"{commit}, {len(changed.splitlines())} file(s) changed" if changed else f"{commit}, clean"

@@ -1,0 +1,40 @@
+"""HTML pages from Jinja2 templates: single files that need no network.
+
+Templates escape all values, so no text from data or configs becomes markup.
+"""
+
+import json
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+MAX_CELL = 300  # maximum number of characters in a table cell
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template to a page. Every template needs a `title`; further values depend on the template."""
+    return _environment().get_template(template).render(date=time.strftime("%Y-%m-%d %H:%M"), **values)
+
+
+def cell_text(value: Any) -> str:
+    """Return the text of a value in a table cell, shortened to `MAX_CELL` characters."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_CELL else text[:MAX_CELL] + " …"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = cell_text
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment

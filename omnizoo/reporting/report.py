@@ -1,0 +1,273 @@
+"""`report.html`: a page about one run, from the files in its folder; and a page that compares several runs.
+
+Missing files are skipped, so a page can be written for a run that was interrupted or has just started. Other code adds
+content as `ReportSection`s.
+"""
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from mimetypes import guess_type
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+
+from omnizoo.reporting.charts import COUNTS, buckets_per_curve, format_value, metric_charts
+from omnizoo.reporting.history import History
+from omnizoo.reporting.launch_history import read_starts
+from omnizoo.reporting.metrics_file import read_metrics
+from omnizoo.reporting.pages import cell_text, render
+from omnizoo.reporting.run_folder import RunFolder, read_rows, replace_file
+
+SHOWN_FILES = (".png", ".jpg", ".wav", ".flac", ".mp4")  # file types that a browser displays without running code
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """Additional content of a report.
+
+    Args:
+        title: Heading of the section.
+        html: Content, which is inserted verbatim. The caller must escape text that comes from data.
+    """
+
+    title: str
+    html: str
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Content of a run folder, read on first use."""
+
+    folder: RunFolder
+
+    @property
+    def name(self) -> str:
+        return self.folder.root.resolve().name
+
+    @cached_property
+    def history(self) -> History:
+        return History(read_metrics(self.folder.metrics))
+
+    @cached_property
+    def config(self) -> str:
+        return self.folder.config.read_text(encoding="utf-8") if self.folder.config.exists() else ""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The config as nested dicts; empty if the file is not valid YAML."""
+        try:
+            return _as_dict(yaml.safe_load(self.config))
+        except yaml.YAMLError:
+            return {}
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        return read_starts(self.folder.starts)
+
+    @cached_property
+    def bad_steps(self) -> list[dict[str, Any]]:
+        return read_rows(self.folder.bad_steps)
+
+    @cached_property
+    def bad_rows(self) -> list[dict[str, Any]]:
+        return read_rows(self.folder.bad_rows)
+
+    @property
+    def marks(self) -> dict[str, list[int]]:
+        """Steps that were skipped, and steps from which the run was resumed."""
+        first = max(1, self.history.steps[0]) if self.history.steps else 1
+        listed = {row["step"] for row in self.bad_steps if isinstance(row.get("step"), int)}
+        starts = {start["step"] for start in self.starts}
+        return {
+            "skipped": sorted(self.history.bad_steps() | listed),
+            "resumed": sorted(step for step in starts if step >= first),
+        }
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of steps of the whole run; None if unknown."""
+        total = _as_dict(self.settings.get("train")).get("steps")
+        if total is None and self.starts:  # with `train.epochs`, the number is computed at the start
+            total = self.starts[-1].get("steps")
+        return total if isinstance(total, int) else None
+
+    @property
+    def model(self) -> str:
+        """Name of the model, followed by its modalities."""
+        try:
+            section = self.settings["model"]
+            base = section.get("foundation") or section
+            source = base.get("path") or base.get("module") or base["config"]
+            name = source["model_type"] if isinstance(source, dict) else source
+            return " + ".join([str(name), *(section.get("modalities") or {})])
+        except (KeyError, TypeError, AttributeError):
+            return ""
+
+
+def write_report(run: RunFolder, sections: Sequence[ReportSection] = (), out: Path | None = None) -> Path:
+    """Write the report page of a run.
+
+    Args:
+        run: The folder of the run.
+        sections: Additional content.
+        out: HTML file; None writes `report.html` in the run folder.
+
+    Returns:
+        The path of the page.
+    """
+    data = RunData(run)
+    path = out or run.report
+    groups, constants = metric_charts({data.name: data.history}, data.marks)
+    counts = {text: data.history.last(key) for key, text in COUNTS.items()}
+    page = render(
+        "report.html",
+        title=data.name,
+        run=data,
+        figures=_figures(data),
+        groups=groups,
+        buckets=buckets_per_curve(groups),
+        sections=sections,
+        samples=_last_samples(run, path),
+        facts=_facts(data),
+        constants=constants,
+        counts={text: f"{count:,.0f}" for text, count in counts.items() if count},
+    )
+    replace_file(path, page)
+    return path
+
+
+def write_comparison(runs: Sequence[RunFolder], out: Path) -> Path:
+    """Write a page that compares statistics, curves and configs of several runs, and return its path."""
+    runs_data = [RunData(run) for run in runs]
+    names = _short_names(runs_data)
+    groups, _ = metric_charts({name: run.history for name, run in zip(names, runs_data, strict=True)}, {})
+    page = render(
+        "comparison.html",
+        title=" · ".join(names),
+        names=names,
+        figures=list(zip(*map(_figures, runs_data), strict=True)),
+        groups=groups,
+        buckets=buckets_per_curve(groups),
+        differences=_differences(runs_data, names),
+    )
+    replace_file(out, page)
+    return out
+
+
+# ---- one run
+
+
+def _figures(run: RunData) -> list[tuple[str, str, str]]:
+    """Return name, value and note of each headline figure. The value is empty if it was not measured."""
+    history = run.history
+    finite = {key: history.finite(key) for key in ("loss", "tokens", "tokens_per_sec", "fill", "memory_gb")}
+    first_loss = format_value(next(iter(finite["loss"]), None))
+    best_loss, best_step = history.lowest("eval/loss")
+    tokens = sum(finite["tokens"])
+    seconds = history.seconds()
+    best_rate = format_value(max(finite["tokens_per_sec"], default=None), "si")
+    mean_fill = statistics.fmean(finite["fill"]) if finite["fill"] else None
+    memory = max(finite["memory_gb"], default=None)
+    num_bad_steps = history.last("bad_steps") or len(run.bad_steps)
+    num_bad_rows = history.last("skipped_rows") or len(run.bad_rows)
+    return [
+        ("Final loss", format_value(history.last("loss")), first_loss and f"from {first_loss}"),
+        ("Best held-out loss", format_value(best_loss), f"at step {best_step:,}" if best_step else "not evaluated"),
+        ("Steps", f"{len(history.steps):,}", f"skipped: {num_bad_steps:,.0f}"),
+        ("Tokens", format_value(tokens or None, "si"), f"rows skipped: {num_bad_rows:,.0f}"),
+        ("Training time", _duration(seconds) if seconds else "", "spent in steps"),
+        (
+            "Tokens per second",
+            format_value(tokens / seconds if seconds else None, "si"),
+            best_rate and f"at best {best_rate}",
+        ),
+        ("Pack fill", format_value(mean_fill, "percent"), "mean"),
+        ("Memory", f"{memory:.3g} GB" if memory is not None else "", "peak"),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minute:02d} min"
+    return f"{minute} min {second:02d} s" if minute else f"{seconds:.3g} s"
+
+
+def _facts(run: RunData) -> dict[str, str]:
+    """Return the facts about the most recent start of a run."""
+    start = run.starts[-1] if run.starts else {}
+    named = {**_as_dict(start.get("facts")), "command": start.get("command"), "git": start.get("git")}
+    facts = {str(name): value for name, value in named.items() if isinstance(value, str)}
+    if seconds := _as_dict(start.get("seconds")):
+        parts = ", ".join(f"{part} {value}" for part, value in seconds.items())
+        facts["start"] = f"{sum(seconds.values()):.3g} s to the end of the first step: {parts}"
+    if versions := _as_dict(start.get("versions")):
+        facts["versions"] = ", ".join(f"{name} {value}" for name, value in versions.items())
+    return facts
+
+
+def _last_samples(run: RunFolder, page: Path) -> list[dict[str, Any]]:
+    """Return the model's responses at the last evaluation (training/evaluation/responses.py)."""
+    records = [record for record in read_rows(run.samples) if isinstance(record.get("step"), int)]
+    last = max((record["step"] for record in records), default=0)
+    samples = []
+    for record in records:
+        if record["step"] != last:
+            continue
+        sample = {column: cell_text(record.get(column) or "") for column in ("question", "expected", "answer")}
+        if "error" in record:
+            sample["answer"] += f"({record['error']})"
+        files = [_describe_file(run, page, str(item.get("file"))) for item in record.get("items", ())]
+        samples.append({"step": last, "files": files, **sample})
+    return samples
+
+
+def _describe_file(run: RunFolder, page: Path, name: str) -> dict[str, Any]:
+    """Return name, address and media type of a generated file. Files outside the run folder have no address."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return {"name": name, "address": None}
+    address = "./" + quote(os.path.relpath(run.root / name, page.parent))
+    media_type = guess_type(name)[0] if Path(name).suffix in SHOWN_FILES else None
+    return {"name": name, "address": address, "media_type": media_type}
+
+
+# ---- several runs
+
+
+def _short_names(runs: Sequence[RunData]) -> list[str]:
+    """Return the folder names of runs, with as many parent folders as are needed to distinguish them."""
+    paths = [run.folder.root.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(parts) for parts in paths]
+
+
+def _differences(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, str]]:
+    configs = [dict(_leaves("", run.settings)) for run in runs]
+    rows = []
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [json.dumps(config[key]) if key in config else "" for config in configs]
+        if key != "log.dir" and len(set(values)) > 1:
+            rows.append({"key": key} | dict(zip(names, values, strict=True)))
+    return rows
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), child)
+    else:
+        yield prefix, value
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,267 @@
+"""Training engine for reinforcement learning frameworks, on any layout (docs/rl.md).
+
+It computes log-probabilities of rollouts, runs policy-gradient steps, and streams the weights to the rollout engine.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from omnizoo.balancing.balancer import Balancer
+from omnizoo.balancing.step_data import StepData
+from omnizoo.checkpoint.resume import find_checkpoint
+from omnizoo.checkpoint.save import save_checkpoint
+from omnizoo.checkpoint.weight_stream import stream_adapter, stream_weights
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
+from omnizoo.config.schema import Config
+from omnizoo.data.loading.lane_stream import LoadedStep
+from omnizoo.data.loading.prepare import prepare_pack
+from omnizoo.data.sample import Sample
+from omnizoo.models.adapters.lora import adapter_disabled
+from omnizoo.models.check_config_fields import vocabulary_size
+from omnizoo.models.hf_private import PublishedKeys
+from omnizoo.ops.precision import keep_precision
+from omnizoo.parallel.errors import first_different_rank, sync_errors
+from omnizoo.parallel.fsdp.shard import release
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.rl.rollouts import Rollout, RolloutReader, RolloutRows, digest, pack_all
+from omnizoo.training.losses.base import NamedLoss, build_losses, name_loss
+from omnizoo.training.losses.policy import LogProbabilityRecorder, Policy
+from omnizoo.training.losses.preference import DPO
+from omnizoo.training.losses.text import HeadLoss
+from omnizoo.training.objective import LanguageObjective, build_objective
+from omnizoo.training.preflight import check_plugins, check_same_model
+from omnizoo.training.recompute_budget import apply_recompute_budget, saved_choice
+from omnizoo.training.setup import build_bundle, joined_world, set_up_training
+from omnizoo.training.step import train_step
+
+
+class Engine:
+    """A model with its optimizer and losses on a mesh.
+
+    Collective: all ranks must call each method, with the same arguments. Results are the same on all ranks, except
+    those of `weights`.
+
+    Attributes:
+        model: The sharded model.
+        tokenizer: The tokenizer of the model.
+        steps: Number of optimizer steps so far, including those before a resume.
+        bad_steps: Number of steps that were skipped because the loss or a gradient was not finite.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        """Build the engine, and resume from the newest checkpoint of the run if there is one, as `omnizoo train` does.
+
+        Args:
+            config: The config of the run. `train.losses` must not contain losses for preference pairs.
+            mesh: The mesh to train on.
+
+        Raises:
+            UserError: If the config sets `train.epochs`, or losses that rollouts cannot be used with.
+        """
+        self.config, self.mesh = config, mesh
+        self.directory = Path(config.checkpoint.dir or Path(config.log.dir) / "checkpoints")
+        check_plugins(config, reads_rows=False)
+        if config.train.epochs is not None:
+            raise UserError("train.epochs: an engine reads no rows, so there is nothing to count; set train.steps")
+        losses = build_losses(config)
+        self._temperature = temperature_of(losses)
+        if config.preference_pairs != "refused":
+            raise UserError(
+                "train.losses: one of them reads preference pairs, which rollouts are not; use grpo or gspo"
+            )
+        bundle = sync_errors(mesh, lambda: build_bundle(config))
+        check_same_model(config, mesh)
+        self.model: nn.Module = bundle.model
+        self.tokenizer: Any = bundle.tokenizer
+        self._reader = sync_errors(mesh, lambda: bundle.reader([RolloutRows()]))
+        self._keys = PublishedKeys(self.model)
+        start = find_checkpoint(config, self.directory, mesh)
+        self._setup = set_up_training(bundle, mesh, start, losses=losses)
+        self.steps: int = self._setup.saved.get("step", 0)
+        self.bad_steps: int = self._setup.saved.get("bad_steps", 0)
+        self._rollouts = RolloutReader(self._reader.renderer, config.data.pack_tokens, vocabulary_size(self.model))
+        self._needs = sorted({name for loss in losses for name in loss.loss.needs})
+        self._is_settled = False  # whether the recompute budget has been applied, which needs the first rollouts
+        self._scoring: dict[
+            bool, tuple[LanguageObjective, Balancer, LogProbabilityRecorder]
+        ] = {}  # key: whether the model is the reference model
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls,
+        config: str | Path | Mapping[str, Any] | Config,
+        overrides: Sequence[str] = (),
+        *,
+        model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Iterator["Engine"]:
+        """Context manager: join the process group, build the mesh and the engine, and leave the group on exit.
+
+        Args:
+            config: Path of a config file, its content as a mapping, or a `Config`.
+            overrides: Command line arguments that change the config: `["--train.lr", "1e-3"]`.
+            model: A model object to train instead of the one in the config.
+            tokenizer: The tokenizer of `model`.
+
+        Yields:
+            The engine, in a single process or in the processes that torchrun started.
+        """
+        objects = {"model": model, "tokenizer": tokenizer}
+        read = load_config(config, overrides, objects=objects, needs_data=False)
+        with joined_world(read, has_loader=False) as (read, mesh):
+            yield cls(read, mesh)
+
+    @torch.no_grad()
+    def log_probabilities(self, rollouts: Sequence[Rollout], reference: bool = False) -> list[torch.Tensor]:
+        """Return the log-probabilities of the response tokens, without dropout, at the `temperature` of the losses.
+
+        Args:
+            rollouts: The rollouts; the same list on all ranks.
+            reference: Use the reference model instead of the current one. It is the model before its first step: the
+                base model of the adapter, or a frozen copy, which is built on first use.
+
+        Returns:
+            For each rollout, a tensor `[tokens]` on the host, with one value per token of the response.
+
+        Raises:
+            UserError: If a rollout is invalid, or ranks have different rollouts.
+        """
+        samples = self._agreed(lambda: self._rollouts.to_score(rollouts, LogProbabilityRecorder.PLACE))
+        objective, balancer, recorded = self._scorer(reference)
+        data = self._deal(samples, balancer)
+        lengths = [int(sample.is_target.sum()) for sample in samples]
+        wide = torch.float64 if self.config.train.precision == "fp64" else torch.float32
+        recorded.values = torch.zeros(sum(lengths), dtype=wide, device=self.mesh.device)
+        model = objective.model
+        model.eval()
+        with adapter_disabled(model) if reference and model is self.model else nullcontext():
+            for batch in data.micro_batches:
+                with keep_precision(self.config.train.precision):
+                    objective.terms(batch)
+        objective.router_stats.reset()
+        release(model)
+        self.model.train()
+        # Each token is processed by one rank, and the others have 0 at its position.
+        return list(self.mesh.total(recorded.values).cpu().split(lengths))
+
+    def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Run one optimizer step on all `rollouts` together, with the losses of the config (`grpo`, `gspo`, ...).
+
+        If the loss or the gradient norm is not finite, the weights stay unchanged and `bad_steps` increases.
+
+        Args:
+            rollouts: The rollouts, with all fields that the losses need; the same list on all ranks.
+
+        Returns:
+            The metrics of the step, under the names that `omnizoo train` logs.
+
+        Raises:
+            UserError: If a rollout is invalid or lacks a field, or ranks have different rollouts.
+        """
+        samples = self._agreed(lambda: self._rollouts.to_train(rollouts, self._needs))
+        setup = self._setup
+        assert setup.optimizer is not None
+        data = self._deal(samples, setup.balancer)
+        if not self._is_settled:
+            apply_recompute_budget(setup.objective, data, setup.saved.get("recompute"))
+            self._is_settled = True
+        self.steps += 1
+        result = train_step(setup.objective, setup.optimizer, data, self.steps)
+        self.bad_steps += not result.finite
+        return result.metrics() | {"tokens": data.tokens, "bad_steps": self.bad_steps}
+
+    def weights(
+        self, dtype: torch.dtype | None = None, everywhere: bool = False, adapter_only: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights as full tensors, one at a time. Collective: all ranks must iterate to the end.
+
+        Args:
+            dtype: Dtype of the tensors. Default: the dtype in which the engine stores the weights.
+            everywhere: Yield the tensors on all ranks instead of rank 0 only.
+            adapter_only: Yield only the adapter, under PEFT's names. Otherwise the adapter is merged into the weights.
+
+        Returns:
+            An iterator over (name, full tensor), with the names and shapes of the published checkpoint files.
+
+        Raises:
+            UserError: If the base model is quantized, unless `adapter_only` is set, or if `adapter_only` is set and the
+                model has no adapter.
+        """
+        is_kept = everywhere or self.mesh.is_first
+        if adapter_only:
+            return stream_adapter(self.model, dtype, is_kept)
+        adapter = self.config.model.adapter
+        if adapter is not None and adapter.base is not None:
+            raise UserError(
+                f"weights: the base is held as {adapter.base} (model.adapter.base), and no longer as it was published; "
+                "ask for adapter_only=True, and let the rollout engine have the base from its folder"
+            )
+        return stream_weights(self.model, self._keys, dtype, is_kept)
+
+    def save(self) -> Path:
+        """Write a checkpoint and return its path.
+
+        The next engine with this config resumes from the checkpoint, and `omnizoo export` accepts it.
+        """
+        state = self._setup.identity() | {"bad_steps": self.bad_steps, "loader": None}
+        state |= saved_choice(self.model, self.config, self.mesh)
+        optimizer = self._setup.optimizer
+        assert optimizer is not None
+        return save_checkpoint(
+            self.directory, self.steps, self.model, optimizer, state, self.mesh, self.config, self.tokenizer
+        )
+
+    def _agreed(self, read: Callable[[], list[Sample]]) -> list[Sample]:
+        samples = sync_errors(self.mesh, read)
+        if self.mesh.layout.world > 1 and (rank := first_different_rank(self.mesh, digest(samples))) is not None:
+            raise UserError(f"rollouts: rank {rank} has other ones than rank 0; give all ranks the same list")
+        return samples
+
+    def _deal(self, samples: Sequence[Sample], balancer: Balancer) -> StepData:
+        """Pack the samples and redistribute the packs. As in training, each rank prepares some of the packs."""
+        mesh, packs, bad = self.mesh, [], []
+        for index, packed in enumerate(pack_all(samples, self.config.data.pack_tokens)):
+            if index % mesh.layout.world == mesh.rank:
+                pack, undecodable = prepare_pack(index, packed, self._reader)
+                packs.append(pack)
+                bad += undecodable
+        return balancer(LoadedStep(packs, error=bad[0] if bad else None))
+
+    def _scorer(self, reference: bool) -> tuple[LanguageObjective, Balancer, LogProbabilityRecorder]:
+        if reference not in self._scoring:
+            model = self.model
+            if reference:  # build it as preference losses do
+                dpo = DPO()
+                sync_errors(self.mesh, lambda: dpo.set_up(self.model, self.mesh, self.config))
+                model = dpo.reference.asked.model
+            # Compute logits in chunks if and only if the training losses do, so that equal policies give a ratio of
+            # exactly 1.
+            asked = [
+                loss.loss.chunked for loss in self._setup.objective.token_losses if isinstance(loss.loss, HeadLoss)
+            ]
+            recorded = LogProbabilityRecorder(self._temperature, chunked=asked[0] if asked else None)
+            named = name_loss("log_probabilities", recorded)
+            objective = sync_errors(self.mesh, lambda: build_objective(model, self.mesh, self.config, [named]))
+            self._scoring[reference] = objective, Balancer(model, self.mesh, self.config), recorded
+        return self._scoring[reference]
+
+
+def temperature_of(losses: Sequence[NamedLoss]) -> float:
+    """Return the sampling temperature that all policy losses assume; 1.0 if there is no policy loss.
+
+    Raises:
+        UserError: If the losses have different temperatures.
+    """
+    found = {loss.loss.temperature: loss.who for loss in losses if isinstance(loss.loss, Policy)}
+    if len(found) > 1:
+        listed = ", ".join(f"{temperature:g} ({who})" for temperature, who in found.items())
+        raise UserError(f"train.losses: the temperatures {listed} differ; expected the one that rollouts are drawn at")
+    return next(iter(found), 1.0)

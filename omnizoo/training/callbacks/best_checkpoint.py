@@ -1,0 +1,81 @@
+"""Callback that keeps the best checkpoint (`checkpoint.best`), and the comparison of metrics.
+
+Lower values are better, unless `evaluation.metrics` sets the opposite.
+"""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from omnizoo.checkpoint.folder import folder_of
+from omnizoo.checkpoint.retention import Best, write_best
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.training.callbacks.base import EvaluationEvent, Logger, Request, SaveEvent, StartEvent, StepEvent
+
+
+def check_metrics(config: Config, known: Collection[str]) -> None:
+    """Check that evaluations compute the metrics of `checkpoint.best` and `evaluation.early_stop`.
+
+    Args:
+        config: The config of the run.
+        known: Names of the metrics that evaluations of this run compute.
+
+    Raises:
+        UserError: If a metric is not in `known`.
+    """
+    early_stop = config.evaluation.early_stop
+    wanted = {"checkpoint.best": config.checkpoint.best}
+    wanted |= {"evaluation.early_stop.metric": early_stop.metric if early_stop else None}
+    for key, metric in wanted.items():
+        if metric is not None and metric not in known:
+            raise UserError(f"{key} is {metric}, which evaluations of this run do not have: {', '.join(sorted(known))}")
+
+
+class BestCheckpoint(Logger):
+    """Requests a checkpoint after each evaluation that is better than all earlier ones, and records which one is best.
+
+    The record is updated only after the new checkpoint is complete. Pruning reads the record, so the previous best
+    checkpoint is kept until then.
+    """
+
+    def __init__(self, metric: str, run: str, higher: bool = False) -> None:
+        self._metric, self._run, self._higher = metric, run, higher
+        self._saved: Best | None = None
+        self._candidate: Best | None = None  # best evaluation whose checkpoint is not complete yet; saving may fail
+
+    def on_start(self, event: StartEvent) -> None:
+        """Restore the record, unless the best checkpoint is in another folder, as in a branch of another run."""
+        if self._saved is not None and folder_of(event.checkpoints, self._saved.step).is_dir():
+            write_best(event.checkpoints, self._saved)  # the run may have been killed before it wrote the record
+        else:
+            self._saved = None
+
+    def on_step(self, event: StepEvent) -> None:
+        self._candidate = None  # still set only if saving it failed
+
+    def on_evaluation(self, event: EvaluationEvent) -> Request:
+        value = event.metrics[self._metric]
+        if value is None or not math.isfinite(value):
+            return None
+        if self._saved is not None and not is_better(value, self._saved.value, self._higher):
+            return None
+        self._candidate = Best(self._run, self._metric, value, event.step)
+        return "save"
+
+    def on_save(self, event: SaveEvent) -> None:
+        self._saved, self._candidate = self._candidate or self._saved, None
+        if self._saved is not None:
+            write_best(event.path.parent, self._saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        best = self._candidate or self._saved  # this state is part of the candidate's checkpoint
+        return {} if best is None else {"metric": best.metric, "value": best.value, "step": best.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["metric"] == self._metric:
+            self._saved = Best(self._run, self._metric, state["value"], state["step"])
+
+
+def is_better(value: float, bar: float, higher: bool) -> bool:
+    return value > bar if higher else value < bar

@@ -1,0 +1,107 @@
+"""The command `omnizoo eval`: evaluate a checkpoint on held-out data, with any layout."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from omnizoo.checkpoint.folder import checkpoints, step_of
+from omnizoo.checkpoint.resume import StartingPoint, best_checkpoint, resolve_checkpoint
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.parallel.errors import sync_errors
+from omnizoo.reporting.run_folder import RunFolder, replace_file
+from omnizoo.training.evaluation.held_out import Evaluator, read_parts
+from omnizoo.training.evaluation.responses import check_samples
+from omnizoo.training.losses.base import losses_of_rows
+from omnizoo.training.preflight import check_rows, check_same_model
+from omnizoo.training.setup import build_bundle, joined_world, set_up_training
+
+
+def find_weights(config: Config, folder: Path | None, best: bool) -> Path | None:
+    """Return the checkpoint to evaluate; None for the initial weights of the config.
+
+    Args:
+        config: The config of the run.
+        folder: A checkpoint or a run; None for the run of the config.
+        best: Whether to use the best checkpoint of the run (`checkpoint.best`).
+    """
+    if best:
+        return best_checkpoint(folder or Path(config.log.dir))
+    if folder is None:
+        folder = Path(config.checkpoint.dir or Path(config.log.dir) / "checkpoints")
+        if not checkpoints(folder):
+            return resolve_checkpoint(Path(config.model.init_from)) if config.model.init_from else None
+    return resolve_checkpoint(folder)
+
+
+def evaluate_run(
+    config: Config,
+    folder: Path | None,
+    best: bool,
+    out: Path | None,
+    on_failure: Callable[[int, BaseException], None] | None = None,
+) -> int:
+    """Compute losses, metrics and responses of a checkpoint, print them, and write them to files.
+
+    Args:
+        config: The config of the run.
+        folder: A checkpoint or a run; None for the run of the config.
+        best: Whether to use the best checkpoint of the run (`checkpoint.best`).
+        out: The folder for results (default: `eval/step_N` in the run folder).
+        on_failure: Called with the rank and the error when a rank fails.
+
+    Returns:
+        The exit code: 0.
+
+    Raises:
+        UserError: If there is no held-out data, or the checkpoint, the model or a metric cannot be used.
+    """
+    if not config.data.eval_sources:
+        raise UserError("data.eval_sources is empty: there is nothing to evaluate on; name held-out data there")
+    config = config.changed(evaluation={"every": config.evaluation.every or 1})
+    with joined_world(config, on_failure, has_loader=False) as (config, mesh):
+        losses_of_rows(config)
+        bundle = sync_errors(mesh, lambda: build_bundle(config))
+        check_same_model(config, mesh)
+        sync_errors(mesh, lambda: check_samples(bundle.model, mesh, config))
+        reader = sync_errors(mesh, bundle.held_out_reader)
+        assert reader is not None
+        check_rows([reader], mesh)
+        packs = sync_errors(mesh, lambda: read_parts(reader, mesh))
+        source = mesh.from_first(
+            sync_errors(mesh, lambda: find_weights(config, folder, best) if mesh.is_first else None)
+        )
+        setup = set_up_training(bundle, mesh, StartingPoint("", source, weights_only=True), has_optimizer=False)
+
+        step = (step_of(source) or 0) if source is not None else 0
+        run = RunFolder(out or Path(config.log.dir) / "eval" / f"step_{step:08d}")
+        evaluator = Evaluator(setup.objective, setup.balancer, packs, reader, run)
+        metrics = evaluator.losses()
+        records = []
+        if evaluator.sampler is not None:
+            responses = evaluator.sampler.take(step, run)
+            if responses.failures:
+                raise UserError(responses.failures[0])
+            metrics |= responses.metrics
+            records = responses.records
+        if mesh.is_first:
+            about = {"checkpoint": None if source is None else str(source), "step": step, **metrics}
+            replace_file(run.root / "metrics.json", json.dumps(about, indent=2) + "\n")
+            replace_file(run.samples, "".join(json.dumps(record) + "\n" for record in records))
+            show(source, metrics, evaluator.totals.packs, records, run)
+    return 0
+
+
+def show(
+    source: Path | None, found: dict[str, float | None], packs: int, records: list[dict[str, object]], run: RunFolder
+) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, value in found.items():
+        table.add_row(name, "-" if value is None else f"{value:.4f}")
+    console = Console(soft_wrap=True)
+    console.print(f"{source or 'initial weights'}: {packs} pack(s), {len(records)} question(s)", highlight=False)
+    console.print(table)
+    console.print(f"written to {run.root}", highlight=False)

@@ -1,0 +1,236 @@
+"""This rank's part of a micro-batch, and the forward pass of the model on it.
+
+With sequence parallelism, the columns are indexed to select this rank's tokens. The attention layers of the model
+receive a function that attends across ranks, through the keyword arguments of the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.balancing.batch import Batch
+from omnizoo.config.schema import Config
+from omnizoo.data.sample import ROLES, Preferences
+from omnizoo.data.token_fields import IGNORE_INDEX, field_of, select
+from omnizoo.modalities.item import Port
+from omnizoo.models.interfaces.attention import NO_CACHE, packed_inputs
+from omnizoo.models.interfaces.recurrent import LocalPack
+from omnizoo.models.media.batch import MediaBatch
+from omnizoo.models.media.features import Features, MediaFeatures, TargetLikelihood
+from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
+from omnizoo.ops.attention.packed import Pattern
+from omnizoo.ops.device import to_device
+from omnizoo.ops.linear_attention.recurrence import RecurrentInputs
+from omnizoo.parallel.feature_exchange import FeatureRoute, exchange_features, gather_rows
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.parallel.sequence.sequence_parallel import SequenceParallel
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """This rank's part of a micro-batch, on its device.
+
+    The ranks of a sequence-parallel group have different tokens of the same packs and samples.
+
+    Attributes:
+        inputs: Keyword arguments of the model.
+        columns: Further values per token, `[tokens]`, or per target, `[targets]`, depending on the column.
+        num_packs: Number of packs in the micro-batch.
+        num_samples: Number of samples in the micro-batch.
+        is_empty: Whether this rank has no tokens. It runs the model on a dummy token, which is excluded from losses.
+        preferences: Roles and content hashes of the samples; None for a micro-batch without preferences.
+        samples_by_role: Numbers of the samples of each role. A rejected response follows its chosen response.
+        likely: Log-likelihoods of the targets of each decoder in the last forward pass, if a loss needs them.
+    """
+
+    inputs: dict[str, Any]
+    columns: dict[str, torch.Tensor]
+    num_packs: int
+    num_samples: int
+    is_empty: bool = False
+    preferences: Preferences | None = None
+    samples_by_role: dict[str, torch.Tensor] = field(default_factory=dict)
+    likely: dict[str, TargetLikelihood] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """Token ids to predict, `[targets]`, one per row of the logits."""
+        return self.columns["labels"]
+
+    @property
+    def loss_weights(self) -> torch.Tensor | None:
+        """Weights of the targets in the loss, `[targets]`; None if all weights are 1."""
+        return self.columns.get("loss_weights")
+
+    @property
+    def pack_of_token(self) -> torch.Tensor:
+        """Number of the pack of each token in the micro-batch, `[tokens]`; -1 for dummy packs."""
+        return self.columns["pack_of_token"]
+
+    @property
+    def sample_of_target(self) -> torch.Tensor:
+        """Number of the sample of each target in the micro-batch, `[targets]`."""
+        return self.columns["sample_of_token"][self.inputs["logits_to_keep"]]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of a value per target.
+
+        Args:
+            values: One value per target, `[targets]`.
+
+        Returns:
+            The sum of `values` times `loss_weights`, a scalar tensor.
+        """
+        return values.sum() if self.loss_weights is None else (values * self.loss_weights).sum()
+
+
+@dataclass(frozen=True)
+class RoutedTransport:
+    """Sends features to the ranks that have their placeholder tokens, along the routes of the micro-batch."""
+
+    routes: Mapping[Port, FeatureRoute]
+    mesh: Mesh
+    likelihoods: dict[str, TargetLikelihood]  # filled by `on_likelihood`
+    needs_likelihood: bool
+    trains_followers: bool = True
+
+    def exchange(self, features: Mapping[Port, torch.Tensor]) -> dict[Port, MediaFeatures]:
+        received = exchange_features(features, self.routes, self.mesh.world_group)
+        return {port: features_by_token(rows, self.routes.get(port)) for port, rows in received.items()}
+
+    def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
+        return gather_rows(states, self.routes.get(port), self.mesh.world_group)
+
+    def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
+        self.likelihoods[modality] = likelihood
+
+
+def features_by_token(rows: torch.Tensor, route: FeatureRoute | None) -> MediaFeatures:
+    """Return the features that `exchange_features` received, with the indices of their tokens."""
+    if route is None:  # no rank has an item of this port
+        return MediaFeatures.unpredicted(rows, torch.empty(0, dtype=torch.int64, device=rows.device))
+    counts = route.learnt[route.before >= 0]
+    trained = None if counts.all() else to_device(counts.nonzero().squeeze(1), rows.device)
+    return MediaFeatures(Features.at(rows, route.place), Features.at(rows, route.before), trained)
+
+
+def localize(
+    batch: Batch,
+    mesh: Mesh,
+    config: Config,
+    ports: Sequence[Port],
+    has_states: bool = False,
+    mutual: BidirectionalTokens | None = None,
+) -> LocalBatch:
+    """Return this rank's part of `batch`, on the mesh's device.
+
+    Args:
+        batch: The micro-batch of this rank's sequence-parallel group.
+        mesh: The mesh that the model is distributed over.
+        config: The config of the run.
+        ports: The encoders, decoders and followers of the model.
+        has_states: Whether the model has recurrent layers.
+        mutual: The bidirectional tokens of the model; None if it has none.
+    """
+    move = partial(to_device, device=mesh.device)
+    columns, inputs = _local_tokens(batch, mesh, config, has_states, mutual)
+    is_empty = not columns["input_ids"].shape[-1]
+    target_index = (columns["labels"][0] != IGNORE_INDEX).nonzero().squeeze(1)
+    inputs["logits_to_keep"] = target_index  # logits are computed only where there is a target
+    inputs |= {name: columns.pop(name) for name in ("input_ids", "position_ids")}
+    if is_empty:  # models cannot run without tokens: add one that no other token attends to
+        inputs["input_ids"] = torch.zeros_like(batch.columns["input_ids"][..., :1])
+        inputs["position_ids"] = batch.columns["position_ids"][..., :1]
+    inputs = {name: move(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    likely: dict[str, TargetLikelihood] = {}
+    if ports:
+        inputs["media"] = MediaBatch(
+            items={port: batch.media.get(port, []) for port in ports},
+            transport=RoutedTransport(
+                batch.routes, mesh, likely, needs_likelihood=config.preference_pairs != "refused"
+            ),
+            device=mesh.device,
+            dtype=COMPUTE_DTYPE[config.train.precision],
+        )
+    local_columns = {}
+    for name, column in columns.items():
+        index = target_index if field_of(name).at_targets else slice(None)
+        local_columns[name] = move(column[..., 0, index])
+    samples_by_role = {}
+    if batch.preferences is not None:
+        for role in ROLES:
+            samples = [sample for sample, other in enumerate(batch.preferences.roles) if other == role]
+            samples_by_role[role] = move(torch.tensor(samples, dtype=torch.int64))
+    return LocalBatch(
+        inputs,
+        local_columns,
+        num_packs=len(batch.packs),
+        num_samples=len(batch.cu_seqlens) - 1,
+        is_empty=is_empty,
+        preferences=batch.preferences,
+        samples_by_role=samples_by_role,
+        likely=likely,
+    )
+
+
+def _local_tokens(
+    batch: Batch, mesh: Mesh, config: Config, has_states: bool, mutual: BidirectionalTokens | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the columns of this rank's tokens, and the model's keyword arguments for attention."""
+    lengths = batch.lengths
+    spans = None if mutual is None else mutual.find(batch.columns["input_ids"][0], lengths)
+    if mesh.layout.sp == 1:
+        inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen, spans)
+        if has_states:
+            inputs["states"] = LocalPack(lengths)  # the lengths are read on the host
+        return dict(batch.columns), inputs
+    sequence = SequenceParallel(mesh, lengths, config.parallel.overlap, spans)
+    attend = sequence if len(sequence.index) else EmptyRankAttention(sequence)
+    return select(batch.columns, sequence.index), NO_CACHE | {"attend": attend}
+
+
+@dataclass(frozen=True)
+class EmptyRankAttention:
+    """Attention of a rank without tokens. It joins every collective and returns zeros for its dummy token.
+
+    The zeros depend on the results of the collectives, so that the rank also joins the collectives of backward.
+    """
+
+    sequence: SequenceParallel
+
+    @property
+    def longest(self) -> int:
+        return self.sequence.longest
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        none = self.sequence(query[:, :, :0], key[:, :, :0], value[:, :, :0], pattern)
+        return value.new_zeros(1, 1, query.shape[1], value.shape[3]) + none.sum()
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros_like(x) + self.sequence.convolve(x[:0], weight, bias).sum()
+
+    def carry(self, steps: RecurrentInputs) -> torch.Tensor:
+        return torch.zeros_like(steps.value) + self.sequence.carry(steps.each(lambda x: x[:0])).sum()
+
+
+def run_model(model: nn.Module, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Run the model on this rank's part of a micro-batch. Collective: all ranks must call it.
+
+    Args:
+        model: The model.
+        batch: This rank's part of the micro-batch.
+
+    Returns:
+        The logits of the targets, `[targets, vocabulary]`, and the summed losses of decoders by name.
+    """
+    batch.likely.clear()
+    out = model(**batch.inputs)
+    logits = out.logits
+    assert isinstance(logits, torch.Tensor)
+    return logits.squeeze(0), getattr(out, "losses", None) or {}  # the backward of `[0]` would copy the logits

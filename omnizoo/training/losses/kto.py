@@ -1,0 +1,71 @@
+"""KTO: a loss on labeled responses, relative to a baseline that estimates the divergence from the reference."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from omnizoo.balancing.step_plan import StepTotals
+from omnizoo.config.schema import Config
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.training.local_batch import LocalBatch
+from omnizoo.training.losses.base import NextStep
+from omnizoo.training.losses.reference_model import ReferenceLoss, ScoringModel
+
+
+class KTO(ReferenceLoss):
+    """Kahneman-Tversky optimization (Ethayarajh et al., 2024), a mean over responses.
+
+    With `baseline="kl"`, the baseline is the mean log-ratio of model and reference over the mismatched prompt-response
+    pairs of the step, clamped to at least 0. With `baseline="zero"`, the baseline is 0, which is APO-zero
+    (D'Oosterlinck et al., 2024) for labeled responses. For the option `reference`, see `Reference`.
+    """
+
+    kind = "kto"
+    metrics: ClassVar[Sequence[str]] = ("rewards/desirable", "rewards/undesirable", "kl")
+
+    def __init__(
+        self,
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        baseline: str = "kl",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.beta, self.weights, self.baseline = beta, (desirable_weight, undesirable_weight), baseline
+
+    def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
+        super().set_up(model, mesh, config)
+        self.policy, self.total = ScoringModel(model, self), mesh.total
+        self.kl = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    def count(self, totals: StepTotals) -> float:
+        return totals.desirable + totals.undesirable
+
+    def count_of(self, metric: str, totals: StepTotals) -> float:
+        counts = {"rewards/desirable": totals.desirable, "rewards/undesirable": totals.undesirable}
+        return counts.get(metric, self.count(totals))
+
+    def begin_step(self, step: NextStep) -> None:
+        super().begin_step(step)
+        if self.baseline == "zero":
+            return
+        assert step.kto_baseline is not None
+        moved = torch.zeros_like(self.kl)
+        for batch in step.kto_baseline.micro_batches:
+            local = step.local(batch)
+            moved += (self.policy.sums(local) - self.reference.sums(local)).sum() / self.sharing
+        self.kl = (self.total(moved) / max(1, step.kto_baseline.totals.mismatched)).clamp(min=0)
+
+    def of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        apart = sums[0] - self.of_reference
+        good, bad = apart[batch.samples_by_role["desirable"]], apart[batch.samples_by_role["undesirable"]]
+        losses = [
+            weight * (1 - torch.sigmoid(self.beta * (sign * (each - self.kl)))).sum()
+            for weight, sign, each in zip(self.weights, (1, -1), (good, bad), strict=True)
+        ]
+        judged = len(good) + len(bad)
+        measured = (self.beta * good.sum(), self.beta * bad.sum(), judged * self.kl)
+        return losses[0] + losses[1], dict(zip(self.metrics, measured, strict=True))

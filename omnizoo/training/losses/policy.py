@@ -1,0 +1,147 @@
+"""Policy-gradient losses with clipped ratios on rollouts: GRPO with variants, and GSPO.
+
+Each token of a response in a rollout (`omnizoo.Rollout`) has an advantage, the log-probability under the policy that
+generated it (`old`), and optionally the log-probability under a frozen reference (`reference`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from omnizoo.balancing.step_plan import TEXT, StepTotals
+from omnizoo.config.errors import UserError
+from omnizoo.training.local_batch import LocalBatch
+from omnizoo.training.losses.log_probability import LogProbabilityLoss
+
+ADVANTAGE, OLD, REFERENCE = "advantage", "old", "reference"
+
+
+class Policy(LogProbabilityLoss):
+    """Base class of policy-gradient losses.
+
+    Metrics: the `ratio` of new to old probabilities, the share of them that is `clipped`, and estimates of the
+    divergence from the old policy (`kl`) and from the reference (`reference_kl`, 0 for rollouts without a reference).
+    """
+
+    metrics: ClassVar[Sequence[str]] = ("ratio", "clipped", "kl", "reference_kl")
+    is_by_answer = True  # average the values of tokens within each response first
+
+    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.clip_low, self.clip_high, self.beta = clip_low, clip_high, beta
+        self.needs = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
+
+    def of_tokens(self, each: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        if OLD not in batch.columns:  # only dummy packs, on all ranks of the sequence-parallel group
+            self.measured = {name: each.new_zeros(()) for name in self.metrics}
+            return 0 * each.sum()
+        wide = each.double()
+        parts = 1 / self.lengths(batch) if self.is_by_answer else torch.ones_like(wide)
+        total, measured = self.of_rollouts(wide - batch.columns[OLD], batch, parts)
+        reference_kl = torch.zeros_like(wide)
+        if REFERENCE in batch.columns:
+            reference_kl = divergence(batch.columns[REFERENCE] - wide)
+        if self.beta:
+            total = total + self.beta * (reference_kl * parts).sum()
+        sums = [(value.detach() * parts).sum().to(each.dtype) for value in (*measured, reference_kl)]
+        self.measured = dict(zip(self.metrics, sums, strict=True))
+        return total.to(each.dtype)
+
+    def of_rollouts(
+        self, log_ratio: torch.Tensor, batch: LocalBatch, parts: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the sum of the loss and the metrics of each target, both without the divergence from the reference.
+
+        Args:
+            log_ratio: Log-ratio of new to old probability of each target, `[targets]`.
+            batch: This rank's part of the micro-batch.
+            parts: Weight of each target in sums, `[targets]`.
+        """
+        raise NotImplementedError
+
+    def lengths(self, batch: LocalBatch) -> torch.Tensor:
+        """Return the number of targets in the sample of each target, over all ranks that have them, `[targets]`."""
+        ones = torch.ones_like(batch.columns[OLD])[None]
+        return self.sums_of(ones, batch.sample_of_target, batch.num_samples)[0, batch.sample_of_target]
+
+    def clipped(self, ratio: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the clipped loss, and 1 where it is clipped and has no gradient, else 0."""
+        free = ratio * advantage
+        bound = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage
+        return -torch.minimum(free, bound), (bound < free).double()
+
+
+class GRPO(Policy):
+    """Group relative policy optimization (Shao et al., 2024), with one ratio per token. The caller sets the advantages.
+
+    The option `aggregation` is `token` for a mean over all tokens of the step (DAPO, Yu et al., 2025), `sample` for a
+    mean over responses of means over their tokens, as in the first publication, or `constant`, which divides the sum of
+    a response by a fixed `length` (Dr. GRPO, Liu et al., 2025). `beta` is the weight of the divergence from the
+    reference (Schulman's k3 estimate).
+    """
+
+    def __init__(self, aggregation: str = "token", length: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if (length is None) == (aggregation == "constant"):
+            expected = "expected a number of tokens" if length is None else "it is for aggregation: constant"
+            raise UserError(f"length: {length} with aggregation: {aggregation}; {expected}")
+        self.length, self.is_by_answer = length, aggregation == "sample"
+
+    def count(self, totals: StepTotals) -> float:
+        return self.count_of("", totals) if self.length is None else totals.answers * self.length
+
+    def count_of(self, metric: str, totals: StepTotals) -> float:
+        return totals.answers if self.is_by_answer else totals.targets.get(TEXT, 0)
+
+    def of_rollouts(
+        self, log_ratio: torch.Tensor, batch: LocalBatch, parts: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        ratio = log_ratio.exp()
+        loss, is_clipped = self.clipped(ratio, batch.columns[ADVANTAGE])
+        return (loss * parts).sum(), [ratio, is_clipped, divergence(log_ratio)]
+
+
+class GSPO(Policy):
+    """Group sequence policy optimization (Zheng et al., 2025), a mean over responses.
+
+    The ratio of a response is the geometric mean of the ratios of its tokens, and its advantage is the mean of theirs.
+    """
+
+    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> None:
+        super().__init__(clip_low, clip_high, **options)
+
+    def count(self, totals: StepTotals) -> float:
+        return totals.answers
+
+    def of_rollouts(
+        self, log_ratio: torch.Tensor, batch: LocalBatch, parts: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        values = torch.stack([log_ratio, batch.columns[ADVANTAGE], torch.ones_like(log_ratio)])
+        sums = self.sums_of(values, batch.sample_of_target, batch.num_samples)
+        log_ratio, advantage = sums[:2] / sums[2].clamp(min=1)  # a sample without targets has an advantage of 0
+        ratio = log_ratio.exp()
+        loss, is_clipped = self.clipped(ratio, advantage)
+        measured = [value[batch.sample_of_target] for value in (ratio, is_clipped, divergence(log_ratio))]
+        total = loss.sum()  # equal on all ranks of the sequence-parallel group
+        return total.detach() / self.sharing + (total - total.detach()), measured
+
+
+def divergence(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return a non-negative estimate of the divergence, Schulman's k3.
+
+    Its mean is KL(q || p) if `log_ratio` is log p - log q on samples from q.
+    """
+    return torch.expm1(log_ratio) - log_ratio
+
+
+class LogProbabilityRecorder(LogProbabilityLoss):
+    """Stores the log-probability of each target in `values`, at the index in the column `PLACE`. The loss is 0."""
+
+    PLACE: ClassVar[str] = "place"
+    values: torch.Tensor  # set by the caller before the forward passes
+
+    def of_tokens(self, each: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        if self.PLACE in batch.columns:
+            self.values[batch.columns[self.PLACE].long()] = each.to(self.values.dtype)
+        return each.new_zeros(())

@@ -1,0 +1,68 @@
+"""Disk cache of the reference's log-probabilities of responses. If all of them are cached, no reference is built.
+
+There is one folder per reference and precision, with Arrow streams of (key, log-probability). Each rank that
+computes values writes a separate file, and all ranks read all files. A key is a hash of everything that the value
+depends on: tokens, targets and media. A changed response has a different key and is computed again.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+
+from omnizoo.config.errors import UserError
+
+SCHEMA = pa.schema([("key", pa.string()), ("log_probability", pa.float64())])
+SUFFIX = ".arrows"
+
+
+class ReferenceCache:
+    """Log-probabilities by key, in memory and on disk.
+
+    Args:
+        folder: The folder of all caches.
+        identity: Name of the subfolder, with a hash of the reference.
+        writes: Whether this rank writes new values to disk. Otherwise it keeps them in memory only.
+        key: Config key of the folder, for messages.
+    """
+
+    def __init__(self, folder: str, identity: str, writes: bool, key: str) -> None:
+        self.folder, self.writes, self.key = Path(folder) / identity, writes, f"{key}: {folder}"
+        self.writer: Any = None
+        self.values: dict[str, float] = {"": 0.0}  # an empty key marks samples that are not responses
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for file in sorted(self.folder.glob(f"*{SUFFIX}")):
+                self.values |= read_file(file)
+        except OSError as error:
+            raise UserError(f"{self.key}: {error.strerror or error}") from None
+
+    def add(self, keys: Sequence[str], values: Sequence[float]) -> None:
+        each = zip(keys, values, strict=True)
+        new = {key: value for key, value in each if key not in self.values and math.isfinite(value)}
+        self.values |= new
+        if not new or not self.writes:
+            return
+        try:
+            if self.writer is None:
+                self.file = (self.folder / f"{uuid4().hex}{SUFFIX}").open("xb")
+                self.writer = pa.ipc.new_stream(self.file, SCHEMA)
+            self.writer.write_batch(pa.record_batch([list(new), list(new.values())], schema=SCHEMA))
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.key}: cannot be written to: {error.strerror or error}") from None
+
+
+def read_file(file: Path) -> dict[str, float]:
+    """Return the values of a file. The end may be missing if the run that wrote it was killed."""
+    found: dict[str, float] = {}
+    with file.open("rb") as stream:
+        try:
+            for batch in pa.ipc.open_stream(stream):
+                found |= zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        except (pa.ArrowInvalid, OSError):  # the last batch or the header is incomplete
+            pass
+    return found

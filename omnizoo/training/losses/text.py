@@ -1,0 +1,63 @@
+"""Cross-entropy on text, and the base class of losses that use either logits or hidden states."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from omnizoo.config.schema import Config
+from omnizoo.models.interfaces.lm_head import Logits
+from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
+from omnizoo.ops.loss.linear_cross_entropy import linear_cross_entropy_sum, most_logits
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.training.local_batch import LocalBatch
+from omnizoo.training.losses.base import Loss
+
+
+class HeadLoss(Loss):
+    """Base class of losses that use logits, or hidden states if `chunked`, to compute a chunk of logits at a time.
+
+    By default, a loss is chunked if the head is linear and the logits of a micro-batch exceed a limit of the device.
+    """
+
+    def __init__(self, chunked: bool | None = None) -> None:
+        self.chunked = chunked
+
+    def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
+        chunked = self.chunked
+        if chunked is None:
+            head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+            tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
+            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > most_logits(mesh.device)
+        self.view = "of_hidden" if chunked else "of_logits"
+
+
+class CrossEntropy(HeadLoss):
+    """Cross-entropy of the next text token, a weighted mean over targets."""
+
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+
+    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        return cross_entropy_sum(logits, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss)
+
+    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
+        if head.linear is None:
+            return self.of_logits(head(hidden), batch)
+        return linear_cross_entropy_sum(
+            hidden, head.linear, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss
+        )
+
+
+def fall_back_to_logits(loss: Loss) -> bool:
+    """Switch a loss to full logits, for models whose head cannot be called separately.
+
+    Returns:
+        False if the loss requires hidden states, for example because its option `chunked` is set.
+    """
+    if not isinstance(loss, HeadLoss) or loss.chunked:
+        return False
+    loss.view = "of_logits"
+    return True

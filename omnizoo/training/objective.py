@@ -1,0 +1,361 @@
+"""The objective of a run: loss terms of a batch, each with a name, a weight, a sum and a count.
+
+Loss counts are computed from the data before the forward pass, over all ranks and micro-batches of the step. Each term
+is therefore a plain mean over the whole step, for any layout.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from omnizoo.balancing.batch import Batch
+from omnizoo.balancing.step_data import StepData
+from omnizoo.balancing.step_plan import TEXT, StepTotals
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.modalities.base import term_name, weights_by_term
+from omnizoo.models.interfaces.lm_head import Head, Logits, UnsupportedHeadError
+from omnizoo.models.interfaces.recurrent import has_states
+from omnizoo.models.interfaces.routers import RouterRecord, RouterRecorder
+from omnizoo.models.media.hf_model import media_model
+from omnizoo.models.media.media_model import MediaModel
+from omnizoo.ops.device import is_host
+from omnizoo.ops.precision import keep_precision
+from omnizoo.parallel.fsdp.shard import set_gradient_sync
+from omnizoo.parallel.mesh import Mesh
+from omnizoo.training.local_batch import LocalBatch, localize, run_model
+from omnizoo.training.losses.base import Loss, NamedLoss, NextStep, losses_of_rows, name_loss
+from omnizoo.training.losses.text import fall_back_to_logits
+from omnizoo.training.profiling.phases import Phases
+from omnizoo.training.router_stats import RouterStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One summand of the loss."""
+
+    name: str
+    weight: float
+    sum: torch.Tensor  # scalar with its graph, over this rank's part of a micro-batch
+
+
+@dataclass
+class LossSums:
+    """Loss terms of the micro-batches since the last optimizer step, by name."""
+
+    counts: dict[str, float] = field(default_factory=dict)  # denominators, over all ranks and micro-batches
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # over this rank's micro-batches
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def add(self, term: LossTerm) -> None:
+        """Add the sum of a loss term in a micro-batch."""
+        self.sums[term.name] = self.sums.get(term.name, 0) + term.sum.detach()
+        self.weights[term.name] = term.weight
+
+
+class Objective:
+    """Base class of objectives: the loss terms of a batch, and the count that each of them is divided by.
+
+    A subclass implements `loss_counts` and `terms`. This class computes gradients from them:
+
+        for batch in objective.micro_batches(data, step):
+            loss = objective.loss(batch)
+            objective.backward(loss)
+        result = omnizoo.optimizer_step(objective, optimizer, step)
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
+        self.model, self.mesh, self.config = model, mesh, config
+        self.phases = Phases()
+        self.router_stats = RouterStats({}, bias_rate=0.0)
+        self._loss_sums = LossSums()
+        self._terms: Sequence[LossTerm] = ()  # terms of the loss that is passed to `backward` next
+
+    def loss_counts(self, totals: StepTotals) -> dict[str, float]:
+        """Return the denominator of each loss term by name.
+
+        Args:
+            totals: Totals of the step over all ranks.
+        """
+        raise NotImplementedError
+
+    def terms(self, batch: Batch) -> list[LossTerm]:
+        """Run the model on this rank's part of a micro-batch. Collective: all ranks must call it.
+
+        Args:
+            batch: The micro-batch of this rank's sequence-parallel group.
+
+        Returns:
+            The loss terms.
+        """
+        raise NotImplementedError
+
+    def begin_step(self, data: StepData) -> None:
+        """Prepare for a step or an evaluation. Called before its first micro-batch, on all ranks."""
+
+    def micro_batches(self, data: StepData, step: int) -> Iterator[Batch]:
+        """Yield the micro-batches of a step, and set loss counts, gradient synchronization and the dropout seed.
+
+        Args:
+            data: The data of the step, from `next_step`.
+            step: Number of the step, counted from 1. Determines the dropout seed.
+
+        Yields:
+            The micro-batches of this rank's sequence-parallel group.
+        """
+        config = self.config
+        self._loss_sums = LossSums(counts=self.loss_counts(data.totals))
+        reduces_each = config.parallel.reduce_each_micro_batch
+        if reduces_each is None:  # unsharded fp32 gradients would not fit in an accelerator's memory
+            reduces_each = not is_host(self.mesh.device)
+        with self.phases("forward"):  # some losses run a model over all micro-batches first, such as KTO's baseline
+            self.begin_step(data)
+        for i, batch in enumerate(data.micro_batches):
+            is_last = i == len(data.micro_batches) - 1
+            set_gradient_sync(self.model, is_last, reduces_each)
+            # The seed depends only on the step and its packs, so a resumed run needs no generator state.
+            torch.manual_seed(_dropout_seed(config.train.seed, step, batch.packs, self.mesh.sp_rank))
+            yield batch
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a micro-batch. Collective: all ranks must call it.
+
+        Args:
+            batch: A micro-batch, from `micro_batches`.
+
+        Returns:
+            The weighted sum of the loss terms, each divided by its count in the step. A scalar tensor.
+        """
+        counts = self._loss_sums.counts
+        with keep_precision(self.config.train.precision):
+            terms = self.terms(batch)
+            with self.phases("forward"):
+                loss = torch.stack([term.weight * term.sum / (counts[term.name] or 1) for term in terms]).sum()
+        self._terms = terms
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradients of a loss, and add its terms to the results of the step.
+
+        Args:
+            loss: The last result of `loss`.
+        """
+        with keep_precision(self.config.train.precision), self.phases("backward"):
+            loss.backward()
+        for term in self._terms:
+            self._loss_sums.add(term)
+        self._terms = ()
+
+    def pop_loss_sums(self) -> LossSums:
+        """Return the loss terms since the last call, and reset them. `optimizer_step` calls this method."""
+        loss_sums, self._loss_sums = self._loss_sums, LossSums()
+        return loss_sums
+
+
+class LanguageObjective(Objective):
+    """The losses of `train.losses` on text and routers, and the losses of decoders and followers."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, config: Config, losses: Sequence[NamedLoss]) -> None:
+        super().__init__(model, mesh, config)
+        media = media_model(model)
+        self.ports = [port for call in media.ports_by_call for port in call]
+        self._has_states, self._bidirectional = has_states(model), media.bidirectional
+        self._decoder_weights = _decoder_weights(media, config)
+        if media.speaker_format is not None:
+            losses = without_text(losses, type(model).__name__.removeprefix("FSDP"))
+        for loss in losses:
+            loss.loss.set_up(model, mesh, config)
+        self.token_losses = [loss for loss in losses if loss.view != "of_routers"]
+        self._router_losses = [loss for loss in losses if loss.view == "of_routers"]
+        if not self.token_losses and not self._decoder_weights:
+            raise UserError(
+                "train.losses: no loss applies to what the model predicts. Add cross_entropy or a loss of your own."
+            )
+        self._head = self._find_head()
+        self._recorder = self._record_routers(media)
+        self.router_stats = RouterStats(self._recorder.routers, config.train.router_bias_rate)
+        # Compute the counts once, so that an error in a plugin is raised now and not in the first step.
+        targets = dict.fromkeys((TEXT, *self._decoder_weights), 1)
+        self.loss_counts(StepTotals(tokens=2, packs=1, targets=targets, weight=1, flops=0.0))
+
+    def _find_head(self) -> Head | None:
+        """Return the head of the model if a loss uses hidden states, else None."""
+        hidden_losses = [loss for loss in self.token_losses if loss.view == "of_hidden"]
+        return Head(self.model, hidden_losses[0].who) if hidden_losses else None
+
+    def _record_routers(self, media: MediaModel) -> RouterRecorder:
+        is_needed = bool(self._router_losses or self.config.train.router_bias_rate)
+        recorder = RouterRecorder(
+            self.model, is_needed, without=[module.module for module in media.modules_of("follower")]
+        )
+        if not recorder.routers:
+            for loss in self._router_losses:
+                log.warning("%s is not used: the model has no routers.", loss.who)
+        return recorder
+
+    @contextmanager
+    def measuring(self, measures: Sequence[NamedLoss]) -> Iterator[None]:
+        """Context manager: also compute `measures`, losses with weight 0, for example during evaluation."""
+        token_losses = self.token_losses
+        self.token_losses = [*token_losses, *measures]
+        try:
+            yield
+        finally:
+            self.token_losses = token_losses
+
+    def loss_counts(self, totals: StepTotals) -> dict[str, float]:
+        """Return the denominator of each loss term and metric by name, given the totals of all ranks."""
+        counts: dict[str, float] = {}
+        for loss in self.token_losses:
+            counts[loss.name] = loss.count(totals)
+            counts |= loss.metric_counts(totals)
+        counts |= {name: totals.targets.get(name, 0) for name in self._decoder_weights}
+        return counts | {loss.name: loss.count(totals) for loss in self._router_losses}
+
+    @torch.no_grad()
+    def begin_step(self, data: StepData) -> None:
+        """Call `begin_step` of all losses, with all micro-batches of the step."""
+        step = NextStep(data.micro_batches, data.kto_baseline, self._localize)
+        with keep_precision(self.config.train.precision):
+            for loss in self.token_losses:
+                loss.loss.begin_step(step)
+
+    def _localize(self, batch: Batch) -> LocalBatch:
+        return localize(
+            batch,
+            self.mesh,
+            self.config,
+            self.ports,
+            has_states=self._has_states,
+            mutual=self._bidirectional,
+        )
+
+    def terms(self, batch: Batch) -> list[LossTerm]:
+        """Run the model on this rank's part of a micro-batch. Collective: all ranks must call it."""
+        with self.phases("localize"):
+            local = self._localize(batch)
+        with self.phases("forward"):  # a loss may run another model here, such as a reference
+            for loss in self.token_losses:
+                loss.loss.prepare(local)
+        with self.phases("forward"), self._recorder.recording() as records:
+            sums, decoder_sums = self._forward(local)
+        terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.token_losses]
+        for loss in self.token_losses:
+            terms += [LossTerm(name, 0.0, metric) for name, metric in loss.measured().items()]
+        for name, decoder_sum in decoder_sums.items():
+            terms.append(LossTerm(name, self._decoder_weights.get(name, 1.0), decoder_sum))
+        return terms + self._router_terms(records, batch, local)
+
+    def _router_terms(self, records: list[RouterRecord], batch: Batch, local: LocalBatch) -> list[LossTerm]:
+        """Add the choices of the routers to the statistics, and return the losses on routers."""
+        if local.is_empty:
+            records = [_select_tokens(record, slice(0)) for record in records]
+        with self.phases("router statistics"):
+            counted = records
+            if (batch.columns["pack_of_token"] < 0).any():  # dummy packs are excluded
+                is_counted = local.pack_of_token >= 0
+                counted = [_select_tokens(record, is_counted) for record in records]
+            self.router_stats.add(counted)
+        if not records:
+            return []
+        with self.phases("forward"):
+            return [LossTerm(loss.name, loss.weight, loss.sum(records, local)) for loss in self._router_losses]
+
+    def _forward(self, local: LocalBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Run the model. Returns the sums of the losses on tokens, and of the losses of decoders, by name."""
+        if self._head is None:
+            logits, decoder_sums = run_model(self.model, local)
+            sums = {loss.name: loss.sum(logits, local) for loss in self.token_losses}
+            for name, total in sums.items():
+                if torch.is_grad_enabled() and not total.requires_grad:
+                    # A rank without targets must join the collectives of the backward pass.
+                    sums[name] = total + 0 * logits.sum()
+            return sums, decoder_sums
+        sums = {}
+
+        def compute_losses(hidden: torch.Tensor, head: Logits) -> None:
+            logits = head(hidden) if any(loss.view == "of_logits" for loss in self.token_losses) else None
+            for loss in self.token_losses:
+                inputs = (hidden, head) if loss.view == "of_hidden" else (logits,)
+                sums[loss.name] = loss.sum(*inputs, local)
+
+        with self._head.doing(compute_losses) as anchor:
+            logits, decoder_sums = run_model(self.model, local)
+        try:
+            start = anchor(logits)
+        except UnsupportedHeadError:  # only in the first forward pass of a run
+            if not all(fall_back_to_logits(loss.loss) for loss in self.token_losses if loss.view == "of_hidden"):
+                raise
+            self._head = self._find_head()
+            return self._forward(local)
+        return {name: total + start for name, total in sums.items()}, decoder_sums
+
+
+def build_objective(
+    model: nn.Module,
+    mesh: Mesh,
+    config: Config,
+    losses: Sequence[NamedLoss] | None = None,
+    extra_losses: Mapping[str, Loss] | None = None,
+) -> LanguageObjective:
+    """Build the objective of a run. Collective: all ranks must call it.
+
+    Args:
+        model: The model, sharded and with weights.
+        mesh: The mesh that the model is distributed over.
+        config: The config of the run.
+        losses: Losses to use in place of those of `train.losses`.
+        extra_losses: Losses to add to those of `train.losses`, by name, with weight 1.
+
+    Returns:
+        The objective, for `train_step` or for a custom loop.
+
+    Raises:
+        UserError: If a loss cannot be used with this model.
+    """
+    losses = losses_of_rows(config) if losses is None else losses
+    extra = [name_loss(name, loss) for name, loss in (extra_losses or {}).items()]
+    return LanguageObjective(model, mesh, config, [*losses, *extra])
+
+
+def _decoder_weights(media: MediaModel, config: Config) -> dict[str, float]:
+    """Return the weight of each loss term of the model's decoders and followers."""
+    weights: dict[str, float] = {}
+    for port in (port for port in media.ports if port.role != "encoder"):
+        settings = config.model.modalities.get(port.modality)
+        weight = settings.decoder.weight if settings is not None and settings.decoder else 1.0
+        modality = media.modalities(config.model)[port.modality]
+        decoder = modality.decoder or modality.follower
+        assert decoder is not None
+        for term, term_weight in weights_by_term(decoder).items():
+            weights[term_name(port.modality, term)] = weight * term_weight
+    return weights
+
+
+def without_text(losses: Sequence[NamedLoss], model_class: str) -> list[NamedLoss]:
+    """Return the losses of a model that generates no text, without the default loss on text.
+
+    Raises:
+        UserError: If the config sets another loss on text.
+    """
+    for loss in losses:
+        if loss.view != "of_routers" and loss.kind != "cross_entropy":
+            raise UserError(f"{loss.who} is a loss on text, but {model_class} generates none. Leave out train.losses.")
+    return [loss for loss in losses if loss.view == "of_routers"]
+
+
+def _select_tokens(record: RouterRecord, index: torch.Tensor | slice) -> RouterRecord:
+    return replace(record, logits=record.logits[index], index=record.index[index])
+
+
+def _dropout_seed(seed: int, step: int, packs: Sequence[int], sp_rank: int) -> int:
+    """Return a seed that depends only on the run's seed, the step, the packs and the sequence-parallel rank."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{list(packs)}/{sp_rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,15 @@
+"""Marks for the phases of a step, which the profiler records."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+
+class Phases:
+    """Marks the phases of a step: `with phases("forward"): ...`. Without a profiler, which sets `enter`, a no-op."""
+
+    def __init__(self) -> None:
+        self.enter: Callable[[str], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self, name: str) -> AbstractContextManager[Any]:
+        return self.enter(name)

@@ -1,0 +1,50 @@
+"""Save a checkpoint of a run."""
+
+from dataclasses import asdict
+from typing import Any
+
+from omnizoo.checkpoint.save import SaveError, save_checkpoint
+from omnizoo.config.errors import TrainingError
+from omnizoo.data.loading.loader import merge_states
+from omnizoo.training.recompute_budget import saved_choice
+from omnizoo.training.recorder import Recorder
+from omnizoo.training.setup import RunContext
+
+
+def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> None:
+    """Save a checkpoint of the current step. Collective: all ranks must call it.
+
+    Args:
+        run: The run.
+        recorder: Prints a warning if saving fails and the run continues.
+        must_succeed: Whether a failure ends the run even if `checkpoint.on_save_error` is `continue`.
+
+    Raises:
+        TrainingError: If the checkpoint could not be written and the run does not continue.
+    """
+    recorder.flush()  # metrics.jsonl must contain all steps of the checkpoint
+    setup, step = run.setup, run.state.step
+    saved = _state_to_save(run)
+    try:
+        with run.objective.phases("checkpoint"):
+            folder = save_checkpoint(
+                run.checkpoint_dir, step, setup.model, run.optimizer, saved, run.mesh, run.config, setup.tokenizer
+            )
+        run.callbacks.save(step, folder)
+    except SaveError as error:
+        message = f"no checkpoint of step {step}: {error}; earlier checkpoints in {run.checkpoint_dir} are intact"
+        if must_succeed or run.config.checkpoint.on_save_error == "stop":
+            raise TrainingError(message) from error
+        recorder.say(f"warning: {message}; training continues (checkpoint.on_save_error: continue)")
+
+
+def _state_to_save(run: RunContext) -> dict[str, Any]:
+    """Return the content of `state.json`. Collective: all ranks must call it."""
+    saved = run.setup.identity() | asdict(run.state)
+    saved |= saved_choice(run.setup.model, run.config, run.mesh)
+    saved["callbacks"] = run.callbacks.state_dict()
+    if run.config.train.epochs is not None:
+        saved["steps"] = run.config.train.steps
+    loader_states = run.mesh.gather(run.steps.state)
+    saved["loader"] = merge_states(loader_states) if run.mesh.is_first else None
+    return saved

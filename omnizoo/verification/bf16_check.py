@@ -1,0 +1,66 @@
+"""`verify --precision bf16`: compare a layout in bf16 with one process in fp32, and find inputs that lose precision.
+
+bf16 has 8 significant bits, so no layout agrees closely with fp32, but all layouts have rounding errors of similar
+size. One process in bf16 gives the expected error of each loss and gradient, and a layout passes if its error is not
+much larger. Positions and targets must not be rounded at all. They are checked directly, because one process in bf16
+would have the same defect.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnizoo.models.media.batch import MediaBatch
+
+# Maximum ratio between the errors of a layout and of one process in bf16. The layout determines which additions are
+# rounded, so errors vary randomly: by a factor of up to 2 on the example configs.
+FACTOR = 3.0
+# Allowance for errors that happen to cancel in one process, but not in a layout: half the relative spacing of bf16.
+FLOOR = 2.0**-9
+
+
+def allowed(error: float, usual: float = 0.0) -> float:
+    """Return the maximum error of a layout, given the `error` of one process and the `usual` error of such tensors."""
+    return FACTOR * max(error, usual) + FLOOR
+
+
+@contextmanager
+def watching(model: nn.Module, rounded: list[str]) -> Iterator[None]:
+    """Context manager: append a message to `rounded` if a submodule receives an input of `model` in a narrower dtype.
+
+    Arguments are matched by name, and only floating-point tensors are compared.
+    """
+    sent: dict[str, torch.dtype] = {}
+
+    def send(_: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        sent.update({name: tensor.dtype for name, tensor in _floats(kwargs)})
+
+    def arrive(
+        where: str, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        for name, tensor in _floats(dict(zip(names, args, strict=False)) | dict(kwargs)):
+            if name in sent and torch.finfo(tensor.dtype).bits < torch.finfo(sent[name]).bits:
+                kinds = [str(dtype).removeprefix("torch.") for dtype in (sent[name], tensor.dtype)]
+                rounded.append(f"{name} ({kinds[0]}) reach {where} rounded to {kinds[1]}")
+
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(send, with_kwargs=True, prepend=True))  # before any cast
+        for name, module in model.named_modules():
+            hook = partial(arrive, name or "the model", list(inspect.signature(module.forward).parameters))
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+
+
+def _floats(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield name, value
+        elif isinstance(value, MediaBatch):
+            for port, items in value.items.items():
+                for item in items:
+                    yield from ((f"{key} of {port}", tensor) for key, tensor in _floats(item))

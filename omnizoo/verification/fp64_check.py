@@ -1,0 +1,51 @@
+"""Second check of `verify` in fp32, for gradients that even one process does not compute within the tolerance.
+
+A gradient that is a small difference of large numbers has few correct digits in fp32, in one process as in any layout.
+The two therefore disagree without a defect. fp64 tells the cases apart, because it removes rounding errors but not
+defects. A layout passes if it agrees with one process within the fp64 tolerance in fp64, and if its difference from one
+process in fp32 is not much larger than that process's own error, measured against fp64.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from omnizoo.config.schema import Config
+from omnizoo.parallel.layout import Layout
+from omnizoo.verification.compare import Verdict, gradient_differences, verdict_of
+from omnizoo.verification.prepare import load_trial, prepare
+
+# Maximum ratio to the fp32 error of one process. The layout determines which additions are rounded.
+FACTOR = 10.0
+
+
+def recheck_in_fp64(config: Config, layout: Layout, folder: Path, verdict: Verdict, device: str = "cpu") -> Verdict:
+    """Repeat the trial of a failed layout in fp64, if rounding errors may explain the failure.
+
+    This is the case if only gradients differ, by at most `FACTOR` times the error of one process in fp32.
+
+    Args:
+        config: The user's config.
+        layout: The layout that failed.
+        folder: Folder that `prepare` wrote in fp32. Its subfolder `fp64` is created if needed.
+        verdict: The verdict in fp32.
+        device: Device type of the ranks.
+
+    Returns:
+        The final verdict, with a note if the layout passed because of the fp64 trial.
+    """
+    if not verdict.beyond:
+        return verdict
+    exact = folder / "fp64"
+    if not exact.exists():
+        prepare(config, layout.world, str(layout), "fp64", exact, device)
+    own = gradient_differences(load_trial(folder).gradients, load_trial(exact).gradients)
+    if any(not difference <= FACTOR * own[name] for name, difference in verdict.beyond.items()):
+        return verdict
+    again = verdict_of(exact, layout, device)
+    if not again.passed:
+        return replace(verdict, reason=f"{verdict.reason}; also in fp64: {again.reason}")
+    note = (
+        f"in fp64 ({again.gradient:.0e}); in fp32 {verdict.worst} is {own[verdict.worst]:.0e} off in one process, "
+        f"and {verdict.gradient:.0e} from it on {layout}"
+    )
+    return replace(verdict, passed=True, reason="", note=note)

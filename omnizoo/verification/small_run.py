@@ -1,0 +1,86 @@
+"""Scale down a user's config until it can be verified on a CPU: a small model and small steps on the user's data."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.models.adapters.lora import attached, matches
+from omnizoo.models.build import build_model
+from omnizoo.models.read_config import read_model_config
+from omnizoo.models.recipe import recipe_from_config, recipe_of
+from omnizoo.models.small_config import shrink_model
+from omnizoo.models.user_module import is_own_module
+from omnizoo.training.causality_probe import probe
+
+PACK_TOKENS = 96
+TILE_TOKENS = 7
+RANK = 4  # maximum rank of an adapter
+
+
+def shrink(config: Config, world: int, precision: str) -> Config:
+    """Return the config for `omnizoo verify`: `config` with a small random model and small steps for `world` ranks.
+
+    Raises:
+        UserError: If the model is not causal, attends across packed samples, cannot be probed on this host, or uses
+            random numbers that its config cannot turn off.
+    """
+    probed = probe(config.model)
+    if probed.unchecked:
+        raise UserError(f"model: nothing can be proved of it on this host: {probed.unchecked}")
+    if probed.stubborn:
+        raise UserError(
+            "model: it draws random numbers in training (dropout, jitter) that no setting of its config turns off, and "
+            "they depend on the layout; verify it without them"
+        )
+    data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
+    if not reads_media(config.model) and config.preference_pairs == "refused":  # pairs and items must fit into a pack
+        data["pack_tokens"] = min(config.data.pack_tokens, PACK_TOKENS)
+    parallel: dict[str, Any] = {}
+    if config.parallel.reshard_after_forward is None:  # the default for a small model would not reshard
+        parallel["reshard_after_forward"] = True
+    if config.parallel.tile_tokens is not None:  # small enough to split one rank's tokens of a small pack
+        parallel["tile_tokens"] = min(config.parallel.tile_tokens, TILE_TOKENS)
+    train: dict[str, Any] = {"steps": 3, "epochs": None, "warmup_steps": 0, "warmup_ratio": 0.0}
+    train |= {"packs_per_step": world, "tokens_per_step": None, "micro_batch": 1, "precision": precision}
+    small = _with_adapter(shrink_model(config.model, probed.shrinking), config.model)
+    config = config.without_cache().changed(data=data, train=train, parallel=parallel)
+    return config.model_copy(update={"model": small})
+
+
+def _with_adapter(small: ModelSection, model: ModelSection) -> ModelSection:
+    """Return `small` with an adapter at the same modules as that of `model`, as far as the small copy has them.
+
+    Both adapter matrices are randomly initialized. If one were zero, the gradient of the other would be zero for every
+    layout, and nothing could be compared.
+    """
+    if model.adapter is None:
+        return small
+    found = attached(build_model(model, "fp32"))
+    assert found is not None
+    names = dict(build_model(small.model_copy(update={"adapter": None}), "fp32").named_modules())
+    there = [*names, *(f"{name}.{own}" for name, m in names.items() for own, _ in m.named_parameters(recurse=False))]
+
+    def left(wanted: Iterable[str]) -> list[str]:
+        patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in wanted)
+        return [pattern for pattern in patterns if any(matches(name, pattern) for name in there)]
+
+    changes = {
+        "targets": left((*found.modules, *found.experts)),
+        "modules_to_save": left(found.saved),
+        "exclude": [],
+        "rank": min(found.settings.rank, RANK),
+        "dropout": 0.0,
+        "init": "random",
+        "path": None,
+    }
+    return small.model_copy(update={"adapter": found.settings.model_copy(update=changes)})
+
+
+def reads_media(model: ModelSection) -> bool:
+    if model.foundation is not None or is_own_module(model):
+        return bool(model.modalities)
+    recipe = recipe_from_config(model) or recipe_of(read_model_config(model).model_type)
+    return recipe.modalities is not None

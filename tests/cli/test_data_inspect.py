@@ -1,0 +1,292 @@
+"""`omnizoo data inspect` tells the truth: what it shows is what the loader gives to training, and nothing in the data
+can break out of the terminal or the page."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from omni import SENSOR, write_omni_config
+from tiny import write_config, write_rows
+
+from omnizoo.cli.main import main
+from omnizoo.config.load import load_config
+from omnizoo.data.loading.inspection import Inspection, histogram, inspect_data, one_lane, pieces
+from omnizoo.data.loading.lane_stream import LaneAssignment
+from omnizoo.data.loading.loader import Loader
+from omnizoo.data.loading.reader import Reader, build_reader
+from omnizoo.data.packing.pack import Pack
+from omnizoo.models.build import build_model
+from omnizoo.models.media.model_inputs import read_modalities
+from omnizoo.models.read_config import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def sensor_on_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SENSOR))
+        yield
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory, sensor_on_path: None) -> Path:
+    return write_omni_config(tmp_path_factory.mktemp("omni"))
+
+
+@pytest.fixture(scope="module")
+def pictures(omni: Path) -> Path:
+    """The same with two modalities, in only: quick to build."""
+    config = yaml.safe_load(omni.read_text())
+    modalities = config["model"]["modalities"]
+    config["model"]["modalities"] = {name: {"encoder": modalities[name]["encoder"]} for name in ("image", "series")}
+    path = omni.with_name("pictures.yaml")
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def reader(omni: Path) -> Reader:
+    config = load_config(omni)
+    model = build_model(config.model, config.train.precision)
+    return build_reader(one_lane(config), load_tokenizer(config.model), **read_modalities(model, config.model))
+
+
+@pytest.fixture(scope="module")
+def inspection(reader: Reader) -> Inspection:
+    return inspect_data(reader, show=4)
+
+
+@pytest.fixture(scope="module")
+def packs(reader: Reader, inspection: Inspection) -> list[Pack]:
+    """As training gets them."""
+    loader = Loader(reader, LaneAssignment(0, 1, 1, 1))
+    return [loader.next_step().packs[0] for _ in range(inspection.packs)]
+
+
+def decode(reader: Reader, ids: list[int]) -> str:
+    return reader.renderer.backend.decode(ids, skip_special_tokens=False)
+
+
+class Page(HTMLParser):
+    """The elements of a page: tags, attributes, text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+# Facts
+
+
+def test_the_figures_are_of_the_packs_that_training_gets(packs: list[Pack], inspection: Inspection) -> None:
+    assert [name for pack in packs for name in pack.sample_ids] == [str(f.sample.id) for f in inspection.samples]
+    tokens = sum(len(pack.columns["input_ids"]) for pack in packs)
+    assert inspection.fill == tokens / (len(packs) * 160)
+    assert sum(inspection.lengths) == tokens
+    assert sum(source.tokens for source in inspection.sources) == tokens
+    items = [item for pack in packs for item in pack.items]
+    assert {item.port for item in items} == {port.port for port in inspection.ports}
+    for port in inspection.ports:
+        own = [item for item in items if item.port == port.port]
+        assert (port.items, port.tokens) == (len(own), sum(item.size.num_placeholders for item in own))
+        assert port.cost == pytest.approx(sum(item.size.cost for item in own))
+        assert port.costliest.size.cost == max(item.size.cost for item in own)
+    assert inspection.longest.tokens == max(length for pack in packs for length in pack.lengths)
+
+
+def test_each_token_is_shown_once_and_as_learnt_exactly_if_training_has_a_target_there(
+    reader: Reader, packs: list[Pack], inspection: Inspection
+) -> None:
+    found = iter(inspection.samples)
+    for pack in packs:
+        learnt = np.append(False, pack.columns["labels"][:-1] != -100)
+        for item in pack.items:
+            for first, rows in item.spans:
+                learnt[first : first + rows] = item.targets > 0
+        at = 0
+        for length in pack.lengths:
+            shown = list(pieces(next(found).sample, lambda ids: decode(reader, ids)))
+            assert [piece.has_loss for piece in shown for _ in range(piece.tokens)] == learnt[at : at + length].tolist()
+            ids = pack.columns["input_ids"][at : at + length].tolist()
+            places = [piece for piece in shown if piece.item is not None]
+            assert all(piece.text.startswith(f"[{piece.item.media.modality} x {piece.tokens}") for piece in places)
+            pads = {piece.text: f"<|{piece.item.media.modality}_pad|>" * piece.tokens for piece in places}
+            assert "".join(pads.get(piece.text, piece.text) for piece in shown) == decode(reader, ids)
+            at += length
+
+
+def test_every_module_is_in_the_few_samples_that_are_shown(inspection: Inspection) -> None:
+    shown = {item.port for found in inspection.shown for item in found.sample.items}
+    assert shown == {port.port for port in inspection.ports}
+    assert len(shown) == 7
+    assert len({found.sample.id for found in inspection.shown}) == 4
+
+
+def test_a_character_of_several_tokens_is_shown_whole_and_control_characters_as_escapes(text: Path) -> None:
+    write_rows(text.parent / "texts.jsonl", [{"text": "naïve 日本 🙂\tok\x1b[31m"}] * 8)
+    config = load_config(text, ["--data.sources", f"[{{path: {text.parent}/texts.jsonl}}]"])
+    reader = build_reader(one_lane(config), load_tokenizer(config.model))
+    (found,) = inspect_data(reader, 1).shown
+    shown = list(pieces(found.sample, lambda ids: decode(reader, ids)))
+    assert "".join(piece.text for piece in shown) == r"naïve 日本 🙂\tok\x1b[31m" + "<|endoftext|>"
+    assert max(piece.tokens for piece in shown) > 1
+    assert [piece.has_loss for piece in shown] == [False] + [True] * (len(shown) - 1)
+
+
+@pytest.mark.parametrize("lengths", [[7], [7, 8], [2, 90, 91, 4000], list(range(50, 300))])
+def test_bins_of_the_histogram_touch_and_hold_every_sample(lengths: list[int]) -> None:
+    bins = histogram(lengths)
+    assert (bins[0][0], bins[-1][1]) == (min(lengths), max(lengths))
+    assert all(after == last + 1 for (_, last, _), (after, _, _) in pairwise(bins))
+    assert [count for *_, count in bins] == [sum(first <= n <= last for n in lengths) for first, last, _ in bins]
+
+
+# The command
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_answers_of_a_row_with_preferences_are_shown_by_what_they_are(
+    kind: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"what {i}"}], "chosen": "good", "rejected": "bad"} for i in "ab"]
+    source = write_rows(tmp_path / "pairs.jsonl", rows)
+    argv = ["data", "inspect", str(text), "--samples", "1", "--data.sources", json.dumps([{"path": str(source)}])]
+    argv += ["--train.losses", f"[{{kind: {kind}}}]", "--data.pack_tokens", "128", "--data.shuffle", "false"]
+    assert main([*argv, "--out", str(tmp_path / "page.html")]) == 0
+    said, page = capsys.readouterr().out, Page(tmp_path / "page.html")
+    prompt = "<|im_start|>user↵\nwhat a<|im_end|>↵\n<|im_start|>assistant↵\n"
+    roles = ("chosen", "rejected") if kind == "dpo" else ("desirable", "undesirable")
+    for role, answer in zip(roles, ("good", "bad"), strict=True):
+        assert f"\n{role}:\n{prompt}⟦{answer}<|im_end|>⟧" in said
+        assert f"{role}:\n{prompt}{answer}<|im_end|>" in page.text
+    assert (f"\nmismatched:\n{prompt}good<|im_end|>" in said) == (kind == "kto")  # of the other row, and not learnt
+
+
+def test_terminal_and_page_show_samples_figures_and_thumbnails(
+    omni: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "page.html"
+    assert main(["data", "inspect", str(omni), "--samples", "3", "--out", str(out)]) == 0
+    said, page = capsys.readouterr().out, Page(out)
+    for shown in (said, page.text):
+        for part in ("[series x", " target]", "audio/decoder", "Expected fill"):
+            assert part in shown
+    assert {"img", "audio", "code"} <= set(page.tags)
+    assert "script" not in page.tags
+    addresses = [value for name, value in page.attributes if name in ("src", "href", "srcset", "poster")]
+    assert addresses
+    assert all(address.startswith("data:") for address in addresses)
+
+
+def test_no_row_is_shown_twice_and_samples_come_before_figures(text: Path, tmp_path: Path) -> None:
+    """Rows that are cut into several samples, and few of them: each is shown once, and so is the longest."""
+    write_rows(text.parent / "texts.jsonl", [{"text": f"row {i} " + "word " * 60} for i in range(40)])
+    argv = ["data", "inspect", str(text), "--data.sources", f"[{{path: {text.parent}/texts.jsonl}}]"]
+    assert main([*argv, "--samples", "10", "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    shown = [line.partition(" tokens")[0] for line in page.split("<section><small>")[1:]]
+    rows = [line.partition(",")[0].partition(": ")[0] for line in shown]
+    assert len(rows) == len(set(rows)) > 1  # of more samples than rows
+    assert page.index("<h2>Samples") < page.index("<h2>Figures")
+    array = tmp_path / "array.json"  # all on one line
+    array.write_text(json.dumps([{"text": f"row {i}"} for i in range(9)]))
+    assert main([*argv[:-1], f"[{{path: {array}}}]", "--samples", "3", "--out", str(tmp_path / "array.html")]) == 0
+    named = (tmp_path / "array.html").read_text().split("<section><small>")[1:]
+    assert len({line.partition(": ")[0] for line in named}) == 3
+    assert "array.json[" in named[0]
+    assert "The longest sample" not in page
+
+
+def test_nothing_in_the_data_becomes_part_of_page_or_terminal(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "<b onload=x>&\x1b[2J"
+    shutil.copy(pictures.parent / "media" / "0.png", tmp_path / f"{evil}.png")
+    parts = [{"type": "image", "image": f"{evil}.png"}, {"type": "series", "series": [1, 2, 3, 4]}]
+    asked = {"role": "user", "content": [{"type": "text", "text": f"[red]{evil}"}, *parts]}
+    rows = [{"messages": [asked, {"role": "assistant", "content": evil}]}, {"text": [{"type": evil}]}]
+    source = write_rows(tmp_path / f"{evil}.jsonl", rows)
+    sources = json.dumps([{"path": str(source)}])
+    argv = ["data", "inspect", str(pictures), "--data.sources", sources, "--data.on_bad_row", "skip"]
+    assert main([*argv, "--out", str(tmp_path / "page.html")]) == 0
+    said, page = capsys.readouterr().out, Page(tmp_path / "page.html")
+    for shown in (said, page.text):
+        assert r"[red]<b onload=x>&\x1b[2J" in shown
+        assert "unknown type" in shown
+    assert "\x1b" not in said
+    assert not any(name == "onload" for name, _ in page.attributes)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": [{"type": "image", "image": "gone.png"}]}, "gone.png does not exist"),
+        ({"text": [{"type": "image", "image": "cut.png"}, {"type": "text", "text": "a"}]}, "cut.png"),  # when decoded
+    ],
+)
+def test_bad_rows_stop_it_or_are_counted_as_in_training(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, object], reason: str
+) -> None:
+    whole = (pictures.parent / "media" / "0.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "good"}, row, {"text": "fine"}])
+    argv = ["data", "inspect", str(pictures), "--data.sources", json.dumps([{"path": str(source)}])]
+    assert main(argv) == 2
+    said, error = capsys.readouterr()
+    assert f"bad row: {source}:2: " in "".join(said.split("\n"))  # listed; then it ends as training would
+    assert error.startswith(f"error: {source}:2: ")
+    assert reason in error
+    assert error.count("\n") == 1
+    assert main([*argv, "--data.on_bad_row", "skip"]) == 0
+    said = "".join(capsys.readouterr().out.split("\n"))  # a long line is wrapped
+    assert f"bad row: {source}:2: " in said
+    assert reason in said
+    assert "Bad rows            1 " in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--samples", "-1"], "--samples is -1"),
+        (["--out", "."], "--out . is a folder"),
+        (["--data.pack_token", "64"], "did you mean data.pack_tokens?"),
+        (["--pack_tokens", "64"], "did you mean --data.pack_tokens?"),
+    ],
+)
+def test_a_mistake_is_one_line(text: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str) -> None:
+    assert main(["data", "inspect", str(text), *argv]) == 2
+    said, err = capsys.readouterr()
+    assert (said, err.count("\n")) == ("", 1)
+    assert error in err
+
+
+def test_a_text_model_needs_no_media_and_nothing_is_written(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [{"role": "user", "content": "What is"}, {"role": "assistant", "content": "the answer"}]
+    write_rows(text.parent / "chats.jsonl", [{"messages": said}] * 8)
+    before = sorted(text.parent.rglob("*"))
+    assert main(["data", "inspect", str(text), "--samples", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n<|im_start|>user↵\nWhat is<|im_end|>↵\n<|im_start|>assistant↵\n⟦the answer<|im_end|>⟧↵\n" in shown
+    assert "Text only           100.0%" in shown
+    assert "Media" not in shown
+    assert sorted(text.parent.rglob("*")) == before

@@ -1,0 +1,176 @@
+"""`omnizoo new`: a config that trains as it is, for model folders and data as people have them."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+import omnizoo
+from omnizoo.cli.main import main
+from omnizoo.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "examples/published/data"
+MEDIA = {"qwen3_vl": "visual.jsonl", "qwen3_omni": "rows.jsonl"}
+TEXT = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def model_folder(kind: str, folder: Path) -> Path:
+    """With random weights and a tokenizer, as `save_pretrained` writes it."""
+    torch.manual_seed(0)
+    if kind in MEDIA:
+        fields = yaml.safe_load((ROOT / f"examples/published/{kind}.yaml").read_text())["model"]["config"]
+        model = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    else:
+        family, fields = ("qwen3_moe", TEXT | EXPERTS) if kind == "moe" else ("qwen3", TEXT)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    model.save_pretrained(folder)
+    shutil.copytree(DATA / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+def composed_folder(folder: Path) -> Path:
+    """An export of a composed model, with an encoder of small pictures."""
+    sides = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = {"model_type": "siglip_vision_model", **sides, "image_size": 16, "patch_size": 8}
+    run = {
+        "model": {
+            "foundation": {"config": {"model_type": "qwen3"} | TEXT},
+            "tokenizer": str(DATA / "tokenizer"),
+            "modalities": {"image": {"encoder": {"kind": "vision", "config": tower}}},
+        },
+        "data": {"sources": [{"path": str(pictures(folder.parent))}], "pack_tokens": 128},
+        "train": {"steps": 1, "packs_per_step": 1},
+        "log": {"dir": str(folder.parent / "composing")},
+    }
+    assert omnizoo.train(run) == 0
+    assert main(["export", str(folder.parent / "composing"), str(folder)]) == 0
+    return folder
+
+
+def pictures(folder: Path) -> Path:
+    shutil.copy(DATA / "image0.png", folder)
+    asked = [{"type": "image", "image": "image0.png"}, {"type": "text", "text": "what is it"}]
+    rows = [[{"role": "user", "content": asked}, {"role": "assistant", "content": f"a square {i}"}] for i in range(40)]
+    path = folder / "pictures.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+def data_file(kind: str, folder: Path) -> Path:
+    path = folder / {"alpaca": "rows.csv", "chats": "chats.jsonl", "text": "plain.jsonl"}[kind]
+    if kind == "alpaca":
+        path.write_text("instruction,input,output\n" + "".join(f"add,{i} and 1,{i + 1}\n" for i in range(60)))
+    elif kind == "chats":
+        turns = [[{"role": "user", "content": f"hi {i}"}, {"role": "assistant", "content": "yes"}] for i in range(60)]
+        path.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    else:
+        path.write_text("".join(json.dumps({"text": "some words " * (1 + i % 9)}) + "\n" for i in range(60)))
+    return path
+
+
+def trains(model: Path, data: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    """`new`, then two steps by the config as it is; the config."""
+    out = folder / "first.yaml"
+    assert main(["new", str(model), str(data), "--out", str(out)]) == 0
+    assert "omnizoo train" in capsys.readouterr().out
+    short = ["--log.dir", str(folder / "run"), "--evaluation.every", "1", "--checkpoint.every", "0"]
+    config = load_config(out, short)
+    train = config.train.model_copy(update={"epochs": None, "steps": 2})
+    assert omnizoo.train(config.model_copy(update={"train": train})) == 0
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert "eval/loss" in json.loads(lines[1])
+    settings: dict[str, object] = yaml.safe_load(out.read_text())
+    return settings
+
+
+def cases() -> list[object]:
+    """Fifteen of them; here one of each model and each format, the others in `make verify-all`."""
+    models, formats = ("text", "moe", "qwen3_vl", "qwen3_omni", "composed"), ("alpaca", "chats", "text")
+    normal = {("text", "alpaca"), ("moe", "chats")}
+    all_cases = [(model, format) for model in models for format in formats]
+    return [case if case in normal else pytest.param(*case, marks=pytest.mark.long) for case in all_cases]
+
+
+@pytest.mark.parametrize(("model", "format"), cases())
+def test_what_it_writes_trains_without_an_edit(
+    model: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = composed_folder if model == "composed" else lambda folder: model_folder(model, folder)
+    config = trains(make(tmp_path / "model"), data_file(format, tmp_path), tmp_path, capsys)
+    assert config["data"]["sources"][0]["take"] == "all but every 10th"
+
+
+@pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_omni", marks=pytest.mark.long)])
+def test_media_are_found_in_rows_and_budgets_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_folder(model, tmp_path / "model")
+    trains(folder, DATA / MEDIA[model], tmp_path, capsys)
+    assert "it takes image" in (tmp_path / "first.yaml").read_text()
+
+
+def test_sizes_follow_from_model_data_and_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, data, out = model_folder("moe", tmp_path / "model"), data_file("text", tmp_path), tmp_path / "a.yaml"
+    assert main(["new", str(model), str(data), "--nproc", "4", "--out", str(out)]) == 0
+    config = load_config(out)
+    assert config.parallel.ep == 4
+    assert config.train.packs_per_step % 4 == 0
+    assert config.data.pack_tokens <= 256  # positions of the model
+    assert config.train.epochs == 1
+    assert "--nproc 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["gone", "rows.csv"], "gone is not a folder"),
+        (["org/gone", "rows.csv"], "hf download org/gone"),
+        (["model", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["model", "rows.csv", "--nproc", "0"], "--nproc is 0"),
+        (["model", "rows.csv", "--out", "here.yaml"], "here.yaml exists already"),
+        (["modality", "Thermal Map"], "expected a name for a Python module"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    argv: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.yaml").touch()
+    if "model" in argv and "gone.jsonl" in argv:
+        model_folder("text", tmp_path / "model")
+    data_file("alpaca", tmp_path)
+    capsys.readouterr()
+    assert main(["new", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert error in err
+
+
+def test_templates_are_package_data() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    cli = ROOT / "omnizoo/cli"
+    files = {file for pattern in patterns["omnizoo"] for file in (ROOT / "omnizoo").glob(pattern)}
+    assert {file for file in cli.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")} <= files
+    assert cli / "templates/config.yaml.jinja" in files
+
+
+def test_a_new_modality_passes_its_own_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "modality", "thermal_map", "--out", str(tmp_path)]) == 0
+    assert main(["new", "modality", "thermal_map", "--out", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    ruff = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--line-length", "120", str(tmp_path)]
+    assert subprocess.run(ruff, check=False).returncode == 0
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(test, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,165 @@
+"""What is trained is what a row says: nothing of it is left out without a word. More rows are in corpus_rows.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus_rows import OBSERVES, PUBLISHED, THINKS, TOOLS
+from fixtures import CHATML, make_tokenizer
+from tiny import read_steps, write_config, write_rows
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    PretrainedConfig,
+    VipLlavaForConditionalGeneration,
+)
+
+from omnizoo.cli.main import main
+from omnizoo.config.errors import UserError
+from omnizoo.config.sections.model import ModelSection
+from omnizoo.data.rendering.renderer import Renderer
+from omnizoo.data.rendering.template_analysis import read_template
+from omnizoo.data.row import BadRow
+from omnizoo.data.rows.unused_fields import HARMLESS
+from omnizoo.models.build import build_model
+from omnizoo.models.media.model_inputs import read_modalities, unread_inputs
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def verdict(renderer: Renderer, row: dict[str, Any]) -> str:
+    try:
+        return str(renderer.render(row).input_ids.tolist())
+    except BadRow as bad:
+        return str(bad)
+
+
+@pytest.mark.parametrize("template", [CHATML, TOOLS, THINKS, OBSERVES])
+def test_what_is_said_of_a_row_does_not_depend_on_the_rows_before_it(tmp_path: Path, template: str) -> None:
+    # else the rows left out, and so the data, would depend on how lanes are spread over processes
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}
+    rows: list[dict[str, Any]] = [
+        {"messages": CHAT},
+        {"messages": [{"role": "system", "content": "h"}, *CHAT]},
+        {"messages": [CHAT[0] | {"name": "ann"}, CHAT[1]]},
+        {"messages": [CHAT[0], CHAT[1] | {"reasoning_content": "hm"}]},
+        {"messages": [CHAT[0], CHAT[1] | {"reasoning_content": "hm"}, *CHAT]},
+        {"messages": [CHAT[0], call, {"role": "tool", "content": "h"}, CHAT[1]]},
+        {"messages": CHAT, "tools": [{"name": "f"}]},
+        {"messages": CHAT, "weight": 1},
+        {"messages": CHAT, "weight": 2},
+        {"messages": [CHAT[0], {"role": "observation", "content": "y"}, CHAT[1]]},
+    ]
+    tokenizer = make_tokenizer(tmp_path, template)
+    alone = [verdict(Renderer(tokenizer, True), row) for row in rows]
+    forward, backward = Renderer(tokenizer, True), Renderer(tokenizer, True)
+    assert [verdict(forward, row) for row in rows] == alone
+    assert [verdict(backward, row) for row in reversed(rows)] == alone[::-1]
+
+
+@pytest.mark.parametrize(
+    ("template", "fields"),
+    [
+        ("{% for m in messages %}{{ m.role }}{{ m['content'] }}{% endfor %}", {"role", "content"}),
+        ("{% for m in messages %}{% for call in m.calls %}{{ call.name }}{% endfor %}{% endfor %}", {"calls"}),
+        ("{% set rest = messages[1:] %}{% for m in rest %}{{ m.a }}{% endfor %}{{ messages[0].b }}", {"a", "b"}),
+        ("{% for m in messages | selectattr('a') %}{{ m.get('b') }}{% if 'c' in m %}x{% endif %}{% endfor %}",
+         {"a", "b", "c", "get"}),
+        ("{% macro w(m, c) %}{{ m.a }}{{ c.b }}{% endmacro %}{% for x in messages %}{{ w(x, x.c) }}{% endfor %}",
+         {"a", "c"}),
+        ("{% set ns = namespace(l=none) %}{% for m in messages %}{% set ns.l = m %}{% endfor %}{{ ns.l.a }}", {"a"}),
+        ("{% for m in messages %}{{ loop.previtem.a if loop.previtem else m.b }}{% endfor %}", {"a", "b"}),
+        ("{% for m in messages %}{% generation %}{{ m.a }}{% endgeneration %}{% endfor %}", {"a"}),
+        ("{% for m in messages %}{{ m | tojson }}{% endfor %}", None),
+        ("{{ messages }}", None),
+        ("{% for m in messages %}{% for k, v in m.items() %}{{ k }}{% endfor %}{% endfor %}", None),
+        ("{% for m in messages %}{{ m[key] }}{% endfor %}", None),
+        ("{% for m in messages %", None),
+    ],
+)  # fmt: skip
+def test_which_fields_of_messages_a_template_reads(template: str, fields: set[str] | None) -> None:
+    assert read_template(template).fields == fields
+
+
+def test_the_docs_list_every_field_that_is_known_to_be_harmless() -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    assert [name for name in HARMLESS if f"`{name}`" not in docs] == []
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_model_that_reads_more_than_text_must_be_allowed_to_train_on_text_alone(family: str) -> None:
+    config = PUBLISHED[family]
+    model = build_model(ModelSection(config=config), "fp32")
+    with pytest.raises(UserError, match=r"reads image.* has no recipe.*model.text_only: true"):
+        read_modalities(model, ModelSection(config=config))
+    assert 511 in read_modalities(model, ModelSection(config=config, text_only=True))["reserved"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=64),
+        MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64),  # has a config inside its config
+        Gemma3TextConfig(  # shares code with one that reads pictures
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=64
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_text_model_is_not_taken_for_one_that_reads_more(config: PretrainedConfig) -> None:
+    with torch.device("meta"):
+        assert unread_inputs(AutoModelForCausalLM.from_config(config)) == []
+
+
+def test_text_alone_trains_the_language_model_as_if_it_stood_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    fields = dict(PUBLISHED["vipllava"])
+    whole = VipLlavaForConditionalGeneration(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    alone = LlamaForCausalLM(whole.config.text_config)
+    alone.model.load_state_dict(whole.model.language_model.state_dict())
+    alone.lm_head.load_state_dict(whole.lm_head.state_dict())
+    losses = []
+    for name, model in (("whole", whole), ("alone", alone)):
+        model.save_pretrained(tmp_path / name / "weights")
+        path = write_config(
+            tmp_path / name,
+            model={"config": None, "path": str(tmp_path / name / "weights"), "text_only": True},
+            train={"steps": 3, "packs_per_step": 2},
+            optimizer={"weight_decay": 0.5},
+        )
+        assert main(["train", str(path)]) == 0
+        losses.append([(step["loss"], step["grad_norm"]) for step in read_steps(tmp_path / name / "run")])
+    assert len(losses[0]) == 3
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=1e-6)
+
+
+def test_a_token_that_stands_for_media_nobody_feeds_is_refused_in_a_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, special_tokens=("<pic>",))
+    renderer = Renderer(tokenizer, True, reserved=[tokenizer.convert_tokens_to_ids("<pic>")])
+    assert len(renderer.render({"text": "a pic"}).input_ids)
+    with pytest.raises(BadRow, match="its text contains '<pic>', which stands for media that nothing feeds"):
+        renderer.render({"text": "a <pic>"})
+
+
+def test_bad_rows_are_red_on_terminal_and_page_even_if_there_is_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path)
+    rows = write_rows(tmp_path / "texts.jsonl", [{"messages": CHAT, "image": "a.png"}] * 4)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    for others in ([], [{"messages": CHAT}] * 4):
+        write_rows(tmp_path / "chats.jsonl", others or [{"messages": CHAT, "image": "b.png"}] * 4)
+        assert main(["data", "inspect", str(config), "--out", str(tmp_path / "page.html")]) == 2
+        said = capsys.readouterr()
+        assert f"\x1b[1;31mbad row: \x1b[0m\x1b[31m{rows}:" in said.out
+        assert said.err.count("error: ") == 1
+        assert "nothing reads `image`" in said.err
+        page = (tmp_path / "page.html").read_text()
+        assert f'<td class="bad">{rows}:1: nothing reads `image`' in page
+        assert ".bad { color: var(--bad) }" in page

@@ -1,0 +1,310 @@
+"""Mistakes and misfortunes: one clear line that names the file, key or number, exit code 2, and nothing written."""
+
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import make_tokenizer
+from processes import run_omnizoo, run_on_ranks, train_in_this_world
+from tiny import model_config, read_steps, write_config
+
+from omnizoo.cli.main import main
+from omnizoo.parallel.process import Process
+from omnizoo.training import saving
+
+SHORT = {"steps": 2, "packs_per_step": 2}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path, train=SHORT)
+
+
+@pytest.fixture
+def fails(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`omnizoo train` with these arguments must end with 2, one line on stderr, and no trace of a run."""
+
+    def fails(*args: object) -> str:
+        assert main(["train", str(config), *map(str, args)]) == 2
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, err
+        assert "Traceback" not in err
+        assert out == ""
+        assert not (tmp_path / "run").exists()
+        return lines[0]
+
+    return fails
+
+
+def source(path: Path) -> list[str]:
+    return ["--data.sources", f"[{{path: {path}}}]"]
+
+
+def test_a_missing_file_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+    assert f"{tmp_path / 'nowhere.jsonl'}" in fails(*source(tmp_path / "nowhere.jsonl"))
+    assert f"{tmp_path / 'nowhere'}" in fails("--model.tokenizer", tmp_path / "nowhere")
+    assert f"{tmp_path / 'nowhere'}" in fails("--model.config", tmp_path / "nowhere")
+    held_out = f"[{{path: {tmp_path / 'nowhere.jsonl'}}}]"
+    assert f"{tmp_path / 'nowhere.jsonl'}" in fails("--data.eval_sources", held_out, "--evaluation.every", "1")
+
+
+def test_an_empty_dataset_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+    for name, content in (("empty.jsonl", ""), ("blank.jsonl", "\n\n")):
+        (tmp_path / name).write_text(content)
+        assert f"{tmp_path / name}" in fails(*source(tmp_path / name))
+    (tmp_path / "folder").mkdir()
+    assert f"{tmp_path / 'folder'}" in fails(*source(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "cut o', "JSON"),
+        ("not json at all", "JSON"),
+        ('{"body": 7}', "text"),
+        ('{"text": 7}', "text"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": [{"role": "user"}]}', "content"),
+        ("[1, 2]", "object"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(fails: Callable[..., str], tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(['{"text": "good"}', line, '{"text": "good"}']) + "\n")
+    message = fails(*source(path))
+    assert f"{path}:2" in message
+    assert reason in message
+    assert "data.on_bad_row: skip" in message
+
+
+def test_bad_rows_can_be_skipped_and_are_then_counted_and_listed(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = ['{"text": "a good row"}'] * 8
+    path.write_text("\n".join([*good, "{", *good, '{"body": 1}', *good]) + "\n")
+    assert main(["train", str(config), *source(path), "--data.on_bad_row", "skip", "--data.shuffle", "false"]) == 0
+    skipped = read_steps(tmp_path / "run")[-1]["skipped_rows"]
+    listed = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
+    assert skipped == len(listed) >= 2
+    assert {entry["row"].split(": ")[0] for entry in listed} == {f"{path}:9", f"{path}:18"}
+
+
+def test_a_tokenizer_without_a_chat_template_cannot_take_messages(fails: Callable[..., str], tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "plain", chat_template=None)
+    message = fails("--model.tokenizer", tmp_path / "plain", *source(tmp_path / "chats.jsonl"))
+    assert "chat template" in message
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(fails: Callable[..., str]) -> None:
+    assert "vocabulary of 100" in fails("--model.config.vocab_size", "100")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--data.pack_tokens", "1"], ["data.pack_tokens", "2"]),
+        (["--data.pack_tokens", "many"], ["data.pack_tokens", "many"]),
+        (
+            ["--train.packs_per_step", "6", "--nproc", "4"],
+            ["train.packs_per_step", "6", "4 data-parallel ranks", "4 or 8"],
+        ),
+        (["--train.packs_per_step", "0"], ["train.packs_per_step"]),
+        (["--train.micro_batch", "3"], ["train.micro_batch", "1 or 2"]),
+        (["--nproc", "2", "--parallel.dp_shard", "4"], ["parallel.dp_shard 4", "world of 2"]),
+        (["--nproc", "3", "--parallel.dp_replicate", "2"], ["parallel.dp_replicate", "world of 3"]),
+        (["--parallel.dp_replicate", "2"], ["parallel.dp_replicate", "world of 1"]),
+        (["--parallel.dp_shard", "0"], ["parallel.dp_shard"]),
+        (["--train.precision", "fp23"], ["train.precision", "fp32"]),
+        (["--train.stesp", "3"], ["train.stesp", "train.steps"]),
+        (["--checkpoint.resume", "nowhere"], ["checkpoint.resume", "nowhere"]),
+    ],
+)
+def test_values_that_cannot_work_are_named_with_what_would(
+    fails: Callable[..., str], args: list[str], expected: list[str]
+) -> None:
+    message = fails(*args)
+    assert [part for part in expected if part not in message] == []
+
+
+def test_a_finished_run_says_so_instead_of_training_on(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config)]) == 0
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    capsys.readouterr()
+    assert main(["train", str(config)]) == 0
+    assert "step 2 of 2; raise train.steps" in capsys.readouterr().out
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+
+
+@pytest.fixture
+def trained(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A run of 2 steps with a checkpoint of each."""
+    assert main(["train", str(config), "--checkpoint.every", "1"]) == 0
+    capsys.readouterr()
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"hidden_size": 48}, "model.model.embed_tokens.weight is (512, 32) there and (512, 48) here"),
+        ({"num_hidden_layers": 3}, "it has no model.model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "this one has no model.model.layers.1.input_layernorm.weight"),
+        ({"tie_word_embeddings": False}, "it has no model.lm_head.weight"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_key_that_differs(
+    config: Path, trained: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], key: str
+) -> None:
+    fields = json.dumps(model_config("qwen3") | changes)
+    before = {file: file.read_bytes() for file in trained.parent.rglob("*") if file.is_file()}
+    assert main(["train", str(config), "--model.config", fields, "--train.steps", "3"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"{trained / 'step_00000002'} is of another model: {key}" in line
+    assert {file: file.read_bytes() for file in trained.parent.rglob("*") if file.is_file()} == before
+
+
+def truncate(step: Path) -> None:
+    (file,) = (step / "tensors").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lose_file(step: Path) -> None:
+    (step / "state.json").unlink()
+
+
+def lose_manifest(step: Path) -> None:
+    (step / "manifest.json").unlink()
+
+
+def break_manifest(step: Path) -> None:
+    (step / "manifest.json").write_text('{"step": 2, "fil')
+
+
+def empty_folder(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+@pytest.mark.parametrize("damage", [truncate, lose_file, lose_manifest, break_manifest, empty_folder])
+def test_a_half_written_checkpoint_is_passed_over_with_a_warning(
+    config: Path, trained: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    first = read_steps(trained.parent)
+    damage(trained / "step_00000002")
+    assert main(["train", str(config), "--checkpoint.every", "1"]) == 0
+    (warning,) = [record.getMessage() for record in caplog.records if "incomplete" in record.getMessage()]
+    assert str(trained / "step_00000002") in warning
+    again = read_steps(trained.parent)
+    assert [row["loss"] for row in again] == [row["loss"] for row in first]
+    assert [row["step"] for row in again] == [1, 2]
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_by_name_is_refused(
+    config: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truncate(trained / "step_00000001")
+    assert main(["train", str(config), "--checkpoint.resume", str(trained / "step_00000001")]) == 2
+    assert "is not a complete checkpoint" in capsys.readouterr().err
+
+
+@contextmanager
+def full_disk(rank: int | None = None) -> Iterator[None]:
+    """From the second checkpoint on, no file of this process (or of one rank) can grow beyond 64 KiB."""
+    saves, save = [], saving.save_checkpoint
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def spy(*args: Any) -> Path:
+        saves.append(args)
+        if len(saves) == 2 and rank in (None, int(args[5].rank)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
+        try:
+            return save(*args)
+        finally:
+            if len(saves) == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    saving.save_checkpoint = spy
+    try:
+        yield
+    finally:
+        saving.save_checkpoint = save
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FULL = ["--train.steps", "4", "--checkpoint.every", "1", "--checkpoint.keep", "9"]
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before_intact(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk():
+        assert main(["train", str(config), *FULL]) == 1
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "no checkpoint of step 2" in line
+    assert f"earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
+    assert "too large" in line or "space" in line.lower()  # what the system said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
+    assert main(["train", str(config), *FULL]) == 0  # with room again it goes on
+    assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_full_disk_is_survived_if_the_config_says_so(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk():
+        assert main(["train", str(config), *FULL, "--checkpoint.on_save_error", "continue"]) == 0
+    assert "warning: no checkpoint of step 2" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_00000001", "step_00000003", "step_00000004"]
+    assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def two_ranks(process: Process, folder: str) -> None:
+    """Only rank 1 has a full disk, or finds a bad row: both ranks must take the same way out."""
+    args = [Path(folder) / "tiny.yaml", *FULL]
+    with full_disk(rank=1):
+        assert train_in_this_world([*args, "--log.dir", Path(folder) / "stopped"]) == 1
+    with full_disk(rank=1):
+        survive = ["--checkpoint.on_save_error", "continue"]
+        assert train_in_this_world([*args, *survive, "--log.dir", Path(folder) / "survived"]) == 0
+    # Rows go round the lanes, lanes round the ranks: with one lane per rank, one bad row is one rank's.
+    bad = [*source(Path(folder) / "bad.jsonl"), "--data.lanes", "2", "--log.dir", Path(folder) / "bad"]
+    assert train_in_this_world([*args, *bad]) == 2
+    torch.distributed.barrier()  # nobody is left behind in another collective
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_on_one_rank_goes_wrong_on_all_of_them_in_the_same_way(tmp_path: Path) -> None:
+    write_config(tmp_path, train=SHORT)
+    bad_file(tmp_path)
+    result = run_on_ranks(two_ranks, 2, str(tmp_path))
+    assert result.code == 0, result.stdout + result.stderr
+    assert "rank 1:" in result.stderr  # whose disk it was
+    for name, steps in (("stopped", "1"), ("survived", "134")):
+        assert sorted(path.name[-1] for path in (tmp_path / name / "checkpoints").iterdir()) == list(steps)
+    assert not (tmp_path / "bad").exists()
+
+
+def bad_file(folder: Path) -> Path:
+    path = folder / "bad.jsonl"
+    path.write_text("\n".join(['{"text": "good"}', "{", *['{"text": "good"}'] * 6]) + "\n")
+    return path
+
+
+@pytest.mark.slow
+def test_a_bad_row_that_one_rank_finds_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    config = write_config(tmp_path, train=SHORT)
+    result = run_omnizoo(["train", config, "--nproc", 2, "--data.lanes", 2, *source(bad_file(tmp_path))])
+    assert result.code == 2, result.stdout + result.stderr
+    assert result.stderr.count("error: ") == 1
+    assert f"{tmp_path / 'bad.jsonl'}:2: not valid JSON" in result.stderr
+    assert not (tmp_path / "run").exists()

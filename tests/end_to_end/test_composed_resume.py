@@ -1,0 +1,52 @@
+"""Exact resume with media: killed at random moments while workers decode ahead, and resumed on another layout."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from omni import SENSOR, write_omni_config
+from processes import Running, start_omnizoo
+from tiny import read_steps
+
+STEPS, TIMEOUT = 7, 240
+EXACT = ("loss", "loss/text", "loss/image", "loss/audio", "loss/series", "grad_norm", "tokens", "fill")
+PATH = os.pathsep.join(
+    str(folder) for folder in (SENSOR, (Path(__file__).parents[1] / "support"), Path(__file__).parents[2])
+)
+
+
+def start(config: Path, run: Path, workers: int, *layout: object) -> Running:
+    return start_omnizoo(["train", config, "--log.dir", run, "--data.workers", workers, *layout], PYTHONPATH=PATH)
+
+
+def finish(running: Running) -> None:
+    result = running.wait(TIMEOUT)
+    assert result.code == 0, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_omni_run_goes_on_exactly_and_on_another_layout_with_the_same_samples(tmp_path: Path) -> None:
+    config = write_omni_config(tmp_path, train={"steps": STEPS, "warmup_steps": 2}, checkpoint={"every": 2})
+    two = ("--nproc", 2, "--parallel.ulysses", 2, "--parallel.ep", 2)
+    finish(start(config, tmp_path / "whole", 0, *two))
+    whole = read_steps(tmp_path / "whole")
+
+    run, dice = tmp_path / "killed", random.Random(0)
+    running = start(config, run, 2, *two)
+    assert running.wait_until(lambda: len(read_steps(run)) >= 3, TIMEOUT)
+    dice.choice(running.ranks()).kill()
+    running.wait(TIMEOUT)
+    running = start(config, run, 0, *two)
+    assert running.wait_until(lambda: len(read_steps(run)) >= 5, TIMEOUT)
+    running.kill()
+    killed = read_steps(run)
+    assert [[row[key] for key in EXACT] for row in killed] == [
+        [row[key] for key in EXACT] for row in whole[: len(killed)]
+    ]
+
+    finish(start(config, run, 0))
+    resumed = read_steps(run)
+    assert [row["step"] for row in resumed] == list(range(1, STEPS + 1))
+    assert [row["tokens"] for row in resumed] == [row["tokens"] for row in whole]
+    assert max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(resumed, whole, strict=True)) < 1e-5

@@ -1,0 +1,96 @@
+"""When a rank fails, the last line says which one and why, whatever the other ranks fail with afterwards."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from failing_module import FAILURES
+from processes import Running, run_omnizoo, start_omnizoo
+from tiny import read_steps, write_config
+
+from omnizoo.cli.main import main
+from omnizoo.data.loading.workers import told
+from omnizoo.launch.rank_failure import foreseen
+
+OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "width": 16, "heads": 2, "layers": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "expected", "has_traceback"),
+    [
+        pytest.param(
+            *("device", ("rank 1 is out of memory", "CUDA out of memory", "data.pack_tokens", "recompute"), False),
+            marks=pytest.mark.long,
+        ),
+        ("bug", ("rank 1 failed: IndexError: row 7 of a table of 5",), True),
+    ],
+)
+def test_a_rank_that_fails_is_named_in_the_last_line_with_the_cause(
+    failure: str, expected: tuple[str, ...], has_traceback: bool, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, model=OWN, train={"steps": 3, "packs_per_step": 2})
+    result = run_omnizoo(["train", path, "--nproc", 2], cold=True, FAILS_WITH=failure)
+    last = result.stderr.splitlines()[-1]
+    assert result.code == 1
+    assert last.startswith("error: ")
+    for words in expected:
+        assert words in last, result.stderr
+    assert ("IndexError" in "".join(result.stderr.splitlines()[:-1])) == has_traceback
+
+
+@pytest.mark.parametrize("failure", ["memory", "device", "allocator"])
+def test_whatever_says_that_memory_ran_out_is_one_line_with_a_way_out(failure: str) -> None:
+    line = foreseen(3, FAILURES[failure])
+    assert line is not None
+    assert "\n" not in line
+    assert line.startswith("rank 3 is out of memory")
+    assert "parallel.dp_shard" in line
+
+
+def test_one_process_out_of_memory_is_one_line_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FAILURES["allocator"]
+
+    monkeypatch.setattr("omnizoo.training.loop.train_step", fail)
+    assert main(["train", str(write_config(tmp_path))]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "rank 0 is out of memory" in err
+    assert "137438953472 bytes" in err
+
+
+def worker_of(run: Running, rank: int) -> psutil.Process:
+    """A loader worker of that rank: a child of the server that the rank has started."""
+    process = sorted(run.ranks(), key=psutil.Process.create_time)[rank]
+    return next(child for child in process.children(recursive=True) if child.ppid() != process.pid)
+
+
+@pytest.mark.slow
+def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path: Path) -> None:
+    path = write_config(tmp_path, train={"steps": 100_000, "packs_per_step": 2}, data={"workers": 1})
+    run = start_omnizoo(["train", path, "--nproc", 2])
+    assert run.wait_until(lambda: len(read_steps(tmp_path / "run")) > 2, 240)
+    worker_of(run, 1).send_signal(signal.SIGKILL)
+    result = run.wait(240)
+    last = result.stderr.splitlines()[-1]
+    assert result.code == 1
+    assert last.startswith("error: rank 1: a loader worker was killed (SIGKILL), as the kernel does when memory runs")
+    assert "data.workers" in last
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (-signal.SIGKILL, "killed (SIGKILL)"),
+        (-signal.SIGBUS, "/dev/shm"),
+        (-signal.SIGSEGV, "Segmentation fault"),
+        (1, "a loader worker ended without a word; data.workers: 0"),
+    ],
+)
+def test_every_end_of_a_worker_is_told_with_a_way_out(code: int, expected: str) -> None:
+    assert expected in told(code)
+    assert "fewer data.workers" in told(code)

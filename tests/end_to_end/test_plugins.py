@@ -1,0 +1,177 @@
+"""The plugins of docs/extending.md: each has a small example, and each example is trained, and verified, by a test."""
+
+import json
+import re
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import Forked, Running, run_omnizoo
+from safetensors.torch import load_file
+from tiny import read_steps
+
+import omnizoo
+from omnizoo.cli.main import main
+from omnizoo.config import reference
+from omnizoo.config.load import load_config
+from omnizoo.models.recipe import read_facts
+from omnizoo.training.setup import build_bundle
+
+ROOT = Path(__file__).parents[2]
+TEXT = str(ROOT / "examples/text_tiny.yaml")
+MODULE = ["--model.module", "gpt:GPT", "--model.config", "{vocabulary: 512, width: 32, heads: 4, layers: 2}"]
+RECIPE = ["--model.recipe", "fine_blocks:RECIPE"]
+SMALL = ["--train.steps", "8", "--evaluation.every", "0", "--data.pack_tokens", "64", "--train.warmup_steps", "1"]
+PLUGINS = {
+    *("module", "recipe", "encoder", "decoder", "row source", "loss", "metric", "schedule", "optimizer"),
+    *("callback", "logger"),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in ("own_module", "fine_blocks", "sqlite_rows", "restarts", "time_budget"):
+        monkeypatch.syspath_prepend(str(ROOT / "examples" / name))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples" / name), prepend=":")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[str]:
+    """The arguments that train on a table of SQLite."""
+    with sqlite3.connect(tmp_path / "rows.db") as connection:
+        connection.execute("CREATE TABLE texts (body)")
+        connection.executemany("INSERT INTO texts VALUES (?)", [(f"the square of {i} is {i * i}",) for i in range(200)])
+    options = {"path": str(tmp_path / "rows.db"), "table": "texts", "column": "body"}
+    return ["--data.sources", json.dumps([{"rows": "sqlite_rows:SqliteRows", "options": options}])]
+
+
+def table() -> list[list[str]]:
+    lines = (ROOT / "docs/extending.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| plugin |"))
+    found = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def test_the_table_has_every_plugin_with_a_key_a_public_contract_and_a_short_example_that_tests_use() -> None:
+    assert {plugin for plugin, *_ in table()} == PLUGINS
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for plugin, key, contract, example in table():
+        (path,) = re.findall(r"\]\(\.\./(examples/[\w/]+\.py)\)", example)
+        assert len((ROOT / path).read_text().splitlines()) < 80, path
+        folder = Path(path).parent.name
+        assert f'"{folder}"' in tests or f"examples/{folder}" in tests, f"no test uses {path}"
+        keys = [word for word in re.findall(r"`([^`]+)`", key) if not word.startswith("train(")]
+        assert {reference.schema_key(word) for word in keys} <= {known.key for known in reference.all_keys()}, plugin
+        for name in re.findall(r"`omnizoo\.(\w+)`", contract):
+            assert name in omnizoo.__all__, name
+
+
+def test_every_public_name_is_there() -> None:
+    for name in omnizoo.__all__:
+        assert getattr(omnizoo, name) is not None
+    assert {"Encoder", "Decoder", "MediaSize", "BadMedia", "Recipe", "Loss", "Callback", "Logger"} <= set(
+        omnizoo.__all__
+    )
+    assert {"RowSource", "BadRow", "load_config", "train"} <= set(omnizoo.__all__)
+
+
+def test_a_module_rows_a_schedule_and_a_callback_of_ones_own_train_together(tmp_path: Path, rows: list[str]) -> None:
+    callback = '[{kind: "time_budget:TimeBudget", options: {minutes: 600}}]'
+    given = ["--train.schedule", "restarts:restarts", "--log.callbacks", callback, "--data.workers", "1"]
+    assert main(["train", TEXT, *SMALL, *MODULE, *rows, *given, f"--log.dir={tmp_path / 'run'}"]) == 0
+    steps = read_steps(tmp_path / "run")
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
+    rates = [row["lr"] for row in steps]
+    assert rates[0::2] == [2e-3] * 4  # of eight steps, every other begins anew
+    assert all(rate < 2e-3 for rate in rates[1::2])
+    over = callback.replace("600", "1.0e-9")
+    assert main(["train", TEXT, *SMALL, *MODULE, *rows, "--log.callbacks", over, f"--log.dir={tmp_path / 'cut'}"]) == 0
+    assert len(read_steps(tmp_path / "cut")) == 2  # the step under way is finished
+
+
+@pytest.mark.slow
+def test_a_module_and_rows_of_ones_own_are_verified(rows: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    given = [*MODULE, *rows, "--train.schedule", "restarts:restarts"]
+    assert main(["verify", TEXT, *given, "--world", "4", "--layouts", "uly2.ring2"]) == 0
+    assert "1 of 1 layouts of 4 ranks agree" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_recipe_of_ones_own_decides_what_is_sharded_and_is_verified(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = build_bundle(load_config(TEXT, RECIPE)).model
+    assert {type(model.get_submodule(name)).__name__ for name in read_facts(model).blocks} == {
+        *("Qwen3Attention", "Qwen3MLP")
+    }
+    losses = []
+    for name, given in (("plain", []), ("fine", [*RECIPE, "--parallel.recompute", "full"])):
+        assert main(["train", TEXT, *SMALL, "--train.steps", "2", *given, f"--log.dir={tmp_path / name}"]) == 0
+        losses.append([row["loss"] for row in read_steps(tmp_path / name)])
+    assert losses[0] == losses[1]
+    assert main(["verify", TEXT, *RECIPE, "--world", "2", "--layouts", "dp2,uly2"]) == 0
+    assert "2 of 2 layouts of 2 ranks agree" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model.recipe", "fine_blocks:Recipes"],
+            "model.recipe: cannot import fine_blocks:Recipes: fine_blocks has no",
+        ),
+        (
+            ["--model.recipe", "fine_blocks:Recipe"],
+            "model.recipe: it names a type; expected an instance of omnizoo.Recipe",
+        ),
+        (["--model.recipe", "nothing_like_it:R"], "model.recipe: cannot import nothing_like_it:R: ModuleNotFoundError"),
+        (["--model.recipe", "fine blocks"], "model.recipe: 'fine blocks' is not the name of a recipe"),
+    ],
+)
+def test_a_recipe_that_is_none_is_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["train", TEXT, *SMALL, *arguments, f"--log.dir={tmp_path}"]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_the_notebook_is_killed_goes_on_bit_for_bit_and_is_exported(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "notebook.py"
+    assert len([line for line in script.read_text().splitlines() if line.strip()]) < 30
+    whole = Running([sys.executable, str(script), str(tmp_path / "whole")], {}).wait(240)
+    assert whole.code == 0, whole.stderr
+    assert "the run ended at step 40: done" in whole.stdout
+    killed = Forked([sys.executable, str(script), str(tmp_path / "run")], {})
+    assert killed.wait_until(lambda: len(read_steps(tmp_path / "run")) >= 12, 240)
+    killed.kill()
+    assert 5 <= len(read_steps(tmp_path / "run")) < 40
+    again = Forked([sys.executable, str(script), str(tmp_path / "run")], {}).wait(240)
+    assert again.code == 0, again.stderr
+
+    def losses(run: str) -> dict[int, tuple[float, float]]:
+        return {row["step"]: (row["loss"], row["loss/modesty"]) for row in read_steps(tmp_path / run)}
+
+    assert len(losses("run")) == 40
+    assert losses("run") == losses("whole")
+    exported = []
+    for run in ("run", "whole"):
+        done = run_omnizoo(["export", tmp_path / run, tmp_path / f"{run}_out"])
+        assert done.code == 0, done.stderr
+        exported.append(load_file(tmp_path / f"{run}_out" / "model.safetensors"))
+    assert exported[0].keys() == {f"{name}.weight" for name in ("table", "head", "layers.0", "layers.1")} | {
+        f"{name}.bias" for name in ("head", "layers.0", "layers.1")
+    }
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())

@@ -1,0 +1,281 @@
+"""bf16 rounds activations, and nothing else: positions and targets keep their digits, on any layout."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from faults import FAULTS, try_with_cast, try_with_fault
+from omni import SENSOR, write_omni_config
+from processes import run_on_ranks, train_in_this_world
+from tiny import read_steps, write_config
+from torch import finfo, nn
+from transformers import AutoModelForCausalLM
+
+from omnizoo.config.load import load_config
+from omnizoo.config.schema import Config
+from omnizoo.modalities.decoders.flow import FlowHead
+from omnizoo.modalities.item import Port
+from omnizoo.models.build import build_model
+from omnizoo.models.media.batch import MediaBatch, PromptTransport
+from omnizoo.parallel.fsdp.shard import cast_activations
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.process import Process, process_group
+from omnizoo.recipes.zoo import families
+from omnizoo.training import setup
+from omnizoo.verification.bf16_check import watching
+from omnizoo.verification.compare import verdict_of
+from omnizoo.verification.prepare import parse, prepare, with_family
+from omnizoo.verification.rank_processes import run_in_processes
+from omnizoo.verification.small_run import shrink
+from omnizoo.verification.trial import run_trial
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(ROOT)
+        prepare(load_config("examples/published/qwen3_omni.yaml", []), 2, "dp2", "bf16", folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2.ep2", pytest.param("uly2", marks=pytest.mark.long)])
+def test_published_omni_model_in_bf16_is_as_near_to_fp32_on_a_layout_as_in_one_process(
+    layout: str, published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    verdict = verdict_of(published, parse(layout, 2))
+    assert verdict.reason == ""
+    assert 1e-5 < verdict.gradient < 0.5  # it is bf16 that was compared
+
+
+@pytest.mark.slow
+def test_positions_that_are_cast_on_entry_are_found_and_named(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run_in_processes(2, try_with_cast, published, parse("dp2", 2))
+    verdict = json.loads((published / "verdict.json").read_text())
+    assert not verdict["passed"]
+    assert "position_ids (float32) reach the model rounded to bfloat16" in verdict["reason"]
+    assert "position_ids (float32) reach model.language_model.rotary_emb rounded to bfloat16" in verdict["reason"]
+
+
+@pytest.mark.slow
+def test_faults_are_found_in_bf16_too(tmp_path: Path) -> None:
+    prepare(load_config(ROOT / "examples/qwen3_moe_tiny.yaml", []), 4, "dp2.uly2.ep2", "bf16", tmp_path)
+    for fault in ("wrong_divide_factor_on_experts", "packed_samples_see_each_other"):
+        assert fault in FAULTS
+        run_in_processes(4, try_with_fault, tmp_path, parse("dp2.uly2.ep2", 4), fault)
+        verdict = json.loads((tmp_path / "verdict.json").read_text())
+        assert not verdict["passed"], fault
+        assert "away from fp32 (one process in bf16:" in verdict["reason"], fault
+
+
+def test_targets_of_a_decoder_reach_its_loss_with_all_their_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SENSOR))
+    path = write_omni_config(tmp_path, "qwen3", train={"steps": 1, "packs_per_step": 8})
+    config = load_config(path, ["--train.precision", "bf16", "--data.lanes", "1"])
+    made: list[torch.Tensor] = []
+    lost: list[torch.Tensor] = []
+    fed: list[torch.dtype] = []
+    targets, loss, embed = FlowHead.targets, FlowHead.loss, FlowHead.embed
+
+    def keep_targets(self: FlowHead, items: Any) -> torch.Tensor:
+        made.append(targets(self, items))
+        return made[-1]
+
+    def keep_loss(self: FlowHead, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        assert hidden.dtype == torch.bfloat16
+        lost.append(rows)
+        return loss(self, hidden, rows)
+
+    def keep_embed(self: FlowHead, rows: torch.Tensor) -> torch.Tensor:
+        fed.append(rows.dtype)
+        return embed(self, rows)
+
+    with (
+        patch.multiple(FlowHead, targets=keep_targets, loss=keep_loss, embed=keep_embed),
+        process_group() as process,
+    ):
+        trial = run_trial(config, Layout(), process)
+    assert trial.rounded == []
+    rows = torch.cat(lost)
+    assert rows.dtype == torch.float32
+    assert len(rows) > 0
+    assert not torch.equal(rows, rows.bfloat16().float())
+    known = {tuple(row) for row in torch.cat(made).tolist()}
+    assert {tuple(row) for row in rows.tolist()} <= known
+    assert set(fed) == {torch.bfloat16}
+
+
+class Block(nn.Module):
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+        return hidden.dtype, position_ids
+
+
+def test_a_block_takes_its_hidden_states_in_bf16_and_everything_else_as_it_comes() -> None:
+    block, positions = Block(), torch.arange(257, 264) + 0.5
+    cast_activations(block, torch.bfloat16)
+    for args, kwargs in (((torch.ones(2),), {}), ((), {"hidden": torch.ones(2)})):
+        dtype, arrived = block(*args, **kwargs, position_ids=positions)
+        assert dtype == torch.bfloat16
+        assert arrived is positions
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.block(input_ids.float(), position_ids.bfloat16())
+
+
+def test_a_model_that_rounds_positions_deep_inside_is_found() -> None:
+    found: list[str] = []
+    model = Rounding()
+    with watching(model, found):
+        model(input_ids=torch.ones(1, 2, dtype=torch.int64), position_ids=torch.ones(1, 2))
+    assert found == ["position_ids (float32) reach block rounded to bfloat16"]
+
+
+class Reading(nn.Module):
+    def forward(self, media: MediaBatch) -> None: ...
+
+
+def test_media_that_are_cast_on_entry_are_found() -> None:
+    def cast(_: nn.Module, args: Any, kwargs: dict[str, MediaBatch]) -> Any:
+        items = {
+            port: [{"noise": item["noise"].bfloat16()} for item in of] for port, of in kwargs["media"].items.items()
+        }
+        return args, {"media": replace(kwargs["media"], items=items)}
+
+    items = {Port("image", "decoder"): [{"noise": torch.tensor([-0.806])}]}
+    media = MediaBatch(items, PromptTransport({}), torch.device("cpu"), torch.bfloat16)
+    found: list[str] = []
+    model = Reading()
+    with watching(model, found):
+        model(media=media)
+        assert found == []
+        model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+    with watching(model, found):
+        model(media=media)
+    assert found == ["noise of image/decoder (float32) reach the model rounded to bfloat16"]
+
+
+def train(process: Process, config: Path, run: Path) -> None:
+    assert train_in_this_world([config, "--log.dir", run]) == 0
+
+
+def train_and_die(process: Process, config: Path, run: Path) -> None:
+    from omnizoo.training import loop as running
+
+    original = running.train_step
+
+    def step(objective: Any, optimizer: Any, data: Any, number: int, **kwargs: Any) -> Any:
+        if process.rank == 1 and number == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(objective, optimizer, data, number, **kwargs)
+
+    with patch.object(running, "train_step", step):
+        train(process, config, run)
+
+
+@pytest.mark.slow
+def test_a_killed_bf16_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": STEPS, "packs_per_step": 4, "precision": "bf16"},
+        "checkpoint": {"every": 2},
+    }
+    config = write_config(tmp_path, **sections)
+    assert run_on_ranks(train, 2, config, tmp_path / "whole").code == 0
+    run_on_ranks(train_and_die, 2, config, tmp_path / "killed")
+    assert len(read_steps(tmp_path / "killed")) == 3
+    resumed = run_on_ranks(train, 2, config, tmp_path / "killed")
+    assert resumed.code == 0, resumed.stdout + resumed.stderr
+    assert "step_00000002" in resumed.stdout
+    whole, killed = (
+        [[row[key] for key in ("step", "loss", "grad_norm", "tokens")] for row in read_steps(tmp_path / name)]
+        for name in ("whole", "killed")
+    )
+    assert len(whole) == STEPS
+    assert killed == whole
+
+
+# Parameters that their authors keep in fp32; no other family has any.
+KEPT = {
+    "ernie4_5_moe": {"gate.weight", "gate.moe_statics.e_score_correction_bias"},
+    "bailing_hybrid": {"A_log", "dt_bias", "conv1d.weight"},
+}
+WITH_DIGITS = [*(entry.family for entry in families() if not entry.is_omni), "ernie4_5_moe", "longcat_flash", "dots1"]
+# The others have nothing that these do not have, and run in `make verify-all`.
+COVERING = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "ernie4_5_moe")
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in COVERING else pytest.param(f, marks=pytest.mark.long) for f in WITH_DIGITS]
+)
+def test_no_family_computes_with_fewer_digits_than_transformers_does_in_bf16(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers keeps in fp32 when it loads a model in bf16 (inverse frequencies, correction biases, some
+    routers, some states' decays) is fp32 here, too, where the modules of the model find it in a forward pass."""
+    monkeypatch.chdir(ROOT)
+    text = load_config("examples/text_tiny.yaml", ["--train.precision", "bf16"])
+    with process_group((0, 1, 0), device="cpu") as process:
+        config = shrink(with_family(text, family), 1, "bf16")
+        build_model(config.model, "fp32").to_empty(device="cpu").save_pretrained(tmp_path / family)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.bfloat16)
+        wanted = {name: t.dtype for name, t in (*loaded.named_parameters(), *loaded.named_buffers())}
+        seen = dtypes_in_a_step(config, process)
+    assert set(seen) == {name for name in wanted if wanted[name].is_floating_point}
+    fewer = {n: (seen[n], wanted[n]) for n in seen if finfo(seen[n]).bits < finfo(wanted[n]).bits}
+    assert fewer == {}
+    kept = [n for n, _ in loaded.named_parameters() if seen[n] == torch.float32]
+    assert {end for end in KEPT.get(family, ()) for n in kept if n.endswith("." + end)} == KEPT.get(family, set())
+    assert all(n.endswith(tuple(KEPT.get(family, ()))) for n in kept)
+
+
+def dtypes_in_a_step(config: Config, process: Process) -> dict[str, torch.dtype]:
+    """In which precision the modules of a model find their parameters and buffers."""
+    seen: dict[str, torch.dtype] = {}
+    attached = setup.parallelize_model
+
+    def watch(model: nn.Module, *args: Any, **options: Any) -> None:
+        attached(model, *args, **options)
+        for prefix, module in model.named_modules():
+            module.register_forward_pre_hook(partial(note, prefix and prefix + "."))
+
+    def note(prefix: str, module: nn.Module, _: Any) -> None:
+        # Of modules inside of it as well, which may be asked for weights without being called; if one is, it says last.
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if t.is_floating_point():
+                seen[prefix + name] = t.dtype
+
+    with patch.object(setup, "parallelize_model", watch):
+        run_trial(config, Layout(), process)
+    return seen
+
+
+@pytest.mark.slow
+def test_parameters_that_stay_in_fp32_are_whole_on_every_rank_and_learn_as_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = with_family(load_config("examples/text_tiny.yaml", []), "ernie4_5_moe")
+    prepare(config, 4, "rep2.dp2", "bf16", tmp_path)
+    for layout in ("rep2.dp2", "dp2.uly2.ep4"):
+        verdict = verdict_of(tmp_path, parse(layout, 4))
+        assert verdict.reason == "", layout

@@ -1,0 +1,415 @@
+"""Rows and models from Python: the same runs as from files, and every mistake in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import own_rows
+import pytest
+import torch
+from fixtures import make_tokenizer
+from huggingface_hub import load_torch_model
+from own_module import TinyModel
+from processes import run_on_ranks, stay_in_this_world
+from tiny import model_config, read_steps, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import omnizoo
+from omnizoo.checkpoint.export import export
+from omnizoo.cli.main import main
+from omnizoo.config.errors import UserError
+from omnizoo.config.load import load_config
+from omnizoo.config.sections.base import PythonObject
+from omnizoo.config.sections.data import SourceSettings
+from omnizoo.data.loading.fingerprint import content_of
+from omnizoo.data.sources import python_rows
+from omnizoo.data.sources.open import open_source
+from omnizoo.models.interfaces.attention import packed_inputs
+from omnizoo.parallel.layout import Layout
+from omnizoo.parallel.process import Process
+from omnizoo.verification.prepare import load_trial, save_trial
+from omnizoo.verification.trial import run_trial
+
+ROWS = own_rows.make()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+def settings(tokenizer: Path, run: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model": {"tokenizer": str(tokenizer)},
+        "data": {"pack_tokens": 64, "lanes": 4, "look_ahead": 8},
+        "train": {"steps": 4, "packs_per_step": 4, "lr": 3e-3, "schedule": "constant"},
+        "log": {"dir": str(run), "tensorboard": False},
+    }
+    return {name: config.get(name, {}) | sections.get(name, {}) for name in {*config, *sections}}
+
+
+def own_model(seed: int = 0) -> TinyModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TinyModel(512, 32, 4, 2)
+
+
+def published_model(seed: int = 0) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("qwen3")))
+
+
+def model_of_experts(seed: int = 0) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("gpt_oss")))
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_steps(run)]
+
+
+def opened(rows: Any, **keys: Any) -> Any:
+    return open_source(SourceSettings(given=PythonObject(rows, "data= (some)"), **keys))
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "a tuple": lambda: tuple(ROWS),
+    "a generator": own_rows.stream,
+    "a datasets.Dataset": lambda: datasets.Dataset.from_list(ROWS),
+    "a datasets.Dataset with a transform": lambda: datasets.Dataset.from_dict({"n": range(60)}).with_transform(
+        lambda batch: {"text": [ROWS[n]["text"] for n in batch["n"]]}
+    ),
+    "a datasets.IterableDataset": lambda: datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
+    "a torch dataset": own_rows.ByNumber,
+    "a torch dataset to go through": own_rows.OneByOne,
+    "a row source": own_rows.Source,
+    "an array": lambda: np.array(ROWS, dtype=object),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_kind_are_those_of_a_list(kind: str) -> None:
+    source = opened(KINDS[kind]())
+    assert [source.read(row) for row in range(len(source))] == ROWS
+    assert (source.extents[0], source.extents[-1]) == (0, 60)
+    assert "data= (some)" in source.where(7)
+    assert "row 7" in source.where(7)
+    again = content_of(opened(KINDS[kind]()))
+    assert content_of(source) == again
+
+
+def test_rows_are_known_by_what_is_in_them() -> None:
+    def digest(**changes: Any) -> str:
+        return content_of(opened([{"text": "a", "depth": np.zeros(3000), "meta": {"x": [1, 2]}} | changes]))["content"]
+
+    inner = np.zeros(3000)
+    inner[1500] = 1  # where `repr` has dots
+    different = [
+        {},
+        {"text": "b"},
+        {"depth": inner},
+        {"meta": {"x": [1, 3]}},
+        {"depth": torch.zeros(3000)},
+        {"more": 0},
+    ]
+    digests = [digest(**changes) for changes in different]
+    assert len(set(digests)) == len(different)
+    assert digests == [digest(**changes) for changes in different]
+
+
+def test_media_of_rows_are_found_from_the_working_directory_or_media_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    for file in ("a.png", "inner/a.png"):
+        (tmp_path / file).write_text(file)
+    monkeypatch.chdir(tmp_path)
+    assert opened(ROWS).find(0, "inner/a.png").read_text() == "inner/a.png"
+    assert opened(ROWS, media_dir="inner").find(0, "a.png").read_text() == "inner/a.png"
+    with pytest.raises(Exception, match="media_outside"):
+        opened(ROWS, media_dir="inner").find(0, "../a.png")
+
+
+class NoLength(own_rows.Source):
+    def __len__(self) -> int:
+        return len(self.missing)
+
+
+BAD_ROWS: dict[str, tuple[Any, str]] = {
+    "an empty list": ([], "data= (list) has no rows"),
+    "a path": ("rows.jsonl", "data= (str) is a str; expected rows: a list of dicts"),
+    "a mapping": ({"text": ["a"]}, "data= (dict) is a dict"),
+    "splits": (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "is a DatasetDict"),
+    "a class": (own_rows.ByNumber, "is the class ByNumber"),
+    "a number": (3, "is a int"),
+    "no length": (NoLength(), "data= (NoLength): how many rows it has cannot be told: AttributeError"),
+    "no dicts": (["one", "two"], "data= (list) row 0: a row is a dict; this one is of type str"),
+    "numbered fields": ([{1: "a"}], "row 0: its field 1 has no name"),
+    "an unread field": ([{"text": "a", "label": 3}], "data= (list) row 0: nothing reads `label`"),
+    "iterated and failing": ((1 / 0 for _ in ROWS), "its rows cannot be read: ZeroDivisionError"),
+    "endless": (own_rows.endless(), "gave more than 1,000 rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_rows_that_cannot_be_used_are_one_line(
+    name: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_rows, "MOST_IN_MEMORY", 1000)
+    rows, message = BAD_ROWS[name]
+    config = settings(tokenizer, tmp_path, data={"lanes": 1, "shuffle": False})
+    with pytest.raises(UserError) as caught:
+        omnizoo.train(config, model=own_model(), data=rows)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_generator_used_twice_and_a_run_without_its_objects_are_one_line(tokenizer: Path, tmp_path: Path) -> None:
+    rows = own_rows.stream()
+    config = settings(tokenizer, tmp_path, train={"steps": 2, "packs_per_step": 1}, evaluation={"every": 1})
+    with pytest.raises(UserError, match=r"eval_data= \(generator\) gave no rows; .*was it used before"):
+        omnizoo.train(config, model=own_model(), data=rows, eval_data=rows)
+    assert omnizoo.train(settings(tokenizer, tmp_path / "run"), model=own_model(), data=ROWS) == 0
+    saved = tmp_path / "run" / "config.yaml"
+    with pytest.raises(UserError, match="TinyModel was an object in Python"):
+        omnizoo.train(saved, data=ROWS)
+    with pytest.raises(UserError, match=r"data= \(list\) was an object in Python"):
+        omnizoo.train(saved, model=own_model())
+    assert omnizoo.train(saved, model=own_model(), data=ROWS) == 0  # nothing to do
+
+
+BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a class": ({"model": TinyModel}, {}, "model= is the class TinyModel; expected a torch.nn.Module"),
+    "a mapping": ({"model": {}}, {}, "model= is a dict; expected a torch.nn.Module"),
+    "no head": ({"model": published_model().model}, {}, "model= is a Qwen3Model, which has no head"),
+    "another signature": (
+        {"model": own_rows.Model()},
+        {},
+        "model=: Model: forward(tokens) does not take what it is given",
+    ),
+    "no logits": (
+        {"model": own_rows.NoLogits()},
+        {},
+        "model=: NoLogits: forward gives a Tensor; expected an object with",
+    ),
+    "on meta": ({"model": TinyModel(512, 32, 4, 2).to("meta")}, {}, "model=: tokens.weight is on the meta device"),
+    "a path as well": ({}, {"model": {"path": "x"}}, "config: model.path is set, and model= was given to train"),
+    "a module as well": ({}, {"model": {"module": "a:b", "config": {}}}, "model.module is set, and model="),
+    "sources as well": (
+        {},
+        {"data": {"sources": [{"path": "x"}]}},
+        "data.sources is set, and data= was given to train",
+    ),
+    "no tokenizer": (
+        {},
+        {"model": {"tokenizer": None}},
+        "model.tokenizer: give the folder of a Hugging Face tokenizer",
+    ),
+    "some tokenizer": ({"tokenizer": str}, {"model": {"tokenizer": None}}, "tokenizer= is a type; expected a fast"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_models_that_cannot_be_used_are_one_line(name: str, tokenizer: Path, tmp_path: Path) -> None:
+    objects, sections, message = BAD_MODELS[name]
+    with pytest.raises(UserError) as caught:
+        omnizoo.train(settings(tokenizer, tmp_path, **sections), **{"model": own_model(), "data": ROWS} | objects)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_is_a_mapping_a_path_or_a_config_and_nothing_else(tokenizer: Path, tmp_path: Path) -> None:
+    given = settings(tokenizer, tmp_path, model={"config": model_config("qwen3")}, data={"sources": [{"path": "x"}]})
+    before = json.dumps(given)
+    config = load_config(given, ["--train.lr", "1e-2"])
+    assert config.train.lr == 1e-2
+    assert json.dumps(given) == before
+    assert load_config(config) == config
+    with pytest.raises(UserError, match="config is a list; expected the path of a YAML file"):
+        load_config([])
+    with pytest.raises(UserError, match=r"^config: train.stepz is not a key; did you mean train.steps\?$"):
+        load_config(given | {"train": {"stepz": 3}})
+
+
+def test_a_run_on_rows_in_python_is_that_on_a_file_and_resumes_only_with_them(tokenizer: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", ROWS)
+    every = {"every": 2}
+    config = settings(tokenizer, tmp_path / "file", model={"config": model_config("qwen3")}, evaluation=every)
+    on_file = {"sources": [{"path": str(file)}], "eval_sources": [{"path": str(file)}]}
+    assert omnizoo.train(config | {"data": config["data"] | on_file}) == 0
+
+    def run(rows: Any, steps: int, workers: int) -> int:
+        given = settings(tokenizer, tmp_path / "rows", model=config["model"], evaluation=every, train={"steps": steps})
+        return omnizoo.train(given | {"data": given["data"] | {"workers": workers}}, data=rows, eval_data=tuple(ROWS))
+
+    assert run(ROWS, 2, workers=1) == 0
+    with pytest.raises(UserError, match=r"data= \(list\)\) has changed since the checkpoint: its rows are other ones"):
+        run([*ROWS[:-1], {"text": "the square of 59 is 3482"}], 4, workers=0)
+    assert run(ROWS, 4, workers=0) == 0
+    two, four = read_steps(tmp_path / "file"), read_steps(tmp_path / "rows")
+    assert [(row["loss"], row["eval/loss"]) for row in two if row["step"] == 4] == [
+        (row["loss"], row["eval/loss"]) for row in four if row["step"] == 4
+    ]
+
+
+def test_rows_named_in_a_config_are_trained_on_and_inspected(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tokenizer, tmp_path / "run", model={"config": model_config("qwen3")})
+    sources = [
+        {"rows": "own_rows:make", "options": {"count": 20, "word": "power"}},
+        {"rows": "own_rows:Source", "options": {"count": 61}, "weight": 2.0},
+    ]
+    config["data"] |= {"sources": sources, "on_bad_row": "skip"}
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(config))
+    assert main(["train", str(file)]) == 0
+    assert len(losses(tmp_path / "run")) == 4
+    assert main(["data", "inspect", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "own_rows:make" in shown
+    assert "own_rows:Source: Source row 13: it brings bad luck" in shown
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"rows": "own_rows:made"}, "own_rows has no 'made'; did you mean make?"),
+        ({"rows": "own_rows:make", "options": {"words": 1}}, "own_rows:make(count, word) does not take"),
+        ({"rows": "own_rows:fails"}, "own_rows:fails fails: RuntimeError: no disk"),
+        ({"rows": "own_rows:NoRead"}, "own_rows:NoRead fails: TypeError: Can't instantiate abstract class NoRead"),
+        ({"rows": "own_rows:ROWS"}, "own_rows has no 'ROWS'"),
+        ({"rows": "own_rows"}, "is not the name of a callable that gives rows"),
+        ({"rows": "own_rows:make", "path": "x"}, "data.sources.0: a source has one of path and rows; expected"),
+        ({"path": "x", "options": {"a": 1}}, "options are arguments of the callable in rows"),
+        ({}, "data.sources.0: path is missing, and so is rows; expected a file or folder"),
+    ],
+)
+def test_rows_named_wrongly_in_a_config_are_one_line(
+    source: dict[str, Any], message: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    config = settings(tokenizer, tmp_path, model={"config": model_config("qwen3")}, data={"sources": [source]})
+    with pytest.raises(UserError) as caught:
+        omnizoo.train(config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_published_model_as_an_object_is_trained_as_its_folder_is(tokenizer: Path, tmp_path: Path) -> None:
+    """Also from a tokenizer as an object; and the object itself stays as it was."""
+    model = published_model()
+    model.save_pretrained(tmp_path / "model")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attention = model.config._attn_implementation
+    config = settings(tokenizer, tmp_path / "folder", model={"path": str(tmp_path / "model")})
+    assert omnizoo.train(config, data=ROWS) == 0
+    config = settings(tokenizer, tmp_path / "object", model={"tokenizer": None})
+    assert omnizoo.train(config, model=model, tokenizer=AutoTokenizer.from_pretrained(tokenizer), data=ROWS) == 0
+    assert losses(tmp_path / "object") == losses(tmp_path / "folder")
+    assert model.config._attn_implementation == attention
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for name in ("object", "folder"):
+        export(tmp_path / name, tmp_path / f"{name}_out")
+    trained = [AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_out") for name in ("object", "folder")]
+    weights = [model.state_dict() for model in trained]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_module_as_an_object_keeps_its_weights_resumes_bit_for_bit_and_is_exported(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    def start(run: str, steps: int) -> int:
+        model = own_model()
+        model.positions.requires_grad_(False)
+        return omnizoo.train(settings(tokenizer, tmp_path / run, train={"steps": steps}), model=model, data=ROWS)
+
+    assert start("whole", 4) == start("half", 2) == start("half", 4) == 0
+    assert losses(tmp_path / "half")[2:] == losses(tmp_path / "whole")[2:]
+    export(tmp_path / "half", tmp_path / "out")
+    found, first = own_model(seed=1), own_model()
+    load_torch_model(found, tmp_path / "out")
+    assert torch.equal(found.positions.weight, first.positions.weight)  # frozen
+    assert not torch.equal(found.head.weight, first.head.weight)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(AutoTokenizer.from_pretrained(tokenizer))
+    with torch.no_grad():  # the last loss, by hand, is below that of the first weights
+        ids = torch.tensor([AutoTokenizer.from_pretrained(tokenizer)(ROWS[0]["text"]).input_ids])
+        count = ids.shape[1]
+        keep = {"position_ids": torch.arange(count)[None], "logits_to_keep": torch.arange(count - 1)}
+        keep |= packed_inputs(torch.tensor([0, count], dtype=torch.int32), count)
+        after, before = (
+            torch.nn.functional.cross_entropy(model(ids, **keep).logits[0], ids[0, 1:]) for model in (found, first)
+        )
+    assert after < before
+
+
+LAYOUTS = [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(ulysses=2, ring=2)]
+MODELS = {
+    "own": (own_model, LAYOUTS),
+    "published": (published_model, LAYOUTS),
+    "of experts": (model_of_experts, [Layout(dp_shard=2, ulysses=2, ep=2)]),
+}
+
+
+def try_models(process: Process, tokenizer: Path, folder: Path) -> None:
+    """Each rank makes its own objects: rows alike, weights by another seed."""
+    for name, (make, layouts) in MODELS.items():
+        for layout in layouts if process.world_size > 1 else [Layout()]:
+            given = settings(tokenizer, folder, train={"steps": 3})
+            config = load_config(given, objects={"model": make(process.rank), "data": list(ROWS)})
+            trial = run_trial(config, layout, process)
+            if process.rank == 0:
+                save_trial(trial, folder / name / (str(layout) if process.world_size > 1 else "one"))
+
+
+def refused_together(process: Process, tokenizer: Path, folder: Path) -> None:
+    stay_in_this_world()
+    for what, objects in {
+        "rank 1 has different rows than rank 0": {
+            "model": own_model(),
+            "data": ROWS[:: -1 if process.rank else 1],
+        },
+        "rank 1 has a model with different parameters": {
+            "model": TinyModel(512, 32, 4, 2 + process.rank),
+            "data": ROWS,
+        },
+        "eval_data= .* rank 1 has different rows": {
+            "model": own_model(),
+            "data": ROWS,
+            "eval_data": ROWS[process.rank :],
+        },
+        "rank 1: no rows": {"model": own_model(), "data": ROWS if process.rank == 0 else []},
+    }.items():
+        config = settings(tokenizer, folder / "refused", evaluation={"every": 2 * ("eval_data" in objects)})
+        with pytest.raises(UserError, match=what.replace("rank 1: no rows", "has no rows")):
+            omnizoo.train(config, **objects)
+    assert omnizoo.train(settings(tokenizer, folder / "two"), model=own_model(process.rank), data=ROWS) == 0
+
+
+@pytest.mark.slow
+def test_objects_on_four_ranks_give_the_gradients_of_one(tokenizer: Path, tmp_path: Path) -> None:
+    for nproc in (1, 4):
+        done = run_on_ranks(try_models, nproc, tokenizer, tmp_path)
+        assert done.code == 0, done.stdout + done.stderr
+    for name, (_, layouts) in MODELS.items():
+        one = load_trial(tmp_path / name / "one")
+        for layout in layouts:
+            other = load_trial(tmp_path / name / str(layout))
+            assert np.allclose(other.losses, one.losses, rtol=1e-6, atol=0)
+            assert other.gradients.keys() == one.gradients.keys()
+            for key, gradient in one.gradients.items():
+                assert (other.gradients[key] - gradient).norm() <= 1e-5 * gradient.norm(), (name, str(layout), key)
+
+
+@pytest.mark.slow
+def test_objects_that_differ_between_ranks_are_refused_on_all(tokenizer: Path, tmp_path: Path) -> None:
+    done = run_on_ranks(refused_together, 2, tokenizer, tmp_path)
+    assert done.code == 0, done.stdout + done.stderr
+    assert omnizoo.train(settings(tokenizer, tmp_path / "one"), model=own_model(), data=ROWS) == 0
+    assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6, atol=0)

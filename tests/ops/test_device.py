@@ -1,0 +1,160 @@
+"""Device facts: the right backend and peak for each device."""
+
+import os
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops import device as ops
+from omnizoo.ops.device import backend_for, memory_gb, peak_flops, peak_flops_of, pick_device
+from omnizoo.parallel import process
+
+CPU = torch.device("cpu")
+
+
+class FakeAccelerator:
+    def __init__(self, kind: str, count: int) -> None:
+        self.kind, self.count, self.index = kind, count, -1
+
+    def current_accelerator(self, check_available: bool) -> torch.device:
+        assert check_available, "a driver without a device must not win over the CPU"
+        return torch.device(self.kind)
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device_index(self, index: int) -> None:
+        self.index = index
+
+
+def test_without_an_accelerator_every_rank_trains_on_the_cpu_with_gloo(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert pick_device(0) == pick_device(3) == CPU
+    assert backend_for(CPU) == "gloo"
+
+
+def test_each_local_rank_takes_its_own_accelerator_and_makes_it_current(monkeypatch):
+    fake = FakeAccelerator("cuda", 4)
+    monkeypatch.setattr(ops.torch, "accelerator", fake)
+    assert pick_device(3) == torch.device("cuda", 3)
+    assert fake.index == 3
+
+
+def test_the_device_that_is_asked_for_is_taken_or_refused(monkeypatch):
+    monkeypatch.setattr(ops.torch, "accelerator", FakeAccelerator("cuda", 4))
+    assert pick_device(7, "cpu") == CPU
+    assert pick_device(1, "cuda") == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="--device is 'npu', but this machine has cuda"):
+        pick_device(0, "npu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    with pytest.raises(UserError, match="--device is 'cuda', but this machine has no accelerator"):
+        pick_device(0, "cuda")
+
+
+def test_memory_grows_in_pieces_unless_the_user_has_set_it(monkeypatch):
+    monkeypatch.setattr(ops.torch, "accelerator", FakeAccelerator("cuda", 1))
+    for name in ops.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    pick_device(0)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    pick_device(0)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+
+
+class FailedError(Exception):
+    pass
+
+
+def test_a_rank_that_fails_on_an_accelerator_ends_its_groups_at_once(monkeypatch):
+    """An orderly end would wait for collectives that nobody joins any more."""
+    ended, told = [], []
+    monkeypatch.setattr(process, "pick_device", lambda local_rank, wanted: torch.device("cuda", 0))
+    monkeypatch.setattr(process, "backend_for", lambda device: "gloo")
+    started = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **rest: started(backend, **rest))
+    monkeypatch.setattr(process, "abort_groups", lambda: (ended.append("aborted"), dist.destroy_process_group()))
+    with (
+        pytest.raises(FailedError),
+        process.process_group((0, 1, 0), on_failure=lambda rank, error: told.append(len(ended))),
+    ):
+        raise FailedError
+    assert ended == ["aborted"]
+    assert told == [0]  # before that
+    with process.process_group((0, 1, 0)):
+        pass
+    assert ended == ["aborted"]
+    assert not dist.is_initialized()
+
+
+def test_more_processes_than_accelerators_is_an_error_that_names_both(monkeypatch):
+    monkeypatch.setattr(ops.torch, "accelerator", FakeAccelerator("cuda", 4))
+    with pytest.raises(UserError, match=r"local rank 4 finds 4 cuda device.*--nproc 4"):
+        pick_device(4)
+
+
+def test_an_accelerator_without_collectives_is_left_for_the_cpu_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(ops.torch, "accelerator", FakeAccelerator("mps", 1))
+    assert pick_device(0) == CPU
+    assert "mps" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl")])
+def test_an_accelerator_run_keeps_gloo_for_cpu_tensors(kind, backend):
+    assert backend_for(torch.device(kind, 0)) == f"cpu:gloo,{kind}:{backend}"
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H20", "bf16", 148),
+        ("NVIDIA H800", "bf16", 989),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+    ],
+)
+def test_the_peak_of_a_known_device(name, precision, tflops):
+    assert peak_flops_of(name, precision) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "NVIDIA L40",
+        "NVIDIA H2000",
+        "AMD Instinct MI250X / MI250",
+        "Ascend910B3",
+        "CPU",
+    ],
+)
+def test_a_device_that_only_resembles_a_known_one_has_no_peak(name):
+    assert peak_flops_of(name, "bf16") is None
+
+
+def test_the_cpu_and_proof_precision_have_no_peak():
+    assert peak_flops(CPU, "fp32") is None
+    assert peak_flops_of("NVIDIA H200", "fp64") is None
+
+
+def test_cpu_memory_is_the_resident_set_of_this_process():
+    before = memory_gb(CPU)
+    assert before == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.05)
+    ballast = torch.ones(2**28, dtype=torch.uint8)
+    assert memory_gb(CPU) == pytest.approx(before + ballast.numel() / 2**30, abs=0.05)

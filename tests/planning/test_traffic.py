@@ -1,0 +1,64 @@
+"""Which axis of the mesh a plan attributes a collective to, if several axes have the same ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from omnizoo.config.errors import UserError
+from omnizoo.ops.torch_private import replaced
+from omnizoo.parallel.traffic_tag import sent_along, tagged_axes
+from omnizoo.planning.traffic import Traffic
+
+CPU, DEVICE = torch.device("cpu"), torch.device("meta")
+
+
+def send(*axes_of_group: str, device: torch.device = DEVICE) -> str:
+    """The axis that an all-reduce is attributed to, on ranks that these axes have in common."""
+    mesh: Any = SimpleNamespace(rank=0, device=DEVICE, axes_of=lambda _: list(axes_of_group))
+    group: Any = None
+    traffic = Traffic(mesh, per_node=8)
+    with replaced((dist, "get_process_group_ranks", lambda _: [0, 1])):
+        traffic.add("all-reduce", group, device, 4)
+    (collective,) = traffic.calls
+    return collective.axis
+
+
+def test_a_collective_on_ranks_of_one_axis_needs_no_tag() -> None:
+    assert send("ring") == "ring"
+
+
+def test_an_untagged_collective_on_ranks_of_several_axes_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"^plan: all-reduce on ranks that the axes shard, world"):
+        send("shard", "world")
+
+
+def test_a_tag_that_names_none_of_the_axes_is_an_error() -> None:
+    with sent_along("ring"), pytest.raises(UserError, match=r"^plan: all-reduce"):
+        send("shard", "world")
+
+
+def test_the_innermost_tag_counts() -> None:
+    with sent_along("world"):
+        with sent_along("replicate", "shard"):
+            assert send("shard", "world") == "shard"
+        assert send("shard", "world") == "world"
+    assert tagged_axes() == ()
+
+
+def test_a_tag_ends_with_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), sent_along("world"):
+        _ = 1 / 0
+    assert tagged_axes() == ()
+
+
+def test_collectives_between_hosts_are_along_the_world() -> None:
+    assert send("shard", "world", device=CPU) == "world"
+
+
+def test_experts_without_ep_are_sharded_like_dense_weights() -> None:
+    with sent_along("ep_shard"):
+        assert send("shard", "ep_shard") == "shard"
+        assert send("ep_shard", "dp_shard") == "ep_shard"

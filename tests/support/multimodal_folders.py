@@ -1,0 +1,1 @@
+"""Shared pieces of recipes/test_multimodal.py and other tests."""
