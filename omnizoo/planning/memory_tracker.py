@@ -139,7 +139,7 @@ class MemoryTracker(TorchDispatchMode):
         self.traffic, self.work = traffic, OpCounter(self.device)
         self._marks: list[tuple[int, str]] = []
         with _garbage_collection_paused():  # a block freed here would be in one of the lists only
-            self._base = [(block, block.bytes) for block in self._blocks.values()]
+            self._base = [(block, block.bytes, "") for block in self._blocks.values()]
             self._events: list[tuple[Allocation, int, str]] = []
 
     def end_step(self, model: nn.Module) -> None:
@@ -150,35 +150,27 @@ class MemoryTracker(TorchDispatchMode):
 
     def peak(self) -> Peak:
         """Return the moment of the step with the most memory."""
-        events = list(self._events)
-        levels = self._levels(events)
+        levels = self.timeline().bytes
         at = int(levels.sum(0).argmax())
-        where = events[at - 1][2] if at else ""
-        phase = [name for first, name in self._marks if first < max(1, at)][-1:] or [FORWARD]
+        where = self._events[at - 1][2] if at else ""
+        phases = [FORWARD, *(name for first, name in self._marks if first < max(1, at))]
         modules: Counter[str] = Counter()
-        for block, delta in [*self._base, *((block, delta) for block, delta, _ in events[:at])]:
+        for block, delta, _ in [*self._base, *self._events[:at]]:
             if block.part == ACTIVATIONS:
                 modules[kind_of(block.module)] += delta
         held = {name: size for name, size in modules.most_common() if size}
         sizes = dict(zip(PARTS, levels[:, at].tolist(), strict=True))
-        return Peak(sum(sizes.values()), sizes, held, where, phase[0])
+        return Peak(sum(sizes.values()), sizes, held, where, phases[-1])
 
     def timeline(self) -> Timeline:
         """Return the memory by part over the step."""
-        return Timeline(self._levels(list(self._events)), list(self._marks))
-
-    def _levels(self, events: Sequence[tuple[Allocation, int, str]]) -> npt.NDArray[np.int64]:
-        """Return the bytes by part before the first and after each event: [parts, events + 1].
-
-        `events` is a copy of the record: garbage collection frees tensors at any moment, which appends to the record.
-        """
-        number = {part: i for i, part in enumerate(PARTS)}
+        events = list(self._events)  # a copy: garbage collection frees tensors at any moment, which adds events
         steps = np.zeros((len(PARTS), len(events) + 1), np.int64)
-        for block, size in self._base:
-            steps[number[block.part], 0] += size
+        for block, size, _ in self._base:
+            steps[PARTS.index(block.part), 0] += size
         for i, (block, delta, _) in enumerate(events, start=1):
-            steps[number[block.part], i] += delta
-        return steps.cumsum(1)
+            steps[PARTS.index(block.part), i] += delta
+        return Timeline(steps.cumsum(1), list(self._marks))
 
     def muted(self) -> AbstractContextManager[None]:
         """Return a context manager in which operators are not counted."""
