@@ -35,13 +35,13 @@ KNOWN = {
     "memory_gb": ChartMetric("Speed and memory", "Memory, GB"),
     "data_wait": ChartMetric("Speed and memory", "Time spent waiting for data", "percent"),
     "fill": ChartMetric("Data", "Pack fill", "percent"),
-    "imbalance": ChartMetric("Data", "Imbalance: most / mean work of a rank"),
+    "imbalance": ChartMetric("Data", "Imbalance: maximum / mean work of a rank"),
     "tokens": ChartMetric("Data", "Tokens per step", "si"),
     "epoch": ChartMetric("Data", "Epoch"),
 }
 LOSS_TERMS = {
     "text": "Text, cross entropy",
-    "balance": "Balance of experts",
+    "balance": "Expert load balance",
     "router_z": "Router z-loss",
     "dpo": "Preference (DPO)",
     "kto": "Preference (KTO)",
@@ -51,9 +51,9 @@ LOSS_TERMS = {
     "gspo": "Policy (GSPO)",
 }
 TITLES = {
-    "rewards/chosen": "Reward of the chosen answer",
-    "rewards/rejected": "Reward of the rejected answer",
-    "margin": "Margin of rewards",
+    "rewards/chosen": "Reward of the chosen response",
+    "rewards/rejected": "Reward of the rejected response",
+    "margin": "Reward margin",
     "accuracy": "Chosen above rejected",
     "kl": "KL divergence",
 }
@@ -63,12 +63,14 @@ COUNTS = {  # counters, shown as a table
     "skipped_rows": "rows skipped",
     "undecodable_rows": "rows with media that could not be decoded",
     "dropped_overlong": "samples dropped: longer than a pack",
-    "split_overlong": "samples cut into pieces: longer than a pack",
-    "truncated_overlong": "samples cut off: longer than a pack",
-    "few_targets": "samples dropped: too few tokens with a loss",
-    "beyond_positions": "samples longer than the model was made for",
+    "split_overlong": "samples split: longer than a pack",
+    "truncated_overlong": "samples truncated: longer than a pack",
+    "few_targets": "samples dropped: too few targets",
+    "beyond_positions": "samples longer than the positions of the model",
 }
 TOP = ("loss", "eval/loss")
+# Metrics whose charts show a kind of mark; marks that are not listed are shown in all charts.
+MARKED_METRICS = {"skipped": ("loss", "grad_norm"), "waited": ("loss", "tokens_per_sec", "data_wait")}
 NOT_PLOTTED = (*COUNTS, "bad_steps", "tokens_seen")
 
 
@@ -147,7 +149,8 @@ def metric_charts(
     """Return the charts of one or several runs, and the metrics that never changed.
 
     There is one chart per metric, with one color per run. A chart with the same points as another one, such as the only
-    term of the loss, is omitted. For a single run, the chart of the loss also shows the held-out loss.
+    term of the loss, is omitted. For a single run, the chart of the loss also shows the held-out loss, if both have the
+    same terms.
     """
     groups: dict[str, list[Chart]] = {}
     constants: dict[str, str] = {}
@@ -166,12 +169,22 @@ def metric_charts(
             continue
         drawn.add(points)
         chart = _metric_chart(histories, key, metric, marks)
-        if key == "eval/loss" and len(histories) == 1 and "" in groups:
+        if key == "eval/loss" and "" in groups and _is_comparable(histories):
             groups[""][0].curves.extend(replace(curve, name="held-out", look="dots") for curve in chart.curves)
         else:
             groups.setdefault(metric.group, []).append(chart)
     order = ["", *GROUPS.values(), *(metric.group for metric in KNOWN.values())]
     return sorted(groups.items(), key=lambda item: [*order, item[0]].index(item[0])), constants
+
+
+def _is_comparable(histories: Mapping[str, History]) -> bool:
+    """Whether training loss and held-out loss of a single run have the same terms, and so fit on one axis."""
+    if len(histories) > 1:
+        return False
+    (history,) = histories.values()
+    terms = {key.removeprefix("loss/") for key in history.keys if key.startswith("loss/")}
+    held_out_terms = {key.removeprefix("eval/loss/") for key in history.keys if key.startswith("eval/loss/")}
+    return not held_out_terms or terms == held_out_terms
 
 
 def _metric_chart(
@@ -190,7 +203,10 @@ def _metric_chart(
             curves.append(evaluated)
         else:
             curves += _curves_with_trend(history, key, is_log, name, trend_name, color)
-    shown_marks = {look: steps for look, steps in marks.items() if look == "resumed" or key in ("loss", "grad_norm")}
+    shown_marks = {}
+    for look, steps in marks.items():
+        if key in MARKED_METRICS.get(look, (key,)):
+            shown_marks[look] = steps
     return Chart(metric.title, curves, metric.format, is_log, shown_marks, wide=key in TOP)
 
 

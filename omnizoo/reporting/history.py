@@ -27,6 +27,10 @@ class History:
         values = zip(self.values(key), self.steps, strict=True)
         return min(((value, step) for value, step in values if math.isfinite(value)), default=(None, 0))
 
+    def steps_above(self, key: str, limit: float) -> list[int]:
+        """Return the steps whose value is above `limit`."""
+        return [step for step, value in zip(self.steps, self.values(key), strict=True) if value > limit]
+
     def seconds(self) -> float:
         """Return the total time of all steps in seconds."""
         pairs = zip(self.values("tokens"), self.values("tokens_per_sec"), strict=True)

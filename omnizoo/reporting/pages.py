@@ -4,6 +4,7 @@ Templates escape all values, so no text from data or configs becomes markup.
 """
 
 import json
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?[kMGT%])?")
 MAX_CELL = 300  # maximum number of characters in a table cell
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -26,6 +28,11 @@ def cell_text(value: Any) -> str:
     return text if len(text) <= MAX_CELL else text[:MAX_CELL] + " …"
 
 
+def is_number_text(value: Any) -> bool:
+    """Whether a table cell contains a number, possibly with a unit prefix or percent sign, which is right-aligned."""
+    return NUMBER.fullmatch(str(value)) is not None
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -36,5 +43,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["cell"] = cell_text
+    environment.tests["number_text"] = is_number_text
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment

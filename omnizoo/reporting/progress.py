@@ -61,6 +61,8 @@ class Progress:
         self._metrics: Metrics = {}
         self._started = self._last_update = clock()
         self._durations: deque[float] = deque(maxlen=64)
+        self._bar_width = BAR_MAX
+        self._line_width = 0  # width of the terminal for which `_bar_width` was chosen
 
     def __enter__(self) -> "Progress":
         if self._live is not None:
@@ -100,8 +102,12 @@ class Progress:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield one line that fits the terminal.
 
-        The gaps are narrowed first, then parts are dropped. The bar fills the remaining width.
+        The gaps are narrowed first, then parts are dropped. The bar fills the remaining width. It keeps its width while
+        the figures beside it get shorter, so that it does not jump.
         """
+        if options.max_width != self._line_width or not self._durations:
+            self._line_width = options.max_width
+            self._bar_width = BAR_MAX
         parts = self._parts(bar=Text("-" * BAR_MIN))
 
         def width(gap: int) -> int:
@@ -112,10 +118,10 @@ class Progress:
             if width(gap) > options.max_width:
                 parts.pop(name, None)
         if "bar" in parts:
-            columns = min(BAR_MIN + options.max_width - width(gap), BAR_MAX)
-            num_done = columns * self._step // self._total
+            self._bar_width = min(BAR_MIN + options.max_width - width(gap), self._bar_width)
+            num_done = self._bar_width * self._step // self._total
             stroke = "-" if options.ascii_only else "━"
-            parts["bar"] = Text.assemble((stroke * num_done, "cyan"), (stroke * (columns - num_done), "dim"))
+            parts["bar"] = Text.assemble((stroke * num_done, "cyan"), (stroke * (self._bar_width - num_done), "dim"))
         line = Text(" " * gap, no_wrap=True, overflow="crop").join(parts.values())
         line.truncate(options.max_width)
         yield line

@@ -24,6 +24,7 @@ from omnizoo.reporting.metrics_file import read_metrics
 from omnizoo.reporting.pages import cell_text, render
 from omnizoo.reporting.run_folder import RunFolder, read_rows, replace_file
 
+LONG_WAIT = 0.1  # share of a step; steps that wait longer for data are marked
 SHOWN_FILES = (".png", ".jpg", ".wav", ".flac", ".mp4")  # file types that a browser displays without running code
 
 
@@ -80,13 +81,14 @@ class RunData:
 
     @property
     def marks(self) -> dict[str, list[int]]:
-        """Steps that were skipped, and steps from which the run was resumed."""
+        """Steps that were skipped, steps that waited for data, and steps from which the run was resumed."""
         first = max(1, self.history.steps[0]) if self.history.steps else 1
         listed = {row["step"] for row in self.bad_steps if isinstance(row.get("step"), int)}
-        starts = {start["step"] for start in self.starts}
+        start_steps = {start["step"] for start in self.starts}
         return {
             "skipped": sorted(self.history.bad_steps() | listed),
-            "resumed": sorted(step for step in starts if step >= first),
+            "waited": self.history.steps_above("data_wait", LONG_WAIT),
+            "resumed": sorted(step for step in start_steps if step >= first),
         }
 
     @property

@@ -23,19 +23,21 @@ class StartClock:
         self.parts: dict[str, float] = {}
         self._at = time.time()
         if whole_process:
-            begun = psutil.Process().create_time()
-            launched = float(os.environ.get(LAUNCHED_AT, begun))
-            if launched < begun:
-                self.parts["launcher"] = begun - launched
-            self._at = begun
+            process_start = psutil.Process().create_time()
+            launcher_start = float(os.environ.get(LAUNCHED_AT, process_start))
+            if launcher_start < process_start:
+                self.parts["launcher"] = process_start - launcher_start
+            self._at = process_start
             self.done("interpreter")
 
     def done(self, part: str) -> None:
+        """Add the time since the last call to the phase `part`."""
         now = time.time()
         self.parts[part] = self.parts.get(part, 0.0) + max(0.0, now - self._at)
         self._at = now
 
     @property
     def line(self) -> str:
-        each = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.parts.items())
-        return f"start: {sum(self.parts.values()):.2f} s to the end of the first step: {each}"
+        """One line with the total time and the time of each phase."""
+        phases = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.parts.items())
+        return f"start: {sum(self.parts.values()):.2f} s to the end of the first step: {phases}"
