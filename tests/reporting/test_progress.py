@@ -39,7 +39,7 @@ def live_line(progress: Progress, width: int) -> str:
 
 
 @pytest.mark.parametrize(("width", "mfu"), [(120, 0.451), (100, 0.451), (80, None)])
-def test_the_live_line_shows_every_figure_and_a_bar_and_fits(width, mfu):
+def test_live_line_shows_all_metrics_and_bar_within_width(width, mfu):
     clock = Clock()
     progress = Progress(1000, console=terminal(width), clock=clock)
     for step in range(1, 251):
@@ -53,8 +53,19 @@ def test_the_live_line_shows_every_figure_and_a_bar_and_fits(width, mfu):
         assert part in line
 
 
+def test_bar_keeps_its_width_while_metrics_change():
+    clock = Clock()
+    progress = Progress(1000, console=terminal(100), clock=clock)
+    widths = []
+    for step in range(1, 300):
+        clock.now += 0.5
+        progress.update(step, {**STEP, "loss": 2.3451 if step % 2 else 2.3})
+        widths.append(live_line(progress, 100).count("━"))
+    assert len(set(widths[2:])) == 1
+
+
 @pytest.mark.parametrize("width", range(20, 130, 7))
-def test_no_width_breaks_the_live_line_and_step_and_loss_stay(width):
+def test_live_line_keeps_step_and_loss_at_any_width(width):
     progress = Progress(100_000, console=terminal(width))
     progress.update(12_345, {**STEP, "bad_steps": 3})
     line = live_line(progress, width)
@@ -66,7 +77,7 @@ def test_no_width_breaks_the_live_line_and_step_and_loss_stay(width):
         assert "3 skipped" in line
 
 
-def test_a_file_gets_a_plain_flushed_line_every_n_steps_and_the_first_and_last():
+def test_log_file_gets_plain_line_every_n_steps():
     console = log_file()
     flushed = []
     console.file.flush = lambda: flushed.append(len(console.file.getvalue()))
@@ -82,7 +93,7 @@ def test_a_file_gets_a_plain_flushed_line_every_n_steps_and_the_first_and_last()
     assert "\r" not in console.file.getvalue()
 
 
-def test_messages_are_printed_as_they_are_with_and_without_a_terminal():
+def test_messages_are_printed_verbatim():
     for console in (log_file(), terminal(80, color_system=None)):
         with Progress(3, console=console) as progress:
             progress.say("skipped [red]row[/red] 7 of data/[a].jsonl")
@@ -90,7 +101,7 @@ def test_messages_are_printed_as_they_are_with_and_without_a_terminal():
         assert "skipped [red]row[/red] 7 of data/[a].jsonl\n" in console.file.getvalue()
 
 
-def test_held_out_results_get_a_line_of_their_own():
+def test_held_out_metrics_get_separate_line():
     console = log_file()
     with Progress(10, every=100, console=console) as progress:
         progress.update(1, STEP)
@@ -98,7 +109,7 @@ def test_held_out_results_get_a_line_of_their_own():
     assert console.file.getvalue().splitlines()[-1] == "step 4  eval/loss 2.5000  eval/chat 1.2500"
 
 
-def test_the_eta_follows_the_recent_pace_without_start_up_or_a_single_stall():
+def test_eta_follows_recent_speed_without_startup_and_stalls():
     clock = Clock()
     progress = Progress(1000, start_step=100, console=log_file(), clock=clock)
     clock.now += 300  # start-up: compile, first read
@@ -116,7 +127,7 @@ def test_the_eta_follows_the_recent_pace_without_start_up_or_a_single_stall():
     assert progress.remaining() == pytest.approx(700 * 3)
 
 
-def test_regular_slow_steps_such_as_evaluations_are_part_of_the_pace():
+def test_eta_includes_regular_slow_steps():
     clock = Clock()
     progress = Progress(2000, console=log_file(), clock=clock, every=5000)
     for step in range(1, 1001):
@@ -125,7 +136,7 @@ def test_regular_slow_steps_such_as_evaluations_are_part_of_the_pace():
     assert progress.remaining() == pytest.approx(1000 * 2, rel=0.12)
 
 
-def test_a_loss_that_is_not_a_number_is_shown_and_missing_values_take_no_place():
+def test_nan_loss_is_shown_and_missing_values_are_omitted():
     progress = Progress(10, console=log_file())
     progress.update(3, {"loss": math.nan, "grad_norm": math.inf, "mfu": None})
     line = live_line(progress, 80)
@@ -134,7 +145,7 @@ def test_a_loss_that_is_not_a_number_is_shown_and_missing_values_take_no_place()
     assert "mfu" not in line
 
 
-def test_an_ascii_terminal_gets_an_ascii_bar():
+def test_ascii_terminal_gets_ascii_bar():
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=80, force_terminal=True)
     with Progress(4, console=console) as progress:
         progress.update(2, {"loss": 1.0})
@@ -143,7 +154,7 @@ def test_an_ascii_terminal_gets_an_ascii_bar():
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_the_start_table_shows_every_fact_whole_at_any_width(width):
+def test_start_table_shows_all_facts_at_any_width(width):
     console = log_file(width)
     rows = {"model": "Qwen3 [tiny]", "parameters": "58.3 M", "run folder": "runs/" + "very-long/" * 15}
     show_start(console, rows)

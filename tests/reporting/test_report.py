@@ -84,7 +84,7 @@ def report(folder, rows, config="model:\n  path: tiny\ntrain:\n  steps: 10\n", s
     return Page(write_report(run, sections).read_text(encoding="utf-8"))
 
 
-def test_the_headline_figures_agree_with_the_metrics(tmp_path):
+def test_headline_figures_match_metrics(tmp_path):
     rows = [step(n) for n in range(1, 11)]
     rows[4]["eval/loss"], rows[9]["eval/loss"] = 1.5, 1.75
     rows[9].update(loss=1.25, bad_steps=2, skipped_rows=7)
@@ -97,7 +97,7 @@ def test_the_headline_figures_agree_with_the_metrics(tmp_path):
         assert note in page.text
 
 
-def test_every_metric_gets_its_chart_also_one_nobody_knew_of(tmp_path):
+def test_every_metric_gets_a_chart_even_unknown_ones(tmp_path):
     more = {"loss/balance": 0.1, "router/entropy": 1.0, "novelty": 3.0, "tokens_per_sec": 5, "memory_gb": 1, "lr": 1e-4}
     rows = [step(n, **{key: value * n for key, value in more.items()}) for n in range(1, 9)]
     rows[3].update({"eval/loss": 2.0, "eval/chat": 1.0})
@@ -105,7 +105,7 @@ def test_every_metric_gets_its_chart_also_one_nobody_knew_of(tmp_path):
     assert page.titles[0] == "Loss"
     expected = [
         "Text, cross entropy",
-        "Balance of experts",
+        "Expert load balance",
         "chat",
         "Gradient norm",
         "Learning rate",
@@ -118,7 +118,7 @@ def test_every_metric_gets_its_chart_also_one_nobody_knew_of(tmp_path):
     assert "held-out" in names
 
 
-def test_what_never_changes_is_a_line_of_a_table_and_what_is_drawn_already_is_not_drawn_again(tmp_path):
+def test_constant_metrics_are_listed_and_duplicate_curves_omitted(tmp_path):
     rows = [step(n) for n in range(1, 9)]
     for row in rows:
         row["loss/text"] = row["loss"]  # the only term
@@ -126,27 +126,45 @@ def test_what_never_changes_is_a_line_of_a_table_and_what_is_drawn_already_is_no
     page = report(tmp_path, rows)
     assert page.titles == ["Loss", "Gradient norm", "Epoch"]
     for constant in ("Learning rate", "Tokens per second", "Memory, GB", "Pack fill"):
-        assert constant in page.text.partition("The same at every step")[2]
+        assert constant in page.text.partition("Constant metrics")[2]
 
 
-def test_starts_are_told_and_resumes_marked_on_the_curves(tmp_path):
+def test_starts_are_listed_and_resumes_marked(tmp_path):
     for at in (0, 4, 7):
         add_start(tmp_path / "starts.jsonl", at, {"model": "Llama, 1 M parameters", "data": ATTACK})
     page = report(tmp_path, [step(n) for n in range(1, 11)])
     assert all(chart["marks"]["resumed"] == [4, 7] for chart in page.charts)
     assert "resumed" in page.text
-    told = page.text.partition("The run")[2]
+    facts = page.text.partition("Run\n")[2]
     for word in ("Llama, 1 M parameters", "command", "versions", "torch 2", "Starts"):
-        assert word in told
-    add_start(
-        tmp_path / "starts.jsonl", 4, {}
-    )  # goes on from an older checkpoint: what came after it is not part of it
+        assert word in facts
+    add_start(tmp_path / "starts.jsonl", 4, {})  # resumed from an older checkpoint, which discards later starts
     assert [start["step"] for start in read_starts(tmp_path / "starts.jsonl")] == [0, 4, 4]
     add_start(tmp_path / "starts.jsonl", 0, {})
     assert [start["step"] for start in read_starts(tmp_path / "starts.jsonl")] == [0]
 
 
-def test_git_state_is_that_of_the_working_directory(tmp_path):
+def test_held_out_loss_with_other_terms_gets_its_own_axis(tmp_path):
+    rows = [step(n, **{"loss/balance": 0.1 * n}) for n in range(1, 9)]
+    rows[3].update({"eval/loss": 2.0, "eval/loss/text": 2.0})
+    page = report(tmp_path, rows)
+    assert page.titles[:2] == ["Loss", "Held-out loss"]
+    assert "held-out" not in [curve["name"] for curve in page.charts[0]["curves"]]
+
+
+def test_steps_that_waited_for_data_are_marked(tmp_path):
+    rows = [step(n, data_wait=0.5 if n in (3, 6) else 0.01) for n in range(1, 9)]
+    page = report(tmp_path, rows)
+    assert page.charts[0]["marks"]["waited"] == [3, 6]
+    assert "waited for data" in page.text
+
+
+def test_numbers_in_tables_are_right_aligned(tmp_path):
+    page = report(tmp_path, [step(n) for n in range(1, 4)])
+    assert '<td class="number">500</td>' in page.html  # tokens per second, a constant metric
+
+
+def test_git_state_describes_working_directory(tmp_path):
     assert git_state(tmp_path) is None
     for command in ("init -q", "config user.email a@b", "config user.name a", "commit -q --allow-empty -m one"):
         subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
@@ -156,7 +174,7 @@ def test_git_state_is_that_of_the_working_directory(tmp_path):
     assert git_state(tmp_path).endswith("1 file(s) changed")
 
 
-def test_runs_are_compared_in_one_page(tmp_path, capsys):
+def test_comparison_page_shows_all_runs(tmp_path, capsys):
     for name, rate in (("a/run", 1e-3), ("b/run", 1e-4), ("c", 1e-4)):
         rows = [step(n, **{"loss": rate * 1000 + 1 / n, "eval/loss": 2.0 + rate, "lr": rate * n}) for n in range(1, 30)]
         config = f"train:\n  steps: 29\n  lr: {rate}\nlog: {{dir: {name}}}\n"
@@ -170,7 +188,7 @@ def test_runs_are_compared_in_one_page(tmp_path, capsys):
     loss = {curve["name"]: curve["values"][-1] for curve in page.charts[0]["curves"]}
     assert loss.keys() == {"a/run", "b/run", f"{tmp_path.name}/c"}
     assert loss["a/run"] > loss["b/run"]
-    differing = page.text.partition("Where the configurations differ")[2]
+    differing = page.text.partition("Differences between the configurations")[2]
     assert "train.lr" in differing
     assert "log.dir" not in differing
     assert "train.steps" not in differing
@@ -179,7 +197,7 @@ def test_runs_are_compared_in_one_page(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
-def test_a_browser_draws_both_widths_without_an_error_or_a_scrollbar(tmp_path):
+def test_browser_draws_page_without_errors_or_scrollbar(tmp_path):
     """In a real browser: no script error, nothing wider than the screen, and a chart is read out under the pointer."""
     rows = [step(n, loss=5 - n / 20, **{"eval/loss": 2.0} if n % 5 == 0 else {}) for n in range(1, 60)]
     rows[30]["loss"] = "NaN"
@@ -209,7 +227,7 @@ def test_a_browser_draws_both_widths_without_an_error_or_a_scrollbar(tmp_path):
         assert said.startswith("step ")
 
 
-def test_the_page_needs_nothing_from_outside(tmp_path):
+def test_page_loads_nothing_from_network(tmp_path):
     page = report(tmp_path, [step(n) for n in range(1, 30)])
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page.html)
     assert not {tag for tag, _ in page.tags} & {"link", "iframe", "img", "object", "base"}
@@ -217,7 +235,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path):
     assert "prefers-color-scheme: dark" in page.html
 
 
-def test_ten_thousand_steps_stay_under_300_kb_and_keep_every_extreme(tmp_path):
+def test_page_of_ten_thousand_steps_is_small_and_keeps_extremes(tmp_path):
     rows = [step(n, **{f"loss/term{k}": random.Random(n * k).random() for k in range(1, 9)}) for n in range(1, 10_001)]
     rows[6543]["loss"], rows[7654]["loss"] = 12.625, 0.125
     page = report(tmp_path, rows)
@@ -232,13 +250,13 @@ def test_ten_thousand_steps_stay_under_300_kb_and_keep_every_extreme(tmp_path):
 
 @pytest.mark.parametrize("rows", [None, [], [{"step": 1}], [step(1)], [step(1, loss="NaN", grad_norm="Infinity")]])
 @pytest.mark.parametrize("config", [None, "", "train: [", "just text", "train:\n  steps: many\n"])
-def test_a_run_that_has_barely_begun_still_gets_a_page(tmp_path, rows, config):
+def test_run_without_steps_gets_a_page(tmp_path, rows, config):
     page = report(tmp_path, rows, config)
     assert page.cards["Steps"] == str(len(rows or []))
     assert all(value is None or math.isfinite(value) for chart in page.charts for value in _values(chart))
 
 
-def test_an_interrupted_run_says_how_far_it_came_and_a_half_written_line_is_no_step(tmp_path):
+def test_interrupted_run_shows_last_complete_step(tmp_path):
     run = RunFolder(tmp_path)
     report(tmp_path, [step(n) for n in range(1, 5)])
     with open(run.metrics, "a") as file:
@@ -247,7 +265,7 @@ def test_an_interrupted_run_says_how_far_it_came_and_a_half_written_line_is_no_s
     assert "step 4 of 10" in page.text
 
 
-def test_bad_steps_are_gaps_in_the_curve_marked_and_listed(tmp_path):
+def test_bad_steps_are_gaps_marked_and_listed(tmp_path):
     rows = [step(n) for n in range(1, 11)]
     rows[4].update(loss="NaN", grad_norm="NaN", bad_steps=1)
     (tmp_path / "bad_steps.jsonl").write_text(json.dumps({"step": 5, "samples": ["a.jsonl:17"]}) + '\n{"step": 6, "sam')
@@ -261,7 +279,7 @@ def test_bad_steps_are_gaps_in_the_curve_marked_and_listed(tmp_path):
     assert all(text in page.text for text in ("Skipped steps", "a.jsonl:17", '{"step": 6, "sam', "b.jsonl", "no text"))
 
 
-def test_nothing_from_config_or_data_becomes_markup(tmp_path):
+def test_config_and_data_are_escaped(tmp_path):
     folder = tmp_path / ATTACK.replace("/", "-")
     folder.mkdir()
     for name in ("bad_steps.jsonl", "bad_rows.jsonl"):
@@ -274,20 +292,20 @@ def test_nothing_from_config_or_data_becomes_markup(tmp_path):
     assert page.text.count(ATTACK) >= 8  # as text: model, config, chart titles, table heads and cells, section
 
 
-def test_sections_of_other_rooms_are_placed_under_their_title(tmp_path):
+def test_additional_sections_appear_under_their_title(tmp_path):
     picture = '<img alt="grid" src="data:image/png;base64,AA==">'
     page = report(tmp_path, [step(1)], sections=[ReportSection("Samples", picture)])
     assert f"<h2>Samples</h2>{picture}" in page.html
 
 
-def test_a_spike_a_thousand_times_the_median_moves_the_axis_to_a_log_scale(tmp_path):
+def test_large_spike_switches_axis_to_log_scale(tmp_path):
     rows = [step(n, loss=2.0) for n in range(1, 30)]
     rows[7]["loss"] = 4000.0
     page = report(tmp_path, rows)
     assert "log scale" in page.html.split("</figcaption>")[0]
 
 
-def test_downsampling_keeps_ends_extremes_and_gaps_in_order():
+def test_downsampling_keeps_ends_extremes_and_gaps():
     values = [random.Random(i).random() for i in range(5000)]
     values[1234], values[4321], values[2500] = 9.0, -9.0, math.nan
     kept = downsample(values, 100)
@@ -297,7 +315,7 @@ def test_downsampling_keeps_ends_extremes_and_gaps_in_order():
     assert downsample(values[:200], 100) == list(range(200))
 
 
-def test_smoothing_is_the_two_sided_exponential_mean():
+def test_smoothing_is_two_sided_exponential_mean():
     values = [3.0, math.nan, 5.0, 4.0, 10.0]
     fade = 1 - 1 / 4
     for i, mean in enumerate(smooth(values, 4)):
@@ -306,7 +324,7 @@ def test_smoothing_is_the_two_sided_exponential_mean():
     assert all(map(math.isnan, smooth([math.nan] * 3, 5)))
 
 
-def test_templates_are_part_of_the_package():
+def test_templates_are_packaged():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["omnizoo"]
     packaged = {file for pattern in patterns for file in (ROOT / "omnizoo").glob(pattern)}
     templates = set(TEMPLATES.iterdir())
@@ -316,7 +334,7 @@ def test_templates_are_part_of_the_package():
     assert templates <= packaged
 
 
-def test_values_in_a_template_are_escaped_by_default():
+def test_template_values_are_escaped_by_default():
     differences = [{ATTACK: ATTACK}]
     figures = [[(ATTACK, ATTACK, "")]]
     page = render("comparison.html", title=ATTACK, names=[ATTACK], figures=figures, groups=[], differences=differences)
