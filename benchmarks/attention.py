@@ -1,8 +1,8 @@
-"""Packed attention on the CPU, forward and backward: one call per sample against the block kernels.
+"""Compare two kernels for packed attention on the CPU, forward and backward: one call per sample, and blocks.
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py
 
-Prints CPU milliseconds (best of 7, interleaved) and the largest relative difference of outputs and gradients.
+Prints CPU milliseconds (best of 7 interleaved rounds) and the largest relative difference of outputs and gradients.
 """
 
 import random
@@ -17,26 +17,27 @@ Kernel = Callable[..., torch.Tensor]
 
 
 def measure(name: str, lengths: Sequence[int], kv_heads: int = 2, key_width: int = 64, **pattern: object) -> None:
+    """Time both kernels on a pack of samples with these lengths, and print a line."""
     heads, width, tokens = 8, 64, sum(lengths)
     shapes = ((heads, key_width), (kv_heads, key_width), (kv_heads, width))
     inputs = [torch.randn(1, tokens, h, d).transpose(1, 2).requires_grad_() for h, d in shapes]
     boundaries = Boundaries(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
     grad = torch.randn(1, tokens, heads * width)
-    chosen = Pattern(**pattern)
-    wanted = inputs if chosen.sinks is None else [*inputs, chosen.sinks]
+    attention_pattern = Pattern(**pattern)
+    differentiable = inputs if attention_pattern.sinks is None else [*inputs, attention_pattern.sinks]
 
     def run(kernel: Kernel) -> tuple[float, list[torch.Tensor]]:
-        began = time.thread_time()
-        out = kernel(*inputs, boundaries, chosen).reshape(1, tokens, -1)
-        gradients = torch.autograd.grad(out, wanted, grad)
-        return time.thread_time() - began, [out.detach(), *gradients]
+        start = time.thread_time()
+        out = kernel(*inputs, boundaries, attention_pattern).reshape(1, tokens, -1)
+        gradients = torch.autograd.grad(out, differentiable, grad)
+        return time.thread_time() - start, [out.detach(), *gradients]
 
     seconds: dict[str, list[float]] = {"per sample": [], "blocks": []}
     results: dict[str, list[torch.Tensor]] = {}
     for _ in range(7):
         for label, kernel in (("per sample", per_sample), ("blocks", _in_blocks)):
-            taken, results[label] = run(kernel)
-            seconds[label].append(taken)
+            elapsed, results[label] = run(kernel)
+            seconds[label].append(elapsed)
     pairs = zip(results["blocks"], results["per sample"], strict=True)
     difference = max(float((a - b).norm() / b.norm()) for a, b in pairs)
     best = "  ".join(f"{label} {min(times) * 1e3:7.1f} ms" for label, times in seconds.items())
@@ -46,10 +47,10 @@ def measure(name: str, lengths: Sequence[int], kv_heads: int = 2, key_width: int
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    draw = random.Random(1)
+    generator = random.Random(1)
     measure("8 x 512", [512] * 8, kv_heads=8)
     measure("8 x 512, 2 kv heads", [512] * 8)
-    measure("lognormal", [min(900, max(8, int(draw.lognormvariate(5, 0.8)))) for _ in range(20)])
+    measure("lognormal", [min(900, max(8, int(generator.lognormvariate(5, 0.8)))) for _ in range(20)])
     measure("128 x 16", [16] * 128)
     measure("2 x 1024, window 128", [1024] * 2, window=128)
     measure("2 x 1024, sinks", [1024] * 2, sinks=torch.randn(8).requires_grad_())

@@ -1,11 +1,11 @@
-"""Compare finished runs, as the tables in the docs do. Reads `metrics.jsonl` of each run folder.
+"""Compare finished runs, for the tables in the docs. Reads `metrics.jsonl` of each run folder.
 
     python benchmarks/compare_runs.py runs/one runs/fsdp runs/hsdp
     python benchmarks/compare_runs.py --exact BEFORE AFTER
 
-The first form prints how far runs on other layouts are from the first one: relative differences at the first step, and
-the largest over all steps. The second form takes two folders that contain runs of the same names, for example of two
-commits, and prints whether losses and gradient norms are equal to the last bit. It exits with 1 if any run differs.
+The first form compares runs on other layouts with the first run. It prints relative differences at the first step, and
+the largest ones over all steps. The second form takes two folders that contain runs of the same names, for example of
+two commits, and prints whether losses and gradient norms are bit-identical. It exits with 1 if any run differs.
 """
 
 import sys

@@ -1,12 +1,12 @@
-"""Steps with compiled blocks (`train.compile`) and without, on the models of the standing benchmark.
+"""Compare steps with and without compiled blocks (`train.compile`), on the models of the standing benchmark.
 
     python benchmarks/compiled.py                                    # dense and MoE, one process
     torchrun --standalone --nproc-per-node 2 benchmarks/compiled.py --models dense
 
-Both models of a pair start from the same weights and train on the same packs, one step each in turn, so that noise of
-the machine hits both alike. Figures: real tokens per CPU second (all ranks) in steps after the first two, and CPU and
-wall seconds of the first step, compilers included. Start it twice for the figure with a warm cache; with
-`TORCHINDUCTOR_CACHE_DIR` on a new folder the first start is cold.
+Both models start from the same weights and train on the same packs, one step each in turn, so that noise of the machine
+affects both equally. Figures are real tokens per CPU second (all ranks) in steps after the first two, and CPU and wall
+seconds of the first step, with compilation. Start it twice to measure with a warm cache. For a cold start, set
+`TORCHINDUCTOR_CACHE_DIR` to a new folder.
 """
 
 import argparse
@@ -33,11 +33,13 @@ WARMUP = 2
 
 
 class Contestant:
+    """A model with its optimizer, and the measurements of its steps."""
+
     def __init__(self, assets: Path, name: str, compile_blocks: bool, recompute: str) -> None:
         config = load_config(
             {
                 "model": {"path": str(assets / name)},
-                "data": {"sources": [{"path": str(assets / "text.jsonl")}], "pack_tokens": 1024},
+                "data": {"sources": [{"path": str(assets / name / "text.jsonl")}], "pack_tokens": 1024},
                 "train": {"packs_per_step": world, "lr": 1e-4, "schedule": "constant", "compile": compile_blocks},
                 "parallel": {"recompute": recompute},
             },
@@ -54,6 +56,7 @@ class Contestant:
         self.steps: list[tuple[float, float, int, float]] = []  # CPU seconds, seconds, tokens, loss
 
     def step(self, data: StepData) -> None:
+        """Train a step and record CPU seconds of all ranks, wall seconds, tokens and loss. Collective."""
         torch.distributed.barrier()
         cpu, wall = cpu_seconds(), time.perf_counter()
         result = train_step(self.objective, self.optimizer, data, len(self.steps) + 1)
@@ -62,43 +65,51 @@ class Contestant:
         self.steps.append((float(used), time.perf_counter() - wall, data.tokens, result.loss))
 
     def speed(self) -> float:
+        """Return real tokens per CPU second, without the first steps."""
         counted = self.steps[WARMUP:]
         return sum(tokens for _, _, tokens, _ in counted) / sum(cpu for cpu, _, _, _ in counted)
 
 
 def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and its finished children."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
 
 def run(assets: Path, name: str, steps: int, recompute: str) -> None:
+    """Train one model with and without compilation, and print a line on rank 0."""
     plain, compiled = (Contestant(assets, name, on, recompute) for on in (False, True))
     for number in range(steps):
         data = next_step(plain.loader, plain.balancer)
-        for each in (plain, compiled) if number % 2 else (compiled, plain):
-            each.step(data)
+        order = (plain, compiled) if number % 2 else (compiled, plain)
+        for contestant in order:
+            contestant.step(data)
     if process.rank:
         return
-    apart = max(abs(a[3] - b[3]) / abs(a[3]) for a, b in zip(plain.steps, compiled.steps, strict=True))
-    first = [each.steps[0] for each in (plain, compiled)]
+    largest_difference = max(abs(a[3] - b[3]) / abs(a[3]) for a, b in zip(plain.steps, compiled.steps, strict=True))
+    first = [contestant.steps[0] for contestant in (plain, compiled)]
+    processes = "process" if world == 1 else "processes"
     print(
-        f"{name}, {world} process(es), recompute {recompute}, {steps - WARMUP} steps: {plain.speed():.0f} real tokens "
+        f"{name}, {world} {processes}, recompute {recompute}, {steps - WARMUP} steps: {plain.speed():.0f} real tokens "
         f"per CPU second without, {compiled.speed():.0f} with ({compiled.speed() / plain.speed():.2f}x); first step "
         f"{first[0][0]:.0f} and {first[1][0]:.0f} CPU s, {first[0][1]:.0f} and {first[1][1]:.0f} s; losses differ by "
-        f"at most {apart:.0e}",
+        f"at most {largest_difference:.0e}",
         flush=True,
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="dense,moe")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--recompute", default="none")
+    parser.add_argument(
+        "--models", default="dense,moe", help="names of models, separated by commas (default: dense,moe)"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="number of steps (default: 8)")
+    parser.add_argument("--recompute", default="none", help="value of parallel.recompute (default: none)")
     parser.add_argument("--assets", type=Path, default=Path(__file__).resolve().parent.parent / "runs" / "bench_assets")
     args = parser.parse_args()
-    make_assets(args.assets)
+    models = args.models.split(",")
+    make_assets(args.assets, models)
     with process_group() as process:
         world = process.world_size
-        for model in args.models.split(","):
+        for model in models:
             run(args.assets, model, args.steps, args.recompute)

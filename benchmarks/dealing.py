@@ -1,8 +1,8 @@
-"""How long a rank takes to plan a step of a large world: read what all ranks tell, share out, and find its own routes.
+"""Time that a rank needs to plan a step with many ranks: decode metadata, assign packs and items, find its routes.
 
     python benchmarks/dealing.py                # 1,024 ranks with 64 items each
 
-Nothing is sent: messages of all ranks are made first, and what one rank does with them is timed.
+Nothing is sent. The messages of all ranks are created first, and the work of one rank on them is timed.
 """
 
 import argparse
@@ -19,59 +19,62 @@ from omnizoo.modalities.item import MediaItem, MediaSize, Port
 from omnizoo.parallel.layout import Layout
 
 PORTS = [Port("image", "encoder"), Port("audio", "encoder")]
-NOTE = {"error": None, "counters": {"skipped_rows": 0, "undecodable_rows": 0}, "bad_rows": []}
+STATUS = {"error": None, "counters": {"skipped_rows": 0, "undecodable_rows": 0}, "bad_rows": []}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--items", type=int, default=64, help="per rank")
-    parser.add_argument("--packs", type=int, default=1, help="per rank that has packs of its own")
-    parser.add_argument("--ulysses", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024, help="world size (default: 1024)")
+    parser.add_argument("--items", type=int, default=64, help="media items per rank (default: 64)")
+    parser.add_argument("--packs", type=int, default=1, help="packs per data-parallel rank (default: 1)")
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a pack (default: 1)")
     args = parser.parse_args()
     layout = Layout(dp_shard=args.ranks // args.ulysses, ulysses=args.ulysses)
     random = np.random.default_rng(0)
     packs = [random_pack(i, args.items * args.ulysses // args.packs, random) for i in range(layout.dp * args.packs)]
-    told = [PackTable.of(packs[rank :: args.ranks], PORTS, cost) for rank in range(args.ranks)]
-    messages = [np.frombuffer(encode_message(each, NOTE), np.uint8) for each in told]
+    tables = [PackTable.of(packs[rank :: args.ranks], PORTS, cost) for rank in range(args.ranks)]
+    messages = [np.frombuffer(encode_message(table, STATUS), np.uint8) for table in tables]
     best: dict[str, float] = {}
     for _ in range(20):
         times = [time.perf_counter()]
-        encode_message(PackTable.of(packs[0 :: args.ranks], PORTS, cost), NOTE)
+        encode_message(PackTable.of(packs[0 :: args.ranks], PORTS, cost), STATUS)
         times.append(time.perf_counter())
-        heard, _ = decode_messages(messages)
+        table, _ = decode_messages(messages)
         times.append(time.perf_counter())
-        plan = plan_step(heard, layout, 1, [[port] for port in PORTS], cost)
+        plan = plan_step(table, layout, 1, [[port] for port in PORTS], cost)
         times.append(time.perf_counter())
-        for each in plan.rounds:
-            each.owned(0)
-            each.routes(0)
+        for micro_batch in plan.rounds:
+            micro_batch.owned(0)
+            micro_batch.routes(0)
         times.append(time.perf_counter())
-        parts = dict(zip(("tell", "hear", "plan", "routes"), np.diff(times) * 1e3, strict=True))
+        parts = dict(zip(("encode", "decode", "plan", "routes"), np.diff(times) * 1e3, strict=True))
         if not best or sum(parts.values()) < sum(best.values()):
             best = parts
-    figures = {name: round(value, 1) for name, value in best.items()} | {"all": round(sum(best.values()), 1)}
+    figures = {name: round(value, 1) for name, value in best.items()} | {"total": round(sum(best.values()), 1)}
     print(json.dumps(vars(args) | {"ms": figures, "imbalance": {k: round(v, 3) for k, v in plan.imbalance.items()}}))
 
 
 def random_pack(index: int, items: int, random: np.random.Generator) -> Pack:
-    """A pack of 16 samples, whose items take up to 64 places."""
-    places = random.integers(4, 64, items)
-    lengths = [int(places[i::16].sum() + 100) for i in range(16)]
-    held, start = [], 0
+    """Return a pack of 16 samples, whose items have up to 64 placeholder tokens each."""
+    num_placeholders = random.integers(4, 64, items)
+    lengths = [int(num_placeholders[i::16].sum() + 100) for i in range(16)]
+    media: list[MediaItem] = []
+    start = 0
     for i, length in enumerate(lengths):
-        at = start
-        for taken in places[i::16].tolist():
-            size = MediaSize(taken, float(taken**2 + 100 * taken))
-            held.append(MediaItem(PORTS[int(random.random() < 0.3)], size, ((at, taken),), False))
-            at += taken
+        position = start
+        for count in num_placeholders[i::16].tolist():
+            size = MediaSize(count, float(count**2 + 100 * count))
+            port = PORTS[int(random.random() < 0.3)]
+            media.append(MediaItem(port, size, ((position, count),), False))
+            position += count
         start += length
     labels = np.where(np.arange(start) < 500, 0, IGNORE_INDEX)
     columns = make_columns(input_ids=np.zeros(start), labels=labels)
-    return Pack(index, columns, lengths, [str(i) for i in range(len(lengths))], tuple(held))
+    return Pack(index, columns, lengths, [str(i) for i in range(len(lengths))], tuple(media))
 
 
 def cost(pack: Pack) -> float:
+    """Return a cost with a quadratic part, as attention has."""
     return float(sum(length**2 + 1000 * length for length in pack.lengths))
 
 

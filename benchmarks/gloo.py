@@ -1,4 +1,4 @@
-"""Cost of FSDP2's collectives between CPUs: gloo's own against omnizoo/parallel/fsdp/cpu_collectives.py.
+"""Compare the cost of FSDP2's collectives on CPUs: gloo's own, and those of omnizoo/parallel/fsdp/cpu_collectives.py.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/gloo.py
 """
@@ -15,19 +15,21 @@ from omnizoo.parallel.fsdp.cpu_collectives import DirectAllGather, DirectReduceS
 NUMBERS, ROUNDS = 6_300_000, 8  # 25 MB: two blocks of width 512
 
 
-def seconds_of_cpu() -> float:
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def measure(name: str, run: Callable[[], object]) -> None:
+    """Print CPU and wall milliseconds per call on rank 0. Collective: all ranks must call it."""
     for _ in range(2):
         run()
     dist.barrier()
-    cpu, wall = seconds_of_cpu(), time.perf_counter()
+    cpu, wall = cpu_seconds(), time.perf_counter()
     for _ in range(ROUNDS):
         run()
-    cpu, wall = seconds_of_cpu() - cpu, time.perf_counter() - wall
+    cpu, wall = cpu_seconds() - cpu, time.perf_counter() - wall
     if dist.get_rank() == 0:
         print(f"{name:24} {1000 * cpu / ROUNDS:6.1f} ms of CPU {1000 * wall / ROUNDS:7.1f} ms", flush=True)
 
@@ -37,12 +39,12 @@ def main() -> None:
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     size = NUMBERS // ranks
-    whole, part = torch.randn(size * ranks), torch.randn(size)
+    full, shard = torch.randn(size * ranks), torch.randn(size)
     gather, scatter = DirectAllGather(), DirectReduceScatter()
-    measure("all-gather, gloo", lambda: dist.all_gather_single(whole, part))
-    measure("all-gather, messages", lambda: gather(whole, part, group))
-    measure("reduce-scatter, gloo", lambda: dist.reduce_scatter_single(part, whole))
-    measure("reduce-scatter, messages", lambda: scatter(part, whole, group, dist.ReduceOp.SUM))
+    measure("all-gather, gloo", lambda: dist.all_gather_single(full, shard))
+    measure("all-gather, messages", lambda: gather(full, shard, group))
+    measure("reduce-scatter, gloo", lambda: dist.reduce_scatter_single(shard, full))
+    measure("reduce-scatter, messages", lambda: scatter(shard, full, group, dist.ReduceOp.SUM))
     dist.destroy_process_group()
 
 

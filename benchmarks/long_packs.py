@@ -1,13 +1,13 @@
-"""The longest pack for a fixed memory per rank, as ranks are added.
+"""Find the longest pack for a fixed memory per rank, for several numbers of ranks.
 
-    python benchmarks/long_packs.py small                 # a small model on this machine, for real: minutes
+    python benchmarks/long_packs.py small                 # real runs of a small model on this machine: minutes
     python benchmarks/long_packs.py small --limit 32 --ranks 1 2 4
-    python benchmarks/long_packs.py plan                  # the Qwen3-Omni thinker on 128 devices: figures of a plan
-    python benchmarks/long_packs.py data                  # the loader's CPU seconds and memory for a pack of one row
+    python benchmarks/long_packs.py plan                  # plans of the Qwen3-Omni thinker on 128 devices
+    python benchmarks/long_packs.py data                  # CPU seconds and memory of the loader for a pack of one row
 
-`small`: for each way to share a pack, the longest one whose dry run stays within the limit, then that step for real, on
-as many processes, with the memory of its tensors counted (tests/support/dry_runs.py): for one way of each number
-of ranks, or with `--all` for every way. A pack is one text.
+`small` searches, for each layout, the longest pack whose dry run stays within the limit. Then it runs this step in real
+processes and counts the memory of its tensors (tests/support/dry_runs.py): for one layout of each world size, or with
+`--all` for every layout. A pack is one text.
 """
 
 import argparse
@@ -27,14 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from dry_runs import measure, run_dry  # noqa: E402
 from processes import run_on_ranks, start_server  # noqa: E402
 
 from omnizoo.config.load import load_config  # noqa: E402
 
-MIB, STEP = 2**20, 64  # tokens per rank: how finely a length is searched
+MIB = 2**20
+STEP = 64  # resolution of the search, in tokens per rank
 SMALL = {
     "model": {
         "config": {
@@ -54,22 +55,25 @@ SMALL = {
 }
 
 
-def ways(ranks: int) -> dict[str, tuple[int, int]]:
-    """How so many ranks may share a pack: Ulysses x ring."""
+def layouts(ranks: int) -> dict[str, tuple[int, int]]:
+    """Return the layouts in which `ranks` ranks share a pack, as (ulysses, ring)."""
     if ranks == 1:
         return {"one process": (1, 1)}
-    found = {"ulysses": (ranks, 1), "ring": (1, ranks)}
-    return found | ({"ulysses x ring": (ranks // 2, 2)} if ranks > 2 else {})
+    sizes = {"ulysses": (ranks, 1), "ring": (1, ranks)}
+    return sizes | ({"ulysses x ring": (ranks // 2, 2)} if ranks > 2 else {})
 
 
-def case(tokens: int, way: tuple[int, int]) -> list[str]:
-    keys = {"data.pack_tokens": tokens, "parallel.ulysses": way[0], "parallel.ring": way[1]}
+def case(tokens: int, layout: tuple[int, int]) -> list[str]:
+    """Return the command-line overrides for a pack length and a layout."""
+    keys = {"data.pack_tokens": tokens, "parallel.ulysses": layout[0], "parallel.ring": layout[1]}
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
 def longest(peak: Callable[[int], int], limit: int, ranks: int, begin: int) -> int:
-    """Tokens of the longest pack within the limit, to `STEP` per rank. Memory is nearly a line over tokens, so the next
-    guess is on the line through the last two."""
+    """Return the tokens of the longest pack within the limit, with a resolution of `STEP` tokens per rank.
+
+    Memory is nearly linear in the number of tokens, so the next guess is on the line through the last two points.
+    """
     step = STEP * ranks
     now = max(2 * step, begin // step * step)
     before = now - max(step, now // 8 // step * step)
@@ -87,15 +91,15 @@ def longest(peak: Callable[[int], int], limit: int, ranks: int, begin: int) -> i
 
 
 def search(config: str, limit: int, ranks: Sequence[int], answer: Path) -> None:
-    """In a process of its own, for torch has another device there from then on."""
+    """Search all layouts. Runs in a separate process, because a dry run registers another device with torch."""
     found: list[dict[str, Any]] = []
-    begin = 2048.0  # tokens per rank, to try first
+    begin = 2048.0  # first guess, in tokens per rank
     for count in ranks:
-        for name, way in ways(count).items():
+        for name, layout in layouts(count).items():
 
             @cache
-            def peak(tokens: int, count: int = count, way: tuple[int, int] = way) -> int:
-                run_dry([(config, case(tokens, way))], count, answer.parent)
+            def peak(tokens: int, count: int = count, layout: tuple[int, int] = layout) -> int:
+                run_dry([(config, case(tokens, layout))], count, answer.parent)
                 (dry,) = json.loads((answer.parent / "dry.json").read_text())
                 if "error" in dry:
                     raise SystemExit(dry["error"])
@@ -103,19 +107,21 @@ def search(config: str, limit: int, ranks: Sequence[int], answer: Path) -> None:
 
             tokens = longest(peak, limit, count, int(begin * count))
             begin = tokens / count
-            found.append({"ranks": count, "way": name, "axes": way, "tokens": tokens, "planned": peak(tokens)})
+            found.append({"ranks": count, "way": name, "axes": layout, "tokens": tokens, "planned": peak(tokens)})
             print(f"{count} {name}: {tokens:,}", file=sys.stderr)
     answer.write_text(json.dumps(found))
 
 
-def real(process: Any, config: str, overrides: list[str], folder: Path) -> None:
+def run_real(process: Any, config: str, overrides: list[str], folder: Path) -> None:
+    """Measure a real step on this rank. Rank 0 writes the result to `real.json`."""
     found = measure(load_config(config, overrides, needs_data=False), process)
     if process.rank == 0:
         (folder / "real.json").write_text(json.dumps(found))
 
 
 def small(limit: float, ranks: Sequence[int], confirm_all: bool, console: Console) -> None:
-    table = Table("ranks", "shared by", "longest pack", "of linear", "planned MiB", "real MiB", box=None)
+    """Print the longest pack of each layout, with planned and real memory."""
+    table = Table("ranks", "layout", "longest pack", "x linear", "planned MiB", "real MiB", box=None)
     start_server()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -127,31 +133,31 @@ def small(limit: float, ranks: Sequence[int], confirm_all: bool, console: Consol
         process.start()
         process.join()
         if process.exitcode:
-            raise SystemExit("the search has failed")
-        one = 0.0
+            raise SystemExit("The search failed.")
+        tokens_of_one = 0.0  # longest pack of one process
         searched = json.loads(answer.read_text())
         last = {found["ranks"]: found["way"] for found in searched}
         for found in searched:
-            one = one or found["tokens"] / found["ranks"]
+            tokens_of_one = tokens_of_one or found["tokens"] / found["ranks"]
             shown = [str(found["ranks"]), found["way"], f"{found['tokens']:,}"]
-            shown += [f"{found['tokens'] / (one * found['ranks']):.2f}", f"{found['planned'] / MIB:.2f}"]
+            shown += [f"{found['tokens'] / (tokens_of_one * found['ranks']):.2f}", f"{found['planned'] / MIB:.2f}"]
             if not confirm_all and found["way"] != last[found["ranks"]]:
                 table.add_row(*shown, "")
                 continue
-            given = (str(config), case(found["tokens"], found["axes"]), folder)
-            result = run_on_ranks(real, found["ranks"], *given, timeout=3000)
+            overrides = case(found["tokens"], found["axes"])
+            result = run_on_ranks(run_real, found["ranks"], str(config), overrides, folder, timeout=3000)
             if result.code:
                 raise SystemExit(result.stderr)
-            ran = json.loads((folder / "real.json").read_text())
-            table.add_row(*shown, f"{ran['peak'] / MIB:.2f}")
-            print(*shown, ran["peak"] / MIB, file=sys.stderr)
+            measured = json.loads((folder / "real.json").read_text())
+            table.add_row(*shown, f"{measured['peak'] / MIB:.2f}")
+            print(*shown, measured["peak"] / MIB, file=sys.stderr)
     console.print(table)
 
 
 OMNI = ROOT / "examples/gpu/qwen3_omni_1m.yaml"
 LAYERS, CUTS, WORLD, GIB = 48, (2, 4), 128, 2**30
 LENGTHS = (2**20, 2**22, 2**24)
-TOWERS = (  # one layer each is enough: texts have no use for them
+TOWERS = (  # one layer each, because texts do not use the towers
     *("--model.config.vision_config.depth", "1", "--model.config.vision_config.deepstack_visual_indexes", "[0]"),
     *("--model.config.audio_config.encoder_layers", "1"),
 )
@@ -163,13 +169,13 @@ KEYS: dict[str, list[str]] = {
 
 
 def plan(lengths: Sequence[int], console: Console) -> None:
-    """Peaks at two numbers of layers, and along the line through them at all layers."""
+    """Print peaks of all layers, extrapolated linearly from plans with two numbers of layers."""
     from omnizoo.cli.plan import quiet
     from omnizoo.planning.devices import DEVICES
     from omnizoo.planning.dry_run import Place, simulate
 
     quiet()
-    table = Table("tokens", "keys", "tokens per rank", "GiB", "host GiB", "at the peak, of 4 layers", box=None)
+    table = Table("tokens", "keys", "tokens per rank", "GiB", "host GiB", "module at the peak, with 4 layers", box=None)
     for tokens in lengths:
         for name, keys in KEYS.items():
             results = []
@@ -180,18 +186,19 @@ def plan(lengths: Sequence[int], console: Console) -> None:
             few, more = results
             share = (LAYERS - CUTS[0]) / (CUTS[1] - CUTS[0])
             peak, host = (a + share * (b - a) for a, b in ((few.peak.bytes, more.peak.bytes), (few.host, more.host)))
-            at = f"{more.peak.module or 'the loss'}, {more.peak.phase}"
+            location = f"{more.peak.module or 'the loss'}, {more.peak.phase}"
             sizes = (f"{tokens // WORLD:,}", f"{peak / GIB:.1f}", f"{host / GIB:.1f}")
-            table.add_row(f"{tokens:,}", name, *sizes, at)
+            table.add_row(f"{tokens:,}", name, *sizes, location)
             print(f"{tokens:,} {name}: {sizes}", file=sys.stderr)
     console.print(table)
 
 
-TOKENIZER, TURN = ROOT / "examples/data/tiny/tokenizer", 200  # tokens of a turn, where there are many
+TOKENIZER = ROOT / "examples/data/tiny/tokenizer"
+TURN = 200  # tokens of a turn, for rows with many turns
 
 
 def data(lengths: Sequence[int], console: Console) -> None:
-    """Rows of one long text, one long message, and many turns: a process for each, as memory is that of the process."""
+    """Measure rows of one long text, one long message, and many turns, each in a new process."""
     table = Table("row", "tokens", "CPU s per pack", "memory MiB", box=None)
     start_server()
     with tempfile.TemporaryDirectory() as name:
@@ -209,6 +216,7 @@ def data(lengths: Sequence[int], console: Console) -> None:
 
 
 def read(kind: str, tokens: int, folder: Path) -> None:
+    """Load a pack of one row, and write tokens, CPU seconds and memory to `read.json`."""
     from transformers import AutoTokenizer
 
     from omnizoo.balancing.batch import collate
@@ -218,11 +226,11 @@ def read(kind: str, tokens: int, folder: Path) -> None:
     stories = " ".join(json.loads(line)["text"] for line in (TOKENIZER.parent / "stories.jsonl").open(encoding="utf-8"))
     characters = int(tokens * 0.97 * 20000 / len(tokenizer(stories[:20000])["input_ids"]))
     text = (stories * (characters // len(stories) + 1))[:characters]
-    said = [text]
+    contents = [text]
     if kind == "turns":
         size = max(1, characters * TURN // tokens)
-        said = [text[i : i + size] for i in range(0, characters - size, size)]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(said)]
+        contents = [text[i : i + size] for i in range(0, characters - size, size)]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     row = {"text": text} if kind == "text" else {"messages": [*messages, {"role": "assistant", "content": "Yes."}]}
     if kind == "turns" and messages[-1]["role"] == "assistant":
         row = {"messages": messages}
@@ -244,11 +252,13 @@ def read(kind: str, tokens: int, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("small", "plan", "data"))
-    parser.add_argument("--limit", type=float, default=40, help="MiB per rank")
-    parser.add_argument("--all", action="store_true", help="run every way for real, not one for each number of ranks")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of packs to plan, or to read")
+    parser.add_argument("what", choices=("small", "plan", "data"), help="kind of measurement")
+    parser.add_argument("--limit", type=float, default=40, help="memory limit of `small` in MiB per rank (default: 40)")
+    parser.add_argument("--all", action="store_true", help="run every layout for real, not one per world size")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="world sizes of `small` (default: 1 2 4 8)"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="pack lengths of `plan` or `data`, in tokens")
     options = parser.parse_args()
     console = Console(width=140)
     if options.what == "small":

@@ -1,8 +1,8 @@
-"""Rules of layers with a state, forward and backward, in plain torch: ours against the functions that transformers has.
+"""Compare recurrences in plain torch, forward and backward: ours, and the functions of transformers.
 
     python benchmarks/recurrence.py [--tokens 1024] [--heads 8] [--width 64] [--rounds 3]
 
-Seconds of CPU time on one thread, the best of some rounds, so that other work on the machine does not count.
+Prints CPU seconds on one thread, best of several rounds, so that other work on the machine hardly matters.
 """
 
 import argparse
@@ -17,18 +17,19 @@ from omnizoo.ops.linear_attention.recurrence import RecurrentInputs, run_recurre
 
 
 def seconds(run: Callable[[], torch.Tensor], rounds: int) -> float:
-    taken = []
+    """Return the least CPU seconds of forward and backward."""
+    times = []
     for _ in range(rounds):
-        begin = time.process_time()
+        start = time.process_time()
         run().sum().backward()
-        taken.append(time.process_time() - begin)
-    return min(taken)
+        times.append(time.process_time() - start)
+    return min(times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("tokens", 1024), ("heads", 8), ("width", 64), ("rounds", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     args = parser.parse_args()
     torch.set_num_threads(1)
     shape = (args.tokens, args.heads, args.width)

@@ -1,10 +1,10 @@
-"""Steps on slow data: reading the row of a step takes 100 ms more. Is that hidden behind the computation?
+"""Measure whether slow rows delay training: reading the row of each step takes 100 ms more.
 
     python benchmarks/slow_data.py              # some minutes
 
-The same model trains the same rows in turn: read between two steps, as the loop by hand does it (`next_step`), and a
-step ahead, as `omnizoo train` does (`Ahead`); with fast and with slow rows, without and with a loader worker. The time
-of a step is its median over all turns.
+The same model trains on the same rows in several variants: rows are read between two steps, as in
+examples/linear_train.py (`next_step`), or ahead, as in `omnizoo train` (`Prefetcher`); rows are fast or slow; with or
+without a loader worker. The time of a step is the median over all rounds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from omnizoo.training.optimizers.build import build_optimizer
 from omnizoo.training.step import train_step
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "data" / "tiny" / "tokenizer"
-WARMUP, STEPS, TURNS = 3, 8, 3
+WARMUP, STEPS, ROUNDS = 3, 8, 3
 MODEL = {
     "model_type": "qwen3",
     "vocab_size": 512,
@@ -50,13 +50,13 @@ MODEL = {
 
 
 class SlowRows(RowSource):
-    """Texts of more than half a pack, so that each pack has one of them."""
+    """Texts that are longer than half a pack, so that each pack contains exactly one."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def __len__(self) -> int:
-        return 16  # each is read at the start, to know the data again
+        return 16  # all rows are read at the start, for the fingerprint of the data
 
     def read(self, row: int) -> dict[str, str]:
         time.sleep(self.seconds)
@@ -65,7 +65,7 @@ class SlowRows(RowSource):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=0.1, help="that reading a row takes longer")
+    parser.add_argument("--seconds", type=float, default=0.1, help="additional seconds to read a row (default: 0.1)")
     args = parser.parse_args()
     variants = [
         (workers, way, seconds) for workers in (0, 1) for way in ("between", "ahead") for seconds in (0.0, args.seconds)
@@ -86,30 +86,31 @@ def main() -> None:
         objective = build_objective(model, mesh, config)
         balancer = Balancer(model, mesh, config)
         model.train()
-        for turn in range(TURNS):
+        for round_number in range(ROUNDS):
             for workers, way, seconds in variants:
                 source = config.data.sources[0].model_copy(update={"options": {"seconds": seconds}})
                 sizes = {"sources": [source], "workers": workers, "look_ahead": 1, "lanes": 1}
                 data = config.data.model_copy(update=sizes)
-                reading = config.model_copy(update={"data": data})
-                loader = build_loader(reading, load_tokenizer(config.model), mesh.rank, mesh.layout.world)
+                variant_config = config.model_copy(update={"data": data})
+                loader = build_loader(variant_config, load_tokenizer(config.model), mesh.rank, mesh.layout.world)
 
-                def steps(give: Callable[[], StepData], into: list[float]) -> None:
+                def run_steps(next_data: Callable[[], StepData], durations: list[float]) -> None:
                     for step in range(WARMUP + STEPS):
-                        started = time.perf_counter()
-                        train_step(objective, optimizer, give(), step + 1)
-                        into += [time.perf_counter() - started] * (step >= WARMUP)
+                        start = time.perf_counter()
+                        train_step(objective, optimizer, next_data(), step + 1)
+                        if step >= WARMUP:
+                            durations.append(time.perf_counter() - start)
 
                 if way == "ahead":
-                    with Prefetcher(loader, balancer, WARMUP + STEPS) as ahead:
-                        steps(ahead.next, times[workers, way, seconds])
+                    with Prefetcher(loader, balancer, WARMUP + STEPS) as prefetcher:
+                        run_steps(prefetcher.next, times[workers, way, seconds])
                 else:
-                    steps(partial(next_step, loader, balancer), times[workers, way, seconds])
+                    run_steps(partial(next_step, loader, balancer), times[workers, way, seconds])
                     loader.close()
-            print(f"turn {turn + 1} of {TURNS}", flush=True)
+            print(f"round {round_number + 1} of {ROUNDS}", flush=True)
     medians = {variant: statistics.median(values) for variant, values in times.items()}
-    table = Table(title=f"ms per step; reading a row takes {1000 * args.seconds:.0f} ms more, or not")
-    for heading in ("data.workers", "read", "fast rows", "slow rows", "difference"):
+    table = Table(title=f"ms per step; reading a row takes {1000 * args.seconds:.0f} ms more for slow rows")
+    for heading in ("data.workers", "rows are read", "fast rows", "slow rows", "difference"):
         table.add_column(heading, justify="right")
     for workers in (0, 1):
         for way in ("between", "ahead"):

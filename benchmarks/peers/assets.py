@@ -1,7 +1,6 @@
-"""What every trainer of the benchmark is given: a tokenizer of words, documents, pictures, and small models with random
-weights.
+"""Inputs of the benchmark for all contestants: word tokenizer, documents, images, audio, and small random models.
 
-One word of the text is one token, so counts of tokens are known from the text alone.
+Each word of the text is one token, so token counts follow from the text alone.
 """
 
 import json
@@ -31,7 +30,7 @@ MARKS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|
 MARKS += [f"<|{name}_{mark}|>" for name in ("image", "audio") for mark in ("begin", "end")] + ["<|audio_pad|>"]
 SPECIAL = ["<pad>", "<eos>", "<unk>", *MARKS]
 PAD, EOS = 0, 1
-WORDS = ["user", "assistant", "system"]  # before the words of documents
+WORDS = ["user", "assistant", "system"]  # words of the chat template; those of documents follow
 VOCABULARY = {"dense": 32_000, "moe": 32_000, "vlm": 32_000, "omni": 32_000, "dense_152k": 152_000}
 SHAPE = {
     "hidden_size": 512,
@@ -60,8 +59,8 @@ TOWER = {
     "window_size": 112,
     "fullatt_block_indexes": [1, 3],
 }
-# The composed model: what OmniZoo's config says, and what the loop without a framework builds.
-EYES = {
+# Encoders of the composed model, for OmniZoo's config and for the loop in composed.py.
+VISION = {
     "model_type": "siglip_vision_model",
     "image_size": 112,
     "patch_size": 14,
@@ -70,7 +69,7 @@ EYES = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
 }
-EARS = {
+AUDIO = {
     "model_type": "whisper",
     "num_mel_bins": 80,
     "max_source_positions": 300,  # 6 s
@@ -89,31 +88,32 @@ CHAT_TEMPLATE = (
 
 
 def make_assets(folder: Path, models: list[str], seed: int = 0) -> None:
-    """A folder for each model with its tokenizer and rows; what is there already stays."""
+    """Write a folder with weights, tokenizer and rows for each model. Complete folders are not written again."""
     for name in models:
-        made = folder / name
-        if (made / "complete").exists():
+        model_folder = folder / name
+        if (model_folder / "complete").exists():
             continue
-        made.mkdir(parents=True, exist_ok=True)
+        model_folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(seed)
-        words = tokenizer(VOCABULARY[name])
-        words.save_pretrained(made)
-        rows: dict[str, Callable[..., dict[str, float]]] = {"vlm": write_pictures, "omni": write_heard}
-        stats = rows.get(name, write_text)(made, VOCABULARY[name], seed)
+        word_tokenizer = tokenizer(VOCABULARY[name])
+        word_tokenizer.save_pretrained(model_folder)
+        writers: dict[str, Callable[..., dict[str, float]]] = {"vlm": write_image_chats, "omni": write_media_chats}
+        stats = writers.get(name, write_text)(model_folder, VOCABULARY[name], seed)
         if name == "omni":
-            Qwen3Config(vocab_size=VOCABULARY[name], **SHAPE).save_pretrained(made)
+            Qwen3Config(vocab_size=VOCABULARY[name], **SHAPE).save_pretrained(model_folder)
         else:
-            build(name, words).save_pretrained(made)
+            build(name, word_tokenizer).save_pretrained(model_folder)
         if name == "vlm":
-            from transformers import Qwen2VLImageProcessor  # here: it warns where torchvision is missing
+            from transformers import Qwen2VLImageProcessor  # imported late: it warns if torchvision is missing
 
             processor = Qwen2VLImageProcessor(**PIXELS, patch_size=PATCH, merge_size=MERGED)
-            processor.save_pretrained(made)
-        (made / "stats.json").write_text(json.dumps(stats))
-        (made / "complete").touch()
+            processor.save_pretrained(model_folder)
+        (model_folder / "stats.json").write_text(json.dumps(stats))
+        (model_folder / "complete").touch()
 
 
-def build(name: str, words: PreTrainedTokenizerFast) -> PreTrainedModel:
+def build(name: str, word_tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Build a model with random weights."""
     vocabulary = VOCABULARY[name]
     if name == "moe":
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, **SHAPE, **EXPERTS))
@@ -126,15 +126,16 @@ def build(name: str, words: PreTrainedTokenizerFast) -> PreTrainedModel:
             text_config={"vocab_size": vocabulary, "rope_parameters": rope, **text},
             vision_config=TOWER,
             tie_word_embeddings=False,
-            **{key: words.convert_tokens_to_ids(mark) for key, mark in marks.items()},
+            **{key: word_tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()},
         )
         return Qwen2_5_VLForConditionalGeneration(config)
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **SHAPE))
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    known = [*SPECIAL, *WORDS]
-    ids = {word: i for i, word in enumerate([*known, *(f"w{i}" for i in range(vocabulary - len(known)))])}
+    """Build a tokenizer with one token per word."""
+    first_words = [*SPECIAL, *WORDS]
+    ids = {word: i for i, word in enumerate([*first_words, *(f"w{i}" for i in range(vocabulary - len(first_words)))])}
     words = Tokenizer(tokenizer_models.WordLevel(ids, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL])
@@ -149,84 +150,103 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 class Writer:
+    """Generates random texts."""
+
     def __init__(self, vocabulary: int, seed: int) -> None:
         self.rng, self.words = random.Random(seed), vocabulary - len(SPECIAL) - len(WORDS)
 
     def text(self, count: int) -> str:
-        return " ".join(f"w{int(self.rng.random() ** 3 * self.words)}" for _ in range(count))  # some words often
+        """Return a text of `count` words, in which some words are frequent."""
+        return " ".join(f"w{int(self.rng.random() ** 3 * self.words)}" for _ in range(count))
 
-    def length(self, middle: int, least: int, most: int) -> int:
-        return int(min(most, max(least, self.rng.lognormvariate(math.log(middle), 0.7))))
+    def length(self, median: int, minimum: int, maximum: int) -> int:
+        """Return a length from a lognormal distribution, within limits."""
+        return int(min(maximum, max(minimum, self.rng.lognormvariate(math.log(median), 0.7))))
 
 
-def lines(path: Path, rows: list[Any]) -> None:
+def write_rows(path: Path, rows: list[Any]) -> None:
+    """Write rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_text(folder: Path, vocabulary: int, seed: int, documents: int = 2000) -> dict[str, float]:
-    """`text.jsonl`; and `asked.jsonl`, the same with its first tenth as a question, for trainers that want one."""
+    """Write `text.jsonl`, and `asked.jsonl` with the first tenth of each text as prompt, for trainers that need one.
+
+    Returns the mean number of attended tokens, and the fraction of image tokens, for `limit.py`.
+    """
     writer, texts, lengths = Writer(vocabulary, seed), [], []
     for _ in range(documents):
         lengths.append(writer.length(280, 50, 1023))
         texts.append(writer.text(lengths[-1]))
-    lines(folder / "text.jsonl", [{"text": text} for text in texts])
-    asked = []
+    write_rows(folder / "text.jsonl", [{"text": text} for text in texts])
+    prompted = []
     for text in texts:
         words = text.split(" ")
         first = max(1, len(words) // 10)
-        asked.append({"instruction": " ".join(words[:first]), "output": " ".join(words[first:])})
-    lines(folder / "asked.jsonl", asked)
+        prompted.append({"instruction": " ".join(words[:first]), "output": " ".join(words[first:])})
+    write_rows(folder / "asked.jsonl", prompted)
     return {"context": sum(n * n for n in lengths) / sum(lengths) / 2, "pictured": 0.0}
 
 
-def write_pictures(folder: Path, vocabulary: int, seed: int, rows: int = 400) -> dict[str, float]:
-    """`chat.jsonl`: a picture of one of 16 sizes, a question, an answer."""
+def write_image_chats(folder: Path, vocabulary: int, seed: int, rows: int = 400) -> dict[str, float]:
+    """Write `chat.jsonl`: rows with an image of one of 16 sizes, a prompt and a response. Returns as `write_text`."""
     writer, noise = Writer(vocabulary, seed), np.random.default_rng(seed)
     (folder / "pictures").mkdir(exist_ok=True)
-    chats, lengths, places = [], [], 0
+    chats, lengths, num_placeholders = [], [], 0
     for number in range(rows):
         height, width = writer.rng.choice(SIDES), writer.rng.choice(SIDES)
-        draw(folder / "pictures" / f"{number}.png", height, width, noise)
-        asked, answered = writer.rng.randint(5, 30), writer.length(150, 30, 700)
-        said = [("user", "<image>" + writer.text(asked)), ("assistant", writer.text(answered))]
-        messages = [{"role": role, "content": text} for role, text in said]
+        write_image(folder / "pictures" / f"{number}.png", height, width, noise)
+        prompt_words = writer.rng.randint(5, 30)
+        response_words = writer.length(150, 30, 700)
+        messages = [
+            {"role": "user", "content": "<image>" + writer.text(prompt_words)},
+            {"role": "assistant", "content": writer.text(response_words)},
+        ]
         chats.append({"messages": messages, "images": [f"pictures/{number}.png"]})
-        taken = height * width // (PATCH * MERGED) ** 2
-        places += taken
-        lengths.append(asked + answered + taken + 8)
-    lines(folder / "chat.jsonl", chats)
-    # LLaMA-Factory reads paths as they are.
-    lines(
+        image_tokens = height * width // (PATCH * MERGED) ** 2
+        num_placeholders += image_tokens
+        lengths.append(prompt_words + response_words + image_tokens + 8)
+    write_rows(folder / "chat.jsonl", chats)
+    # LLaMA-Factory does not resolve relative paths.
+    write_rows(
         folder / "chat_absolute.jsonl", [row | {"images": [str(folder.resolve() / row["images"][0])]} for row in chats]
     )
-    return {"context": sum(n * n for n in lengths) / sum(lengths) / 2, "pictured": places / sum(lengths)}
+    return {"context": sum(n * n for n in lengths) / sum(lengths) / 2, "pictured": num_placeholders / sum(lengths)}
 
 
-def write_heard(folder: Path, vocabulary: int, seed: int, rows: int = 400) -> dict[str, float]:
-    """`chat.jsonl`: a picture, a sound of 1 to 6 seconds, or both; a question, an answer."""
+def write_media_chats(folder: Path, vocabulary: int, seed: int, rows: int = 400) -> dict[str, float]:
+    """Write `chat.jsonl`: rows with an image, 1 to 6 seconds of audio, or both, a prompt and a response.
+
+    Returns no statistics.
+    """
     import soundfile
 
     writer, noise = Writer(vocabulary, seed), np.random.default_rng(seed)
     chats = []
-    for part in ("pictures", "sounds"):
-        (folder / part).mkdir(exist_ok=True)
+    for subfolder in ("pictures", "sounds"):
+        (folder / subfolder).mkdir(exist_ok=True)
     for number in range(rows):
         kinds = writer.rng.choice([("image",), ("audio",), ("image", "audio")])
         row: dict[str, Any] = {}
         if "image" in kinds:
-            draw(folder / "pictures" / f"{number}.png", writer.rng.choice(SIDES), writer.rng.choice(SIDES), noise)
+            write_image(
+                folder / "pictures" / f"{number}.png", writer.rng.choice(SIDES), writer.rng.choice(SIDES), noise
+            )
             row["images"] = [f"pictures/{number}.png"]
         if "audio" in kinds:
             wave = 0.1 * noise.standard_normal(int(writer.rng.uniform(1, 6) * RATE)).astype(np.float32)
             soundfile.write(folder / "sounds" / f"{number}.flac", wave, RATE)
             row["audios"] = [f"sounds/{number}.flac"]
-        asked = "".join(f"<{kind}>" for kind in kinds) + writer.text(writer.rng.randint(5, 30))
-        said = [("user", asked), ("assistant", writer.text(writer.length(150, 30, 700)))]
-        chats.append({"messages": [{"role": role, "content": text} for role, text in said], **row})
-    lines(folder / "chat.jsonl", chats)
+        tags = "".join(f"<{kind}>" for kind in kinds)
+        prompt = tags + writer.text(writer.rng.randint(5, 30))
+        response = writer.text(writer.length(150, 30, 700))
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        chats.append({"messages": messages, **row})
+    write_rows(folder / "chat.jsonl", chats)
     return {}
 
 
-def draw(path: Path, height: int, width: int, noise: np.random.Generator) -> None:
+def write_image(path: Path, height: int, width: int, noise: np.random.Generator) -> None:
+    """Write an image of coarse random noise."""
     coarse = noise.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
     Image.fromarray(coarse).resize((width, height)).save(path)

@@ -1,9 +1,9 @@
-"""No framework: OmniZoo's composed model (a language model, two towers, two projectors) in a bare loop.
+"""A loop without a framework for OmniZoo's composed model: a language model, two towers and two projectors.
 
     [torchrun] composed.py ASSETS omni [--steps 20]
 
-No other trainer of the benchmark takes such a model. Rows are padded to the longest of the step, pictures go through
-their tower together, sounds as well, each as long as the longest may be.
+No other contestant supports such a model. Rows are padded to the longest of the step. Images pass through their tower
+as one batch, and so do audio clips, which are padded to the maximum length.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import soundfile
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from assets import EARS, EYES, PAD, RATE
+from assets import AUDIO, PAD, RATE, VISION
 from PIL import Image
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,49 +35,54 @@ from transformers import (
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 IGNORE, ROWS = -100, 4
-SHUFFLED, JOINED, HOP = 2, 4, 160  # patches along each side that become one place; positions of a sound that do
-LONGEST = EARS["max_source_positions"] * 2 * HOP  # samples
+SHUFFLED, JOINED = 2, 4  # patches per side, and audio positions, that become one placeholder token
+HOP = 160  # audio samples per frame
+LONGEST = AUDIO["max_source_positions"] * 2 * HOP  # maximum length of audio, in samples
 
 
-def projector(given: int, made: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(given, made), nn.GELU(), nn.Linear(made, made))
+def projector(in_features: int, out_features: int) -> nn.Module:
+    """Build a two-layer projector."""
+    return nn.Sequential(nn.Linear(in_features, out_features), nn.GELU(), nn.Linear(out_features, out_features))
 
 
 class Composed(nn.Module):
+    """The composed model; `forward` returns the mean cross entropy."""
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.language = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
-        eyes = {key: value for key, value in EYES.items() if key != "model_type"}
-        ears = {key: value for key, value in EARS.items() if key != "model_type"}
-        self.eyes = SiglipVisionModel(SiglipVisionConfig(**eyes, vision_use_head=False))
-        self.ears = WhisperEncoder(WhisperConfig(**ears))
+        vision = {key: value for key, value in VISION.items() if key != "model_type"}
+        audio = {key: value for key, value in AUDIO.items() if key != "model_type"}
+        self.vision = SiglipVisionModel(SiglipVisionConfig(**vision, vision_use_head=False))
+        self.audio = WhisperEncoder(WhisperConfig(**audio))
         width = self.language.config.hidden_size
-        self.from_eyes = projector(EYES["hidden_size"] * SHUFFLED**2, width)
-        self.from_ears = projector(EARS["d_model"] * JOINED, width)
+        self.vision_projector = projector(VISION["hidden_size"] * SHUFFLED**2, width)
+        self.audio_projector = projector(AUDIO["d_model"] * JOINED, width)
 
     def forward(self, batch: dict[str, Any], marks: dict[str, int]) -> torch.Tensor:
         ids = batch["ids"]
         embedded = self.language.get_input_embeddings()(ids)
-        patches = self.eyes(batch["pictures"]).last_hidden_state
-        side = EYES["image_size"] // EYES["patch_size"] // SHUFFLED
+        patches = self.vision(batch["images"]).last_hidden_state
+        side = VISION["image_size"] // VISION["patch_size"] // SHUFFLED
         grid = patches.unflatten(1, (side, SHUFFLED, side, SHUFFLED)).transpose(2, 3)
-        seen = self.from_eyes(grid.flatten(3, 5).flatten(1, 2))
-        embedded = embedded.masked_scatter((ids == marks["image"])[..., None], seen.flatten(0, 1))
-        heard = self.ears(batch["sounds"]).last_hidden_state
-        heard = self.from_ears(heard.flatten(1).unflatten(1, (-1, EARS["d_model"] * JOINED)))
-        kept = torch.cat([clip[:places] for clip, places in zip(heard, batch["places"], strict=True)])
-        embedded = embedded.masked_scatter((ids == marks["audio"])[..., None], kept)
+        image_features = self.vision_projector(grid.flatten(3, 5).flatten(1, 2))
+        embedded = embedded.masked_scatter((ids == marks["image"])[..., None], image_features.flatten(0, 1))
+        audio_states = self.audio(batch["audio"]).last_hidden_state
+        audio_features = self.audio_projector(audio_states.flatten(1).unflatten(1, (-1, AUDIO["d_model"] * JOINED)))
+        counts = batch["audio_tokens"]
+        audio_features = torch.cat([clip[:count] for clip, count in zip(audio_features, counts, strict=True)])
+        embedded = embedded.masked_scatter((ids == marks["audio"])[..., None], audio_features)
         logits = self.language(inputs_embeds=embedded, attention_mask=(ids != PAD).long()).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORE)
 
 
 class Rows:
-    """Batches of rows, read and collated in the loop."""
+    """Reads rows and collates them to batches, in the training loop."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tokenizer = folder, AutoTokenizer.from_pretrained(folder)
         seconds = LONGEST // RATE
-        self.mel = WhisperFeatureExtractor(EARS["num_mel_bins"], RATE, HOP, chunk_length=seconds, n_fft=400)
+        self.mel = WhisperFeatureExtractor(AUDIO["num_mel_bins"], RATE, HOP, chunk_length=seconds, n_fft=400)
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.rows = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
         random.Random(0).shuffle(self.rows)
@@ -86,45 +91,46 @@ class Rows:
     def next(self) -> dict[str, Any]:
         rows = [self.rows[(self.at + i) % len(self.rows)] for i in range(ROWS)]
         self.at += ROWS
-        pictures = [self.picture(name) for row in rows for name in row.get("images", [])]
+        images = [self.read_image(name) for row in rows for name in row.get("images", [])]
         waves = [soundfile.read(self.folder / name)[0] for row in rows for name in row.get("audios", [])]
-        places = [-(-len(wave) // (2 * HOP * JOINED)) for wave in waves]
-        left = iter(places)
-        if not pictures:  # a blank one, which nobody sees: every rank runs every part
-            pictures = [torch.zeros(3, EYES["image_size"], EYES["image_size"])]
+        audio_tokens = [-(-len(wave) // (2 * HOP * JOINED)) for wave in waves]
+        remaining_counts = iter(audio_tokens)
+        if not images:  # a dummy image, whose features are not used: every rank runs every tower
+            images = [torch.zeros(3, VISION["image_size"], VISION["image_size"])]
         if not waves:
-            waves, places = [np.zeros(RATE)], [0]
+            waves, audio_tokens = [np.zeros(RATE)], [0]
         ids, labels = [], []
         for row in rows:
-            seen = (EYES["image_size"] // EYES["patch_size"] // SHUFFLED) ** 2
-            asked = row["messages"][0]["content"]
-            asked = asked.replace("<image>", f"<|image_begin|>{'<|image_pad|>' * seen}<|image_end|>")
-            if "<audio>" in asked:
-                asked = asked.replace("<audio>", f"<|audio_begin|>{'<|audio_pad|>' * next(left)}<|audio_end|>")
-            given = self.tokenizer(f"<|im_start|> user {asked} <|im_end|> <|im_start|> assistant")["input_ids"]
-            answer = self.tokenizer(f"{row['messages'][1]['content']} <|im_end|>")["input_ids"]
-            ids.append(torch.tensor(given + answer))
-            labels.append(torch.tensor([IGNORE] * len(given) + answer))
-        sounds = self.mel(waves, sampling_rate=RATE, return_tensors="pt").input_features
+            image_tokens = (VISION["image_size"] // VISION["patch_size"] // SHUFFLED) ** 2
+            prompt = row["messages"][0]["content"]
+            prompt = prompt.replace("<image>", f"<|image_begin|>{'<|image_pad|>' * image_tokens}<|image_end|>")
+            if "<audio>" in prompt:
+                placeholders = "<|audio_pad|>" * next(remaining_counts)
+                prompt = prompt.replace("<audio>", f"<|audio_begin|>{placeholders}<|audio_end|>")
+            prompt_ids = self.tokenizer(f"<|im_start|> user {prompt} <|im_end|> <|im_start|> assistant")["input_ids"]
+            response_ids = self.tokenizer(f"{row['messages'][1]['content']} <|im_end|>")["input_ids"]
+            ids.append(torch.tensor(prompt_ids + response_ids))
+            labels.append(torch.tensor([IGNORE] * len(prompt_ids) + response_ids))
+        mel_features = self.mel(waves, sampling_rate=RATE, return_tensors="pt").input_features
         return {
             "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD),
             "labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE),
-            "pictures": torch.stack(pictures),
-            "sounds": sounds,
-            "places": places,
+            "images": torch.stack(images),
+            "audio": mel_features,
+            "audio_tokens": audio_tokens,
         }
 
-    def picture(self, name: str) -> torch.Tensor:
-        side = EYES["image_size"]
+    def read_image(self, name: str) -> torch.Tensor:
+        side = VISION["image_size"]
         values = np.asarray(Image.open(self.folder / name).resize((side, side)), np.float32)
         return torch.from_numpy(values / 127.5 - 1).permute(2, 0, 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("model")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("assets", type=Path, help="folder with models and data")
+    parser.add_argument("model", help="name of the model")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps (default: 20)")
     args = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:

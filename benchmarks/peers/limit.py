@@ -1,4 +1,4 @@
-"""What the machine's matrix multiplications would allow: real tokens per CPU second, if a step were nothing else."""
+"""The matmul limit: real tokens per CPU second of a step that consists of matmuls only, on this machine."""
 
 import json
 import time
@@ -9,30 +9,32 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 ROWS, WIDTH, INNER, VOCABULARY = 1024, 512, 1536, 32_000
-TIMES = 5
+REPETITIONS = 5
 
 
 def matmul_rate() -> float:
-    """FLOPs per CPU second on one thread, fp32, over the products of a step of the dense model; the best of some."""
+    """Return FLOPs per CPU second of the matmuls of a dense step, in fp32 on one thread (best of several)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     shapes = [(WIDTH, INNER)] * 16 + [(INNER, WIDTH)] * 8 + [(WIDTH, WIDTH)] * 12 + [(WIDTH, VOCABULARY)]
-    flops = sum(2 * ROWS * given * made for given, made in shapes)
+    flops = sum(2 * ROWS * in_features * out_features for in_features, out_features in shapes)
     rows = {size: torch.randn(ROWS, size) for size in (WIDTH, INNER)}
     weights = {shape: torch.randn(shape[1], shape[0]) for shape in shapes}
     best = float("inf")
-    for _ in range(TIMES):
-        began = time.process_time()
-        for given, made in shapes:
-            rows[given] @ weights[given, made].t()
-        best = min(best, time.process_time() - began)
+    for _ in range(REPETITIONS):
+        start = time.process_time()
+        for in_features, out_features in shapes:
+            rows[in_features] @ weights[in_features, out_features].t()
+        best = min(best, time.process_time() - start)
     torch.set_num_threads(threads)
     return flops / best
 
 
 def flops_per_token(folder: Path) -> float | None:
-    """Of forward and backward: products with weights, and attention over what a token sees. None for the composed
-    model, whose config is OmniZoo's."""
+    """Return the FLOPs per token of forward and backward: matmuls with weights, and attention.
+
+    None for the composed model, whose config is OmniZoo's.
+    """
     stats = json.loads((folder / "stats.json").read_text())
     if not stats:
         return None
@@ -44,12 +46,12 @@ def flops_per_token(folder: Path) -> float | None:
     weights = 0.0
     for name, module in model.named_modules():
         share = 1.0
-        if "visual" in name:  # a place of the text is four patches
+        if "visual" in name:  # four patches become one placeholder token
             share = stats["pictured"] * (1 if "merger" in name else 4)
         if isinstance(module, nn.Linear):
             weights += share * module.weight.numel()
         for parameter in module.parameters(recurse=False):
-            if parameter.ndim == 3:  # of experts
+            if parameter.ndim == 3:  # experts
                 weights += parameter.numel() * text.num_experts_per_tok / text.num_experts
-    seen = text.num_hidden_layers * text.num_attention_heads * (text.hidden_size // text.num_attention_heads)
-    return 6 * weights + 12 * seen * stats["context"]
+    attention_width = text.num_hidden_layers * text.num_attention_heads * (text.hidden_size // text.num_attention_heads)
+    return 6 * weights + 12 * attention_width * stats["context"]

@@ -1,9 +1,9 @@
-"""LLaMA-Factory in this process, with its own packing for text and its own padding for pictures.
+"""Run LLaMA-Factory in this process, with its packing for text and its padding for images.
 
     [torchrun] llama_factory.py ASSETS dense|moe|vlm [--steps 20]
 
-It runs in its own environment (venvs.py). It always imports torchaudio, whose wheel does not load beside a torch for
-CPUs: an empty module stands in, as text and pictures need none of it.
+It needs its own environment (venvs.py). It always imports torchaudio, whose wheel does not load with a CPU build of
+torch. An empty module replaces it, because text and images do not use it.
 """
 
 import argparse
@@ -23,16 +23,22 @@ BLOCKS = {
 }
 
 
-def stand_in(name: str) -> None:
+def add_empty_module(name: str) -> None:
+    """Make `import name` return an empty module."""
     module = types.ModuleType(name)
     module.__spec__, module.__version__ = importlib.machinery.ModuleSpec(name, None), "0"  # type: ignore[attr-defined]
     sys.modules[name] = module
 
 
 def settings(args: argparse.Namespace, data: Path) -> dict[str, Any]:
-    texts = {"template": "empty", "packing": True, "neat_packing": True, "per_device_train_batch_size": 1}
-    pictures = {"template": "qwen2_vl", "image_max_pixels": 336 * 336, "image_min_pixels": 56 * 56}
-    pictures |= {"per_device_train_batch_size": 4, "freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+    """Return the arguments of LLaMA-Factory."""
+    text_settings = {"template": "empty", "packing": True, "neat_packing": True, "per_device_train_batch_size": 1}
+    image_settings = {"template": "qwen2_vl", "image_max_pixels": 336 * 336, "image_min_pixels": 56 * 56}
+    image_settings |= {
+        "per_device_train_batch_size": 4,
+        "freeze_vision_tower": False,
+        "freeze_multi_modal_projector": False,
+    }
     return {
         "model_name_or_path": str(args.assets / args.model),
         "stage": "sft",
@@ -59,16 +65,16 @@ def settings(args: argparse.Namespace, data: Path) -> dict[str, Any]:
         "fp16": False,
         "disable_gradient_checkpointing": True,
         "flash_attn": "sdpa",
-        **(pictures if args.model == "vlm" else texts),
+        **(image_settings if args.model == "vlm" else text_settings),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("assets", type=Path)
+    parser.add_argument("assets", type=Path, help="folder with models and data")
     parser.add_argument("model", choices=sorted(BLOCKS))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=20, help="number of steps (default: 20)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a pack (default: 1024)")
     args = parser.parse_args()
     data = Path(f"llama_factory{os.environ.get('RANK', '0')}").resolve()
     data.mkdir()
@@ -86,8 +92,8 @@ def main() -> None:
         columns = {"prompt": "instruction", "response": "output"}
         bench = {"file_name": str(folder / "asked.jsonl"), "columns": columns}
     (data / "dataset_info.json").write_text(json.dumps({"bench": bench}))
-    stand_in("torchaudio")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # as `accelerate launch` with a config of FSDP2 sets them
+    add_empty_module("torchaudio")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # the variables that `accelerate launch` sets for FSDP2
         os.environ |= {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",

@@ -1,10 +1,10 @@
-"""No framework: a bare loop with FSDP2, the same Hugging Face model, the same documents in packs.
+"""A loop without a framework: FSDP2, the same Hugging Face model and the same documents in packs.
 
     [torchrun] plain.py ASSETS MODEL [--tuned [--reshard]] [--steps 20]
 
-As most people would write it: a block mask over the pack, all logits at once, weights resharded after each block.
-`--tuned` is what an expert would make of it: one attention call per document, the head and its loss in chunks, weights
-kept gathered; with `--reshard` they are not.
+The default is a simple implementation: a block mask over the pack, full logits, weights resharded after each block.
+`--tuned` is the implementation of an expert: one attention call per document, head and loss in chunks, weights kept
+gathered (unless `--reshard` is set).
 """
 
 import argparse
@@ -30,37 +30,40 @@ from transformers import (
 )
 
 IGNORE, ROWS = -100, 256
-bounds: list[tuple[int, int]] = []  # of the documents in the pack that is computed
+bounds: list[tuple[int, int]] = []  # (first, end) of each document in the current pack
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross entropy of `hidden @ weight.T`, some rows at a time; gradients are made in the forward pass."""
+    """Mean cross entropy of `hidden @ weight.T`, in chunks of rows. Gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         count = (labels != IGNORE).sum()
-        to_hidden, to_weight, total = torch.empty_like(hidden), torch.zeros_like(weight), hidden.new_zeros(())
+        hidden_grad, weight_grad, total = torch.empty_like(hidden), torch.zeros_like(weight), hidden.new_zeros(())
         for first in range(0, len(hidden), ROWS):
-            rows, wanted = hidden[first : first + ROWS], labels[first : first + ROWS]
-            learnt = wanted != IGNORE
-            index = torch.where(learnt, wanted, 0)[:, None]
+            rows = hidden[first : first + ROWS]
+            chunk_labels = labels[first : first + ROWS]
+            is_target = chunk_labels != IGNORE
+            index = torch.where(is_target, chunk_labels, 0)[:, None]
             logits = rows @ weight.t()
             lse = logits.logsumexp(1)
-            total += ((lse - logits.gather(1, index)[:, 0]) * learnt).sum()
+            total += ((lse - logits.gather(1, index)[:, 0]) * is_target).sum()
             grad = logits.sub_(lse[:, None]).exp_()
-            grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype)).mul_((learnt / count)[:, None])
-            to_hidden[first : first + ROWS] = grad @ weight
-            to_weight.addmm_(grad.t(), rows)
-        ctx.save_for_backward(to_hidden, to_weight)
+            grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype)).mul_((is_target / count)[:, None])
+            hidden_grad[first : first + ROWS] = grad @ weight
+            weight_grad.addmm_(grad.t(), rows)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         return total / count
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden.mul_(grad), to_weight.mul_(grad), None
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad.mul_(grad), weight_grad.mul_(grad), None
 
 
 class WithLoss(nn.Module):
+    """The model with its loss; `forward` returns the mean cross entropy."""
+
     def __init__(self, model: PreTrainedModel, tuned: bool) -> None:
         super().__init__()
         self.model, self.tuned = model, tuned
@@ -74,17 +77,18 @@ class WithLoss(nn.Module):
 
 
 def per_document(_: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **kw: Any) -> Any:
-    each = [
+    """Attend within each document, with one call per document."""
+    outputs = [
         F.scaled_dot_product_attention(
             q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True, scale=scaling, enable_gqa=True
         )
         for a, b in bounds
     ]
-    return torch.cat(each, 2).transpose(1, 2), None
+    return torch.cat(outputs, 2).transpose(1, 2), None
 
 
 def packs(folder: Path, tokenizer: Any, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Documents end to end, cut at the end of a pack; this rank's share of them, again and again."""
+    """Yield ids and positions of packs, endlessly: concatenated documents of this rank, split at the end of a pack."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     ids: list[int] = []
     positions: list[int] = []
@@ -105,12 +109,12 @@ def packs(folder: Path, tokenizer: Any, tokens: int) -> Iterator[tuple[torch.Ten
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("model")
-    parser.add_argument("--tuned", action="store_true")
-    parser.add_argument("--reshard", action="store_true")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("assets", type=Path, help="folder with models and data")
+    parser.add_argument("model", help="name of the model")
+    parser.add_argument("--tuned", action="store_true", help="use the implementation of an expert")
+    parser.add_argument("--reshard", action="store_true", help="with --tuned: reshard weights after each block")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps (default: 20)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a pack (default: 1024)")
     args = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:

@@ -1,12 +1,12 @@
-"""Runs any trainer unchanged, and measures it as every other.
+"""Run any trainer unchanged, and measure all trainers in the same way.
 
     python probe.py TARGET.py args...        or: python probe.py -m package.module args...
 
-Tokens are counted where the token embedding is looked up: all of them, and those that are not padding. A step ends when
-an optimizer's `step` returns. CPU seconds are those of the process and of all that it has started. One JSON object a
-step goes to `PROBE_OUT/rank<N>.jsonl`; `PROBE_VOCABULARY` and `PROBE_PAD` tell which embedding and which id is meant.
-With `PROBE_MEMORY=1` the bytes of all live tensors are counted, too, which takes time; with `PROBE_PROFILE=1` the last
-step says which operators took how much of it.
+Tokens, with and without padding, are counted in the lookup of the token embedding. A step ends when `step` of an
+optimizer returns. CPU seconds are those of the process and of all processes that it has started. One JSON object per
+step is written to `PROBE_OUT/rank<N>.jsonl`. `PROBE_VOCABULARY` is the number of rows of the token embedding, and
+`PROBE_PAD` the id of padding. With `PROBE_MEMORY=1` the bytes of all live tensors are counted as well, which takes
+time. With `PROBE_PROFILE=1` the record of step 4 has the time of each operator.
 """
 
 import importlib.util
@@ -25,14 +25,16 @@ from live import LiveTensors
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-BEGAN = float(os.environ.get("PROBE_BEGAN", time.time()))
+START = float(os.environ.get("PROBE_BEGAN", time.time()))
 OUT = Path(os.environ["PROBE_OUT"]) / f"rank{os.environ.get('RANK', '0')}.jsonl"
 VOCABULARY, PAD = int(os.environ["PROBE_VOCABULARY"]), int(os.environ["PROBE_PAD"])
 
-PROFILED = 4  # which step
+PROFILED = 4  # number of the profiled step
 
 
 class Probe:
+    """Counts tokens, and writes a record after each step."""
+
     def __init__(self) -> None:
         self.tokens = self.all_tokens = self.lookups = self.lookups_at_last_step = 0
         self.first_forward: float | None = None
@@ -48,21 +50,23 @@ class Probe:
         self.file = OUT.open("a", buffering=1)
 
     def look_up(self, ids: torch.Tensor, weight: torch.Tensor) -> None:
+        """Count the tokens of a lookup in the token embedding."""
         if weight.shape[0] != VOCABULARY or not torch.is_grad_enabled() or ids.is_meta:
             return
         if self.first_forward is None:
-            self.first_forward = time.time() - BEGAN
+            self.first_forward = time.time() - START
         local = ids.to_local() if hasattr(ids, "to_local") else ids
         self.tokens += int((local != PAD).sum())
         self.all_tokens += local.numel()
         self.lookups += 1
 
     def step(self, *_: Any) -> None:
+        """Write the record of a step."""
         if self.lookups == self.lookups_at_last_step:  # another optimizer of the same step
             return
         self.lookups_at_last_step = self.lookups
         record = {
-            "seconds": time.time() - BEGAN,
+            "seconds": time.time() - START,
             "cpu": self.cpu_seconds(),
             "tokens": self.tokens,
             "all_tokens": self.all_tokens,
@@ -76,14 +80,15 @@ class Probe:
         self.steps += 1
         if self.profile is not None and self.steps == PROFILED:
             self.profile.stop()
-            each = {event.key: event.self_cpu_time_total / 1e6 for event in self.profile.key_averages()}
-            record["operators"], record["profiled"] = each, time.time() - self.profiled_from
+            operators = {event.key: event.self_cpu_time_total / 1e6 for event in self.profile.key_averages()}
+            record["operators"], record["profiled"] = operators, time.time() - self.profiled_from
         self.file.write(json.dumps(record) + "\n")
         if self.profile is not None and self.steps == PROFILED - 1:
             self.profiled_from = time.time()
             self.profile.start()
 
     def cpu_seconds(self) -> float:
+        """Return the CPU seconds of this process and its children, also of those that have ended."""
         total = 0.0
         for process in (self.process, *self.process.children(recursive=True)):
             try:
@@ -92,19 +97,23 @@ class Probe:
                 continue
             total += used.user + used.system
         own = self.process.cpu_times()
-        return total + own.children_user + own.children_system  # of those that have ended
+        return total + own.children_user + own.children_system
 
 
 def peak_rss_mb() -> float:
+    """Return the peak resident memory of this process in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024
     raise AssertionError("no VmHWM in /proc/self/status")
 
 
-def name_ops_of_torchvision() -> list[torch.library.Library]:
-    """Its wheels are built for CUDA, and their library does not load beside a torch for CPUs; the Python part, which is
-    all that resizes pictures here, wants these to exist."""
+def define_torchvision_operators() -> list[torch.library.Library]:
+    """Define operators that torchvision needs at import.
+
+    Its wheels are built for CUDA, so their library does not load with a CPU build of torch. Resizing images needs the
+    Python part only.
+    """
     if importlib.util.find_spec("torchvision") is None:
         return []
     library = torch.library.Library("torchvision", "DEF")
@@ -114,11 +123,12 @@ def name_ops_of_torchvision() -> list[torch.library.Library]:
 
 
 def install() -> Probe:
-    probe, own = Probe(), functional.embedding
+    """Install the probe in torch's embedding and optimizers."""
+    probe, original = Probe(), functional.embedding
 
     def embedding(ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         probe.look_up(ids, weight)
-        return own(ids, weight, *args, **kwargs)
+        return original(ids, weight, *args, **kwargs)
 
     functional.embedding = embedding
     register_optimizer_step_post_hook(probe.step)
@@ -126,6 +136,7 @@ def install() -> Probe:
 
 
 def run() -> None:
+    """Run the target as `__main__`."""
     target, *rest = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
     if target == "-m":
@@ -139,7 +150,7 @@ def run() -> None:
 
 if __name__ == "__main__":
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    kept = name_ops_of_torchvision()
+    libraries = define_torchvision_operators()  # the operators exist as long as this reference
     probe = install()
     with probe.live or nullcontext():
         run()

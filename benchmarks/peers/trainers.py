@@ -1,9 +1,9 @@
-"""transformers' Trainer and TRL's SFTTrainer, as their own documentation has them, on the documents of the benchmark.
+"""Train with transformers' Trainer or TRL's SFTTrainer, set up as in their documentation.
 
     [torchrun] trainers.py ASSETS MODEL padded|packed|trl [--steps 20]
 
-padded: some documents, padded to the longest. packed: rows of documents made beforehand, whose positions start again at
-each. trl: its own packing, best fit.
+padded: several documents, padded to the longest. packed: documents concatenated in advance, with positions that restart
+at each. trl: best-fit packing of TRL.
 """
 
 import argparse
@@ -23,15 +23,16 @@ from transformers import (
     TrainingArguments,
 )
 
-IGNORE, DOCUMENTS = -100, 3  # of a step, where each is padded: about as many tokens as a pack has
+IGNORE = -100
+DOCUMENTS = 3  # padded documents per step, with about as many tokens as a pack
 
 
 def allow_fsdp_on_cpus() -> None:
-    """accelerate (1.15) turns FSDP on for accelerators only, and on CPUs quietly trains with DDP."""
-    own = accelerate.state.AcceleratorState.__init__
+    """Enable FSDP on CPUs. accelerate 1.15 enables it for accelerators only, and silently uses DDP on CPUs."""
+    original_init = accelerate.state.AcceleratorState.__init__
 
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        own(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        original_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None and self.distributed_type == accelerate.state.DistributedType.MULTI_CPU:
             self.distributed_type = accelerate.state.DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
@@ -40,6 +41,7 @@ def allow_fsdp_on_cpus() -> None:
 
 
 def packed_rows(documents: list[list[int]], tokens: int) -> list[dict[str, list[int]]]:
+    """Concatenate documents to rows of `tokens` tokens."""
     rows: list[dict[str, list[int]]] = []
     ids: list[int] = []
     positions: list[int] = []
@@ -56,6 +58,7 @@ def packed_rows(documents: list[list[int]], tokens: int) -> list[dict[str, list[
 
 
 def collate_packed(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Return a batch in which the first token of each document is not a target."""
     ids = torch.tensor([row["input_ids"] for row in rows])
     positions = torch.tensor([row["position_ids"] for row in rows])
     labels = ids.masked_fill(positions == 0, IGNORE)
@@ -63,10 +66,11 @@ def collate_packed(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def arguments(steps: int, batch: int, blocks: list[str]) -> dict[str, Any]:
+    """Return the training arguments that all trainers share."""
     sharding: dict[str, Any] = {}
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        how = {"version": 2, "transformer_layer_cls_to_wrap": blocks, "reshard_after_forward": True}
-        sharding = {"fsdp": True, "fsdp_config": how, "ddp_backend": "gloo"}
+        fsdp_config = {"version": 2, "transformer_layer_cls_to_wrap": blocks, "reshard_after_forward": True}
+        sharding = {"fsdp": True, "fsdp_config": fsdp_config, "ddp_backend": "gloo"}
     return {
         "output_dir": tempfile.mkdtemp(dir="."),
         "max_steps": steps,
@@ -87,11 +91,11 @@ def arguments(steps: int, batch: int, blocks: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("model")
+    parser.add_argument("assets", type=Path, help="folder with models and data")
+    parser.add_argument("model", help="name of the model")
     parser.add_argument("mode", choices=("padded", "packed", "trl"))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=20, help="number of steps (default: 20)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a pack (default: 1024)")
     args = parser.parse_args()
     folder = args.assets / args.model
     tokenizer = AutoTokenizer.from_pretrained(folder)

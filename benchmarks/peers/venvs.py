@@ -1,8 +1,8 @@
-"""Makes the environments of opponents that OmniZoo's own cannot run: `python benchmarks/peers/venvs.py`.
+"""Create environments for contestants that cannot run in OmniZoo's own: `python benchmarks/peers/venvs.py`.
 
-torch is the one that OmniZoo is tested with. LLaMA-Factory's pins do not agree with ours; it comes without its
-dependencies, because some of them (a web page, audio for CUDA) are large and not used here; those that training imports
-are named below. Processors of vision models want torchvision: a second environment has it on top of OmniZoo's own.
+torch has the version that OmniZoo is tested with. The pins of LLaMA-Factory conflict with ours. It is installed without
+its dependencies, because some are large and not used here (a web interface, audio for CUDA). Those that training
+imports are listed below. Processors of vision models need torchvision, which a second environment adds to OmniZoo's.
 """
 
 import subprocess
@@ -41,12 +41,14 @@ ITS_DEPENDENCIES = [
 
 
 def python_of(name: str) -> Path:
+    """Return the Python executable of an environment."""
     return FOLDER / name / "bin" / "python"
 
 
-def make(name: str) -> None:
-    made = FOLDER / name / "complete"
-    if made.exists():
+def create(name: str) -> None:
+    """Create an environment, unless it is complete."""
+    complete = FOLDER / name / "complete"
+    if complete.exists():
         return
     subprocess.run([sys.executable, "-m", "venv", str(FOLDER / name)], check=True)
     pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
@@ -56,11 +58,11 @@ def make(name: str) -> None:
         subprocess.run([*pip, "--no-deps", *LLAMA_FACTORY], check=True)
     else:
         subprocess.run([*pip, "--no-deps", TORCHVISION], check=True)
-        own = next((FOLDER / name / "lib").glob("python*")) / "site-packages"
-        (own / "omnizoo_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    made.touch()
+        site_packages = next((FOLDER / name / "lib").glob("python*")) / "site-packages"
+        (site_packages / "omnizoo_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    complete.touch()
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ("llama_factory", "vision"):
-        make(name)
+        create(name)
