@@ -226,7 +226,7 @@ def test_media_that_turn_out_bad_after_packing_are_left_out_listed_and_counted(t
         ("--model.modalities.image.encoder.kind=visoin", "no built-in encoder .vision"),
         ("--model.modalities.series.encoder.kind=sensor:Nothing", "cannot import sensor:Nothing"),
         ("--model.modalities.series.encoder.kind=sensor:SeriesDecoder", "not a subclass"),
-        ("--model.modalities.series.encoder.options={patches: 4}", "does not take what it is given"),
+        ("--model.modalities.series.encoder.options={patches: 4}", "SeriesEncoder\\(.*'patches'"),
         ("--model.foundation.dtype=bf16", "freeze: true"),
     ],
 )

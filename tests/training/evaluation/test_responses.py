@@ -232,10 +232,13 @@ def test_code_that_a_run_folder_names_is_imported_only_if_the_command_line_allow
         ({"metrics": ["exact_match"]}, "evaluation.samples is 0"),
         ({"samples": 1, "metrics": ["exakt_match"]}, "exact_match"),
         ({"samples": 1, "metrics": ["own_metrics:nothing"]}, "has no 'nothing'"),
-        ({"samples": 1, "metrics": ["own_metrics:odd"]}, "does not take what it is given"),
+        ({"samples": 1, "metrics": ["own_metrics:odd"]}, "own_metrics:odd("),
         ({"samples": 1, "metrics": ["own_metrics:NUMBER"]}, "is a int; expected a function"),
-        ({"samples": 1, "metrics": ["exact_match", "exact_match"]}, "there already"),
-        ({"samples": 1, "metrics": [{"kind": "accuracy", "options": {"a": 1}}]}, "has none"),
+        ({"samples": 1, "metrics": ["exact_match", "exact_match"]}, "evaluation.metrics.1: eval/exact_match"),
+        (
+            {"samples": 1, "metrics": [{"kind": "accuracy", "options": {"a": 1}}]},
+            "evaluation.metrics.0: options: accuracy",
+        ),
     ],
 )
 def test_a_mistaken_metric_is_refused_before_anything_is_trained(
