@@ -11,7 +11,7 @@ from tiny import read_steps, write_config
 
 from omnizoo.cli.main import main
 from omnizoo.data.loading.workers import told
-from omnizoo.launch.rank_failure import foreseen
+from omnizoo.launch.rank_failure import expected_failure
 
 OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "width": 16, "heads": 2, "layers": 1}}
 
@@ -42,7 +42,7 @@ def test_a_rank_that_fails_is_named_in_the_last_line_with_the_cause(
 
 @pytest.mark.parametrize("failure", ["memory", "device", "allocator"])
 def test_whatever_says_that_memory_ran_out_is_one_line_with_a_way_out(failure: str) -> None:
-    line = foreseen(3, FAILURES[failure])
+    line = expected_failure(3, FAILURES[failure])
     assert line is not None
     assert "\n" not in line
     assert line.startswith("rank 3 is out of memory")

@@ -63,7 +63,7 @@ def test_a_batch_script_that_forgot_srun_is_told_so(
     for name in ("SLURM_PROCID", "SLURM_NTASKS"):  # as in the script itself: no step
         monkeypatch.setenv(name, {"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}[name])
     assert main(["train", str(write_config(tmp_path))]) == 2
-    assert "this is the batch script of a Slurm job of 16 tasks: `srun omnizoo train" in capsys.readouterr().err
+    assert "error: Slurm: the job has 16 tasks" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_the_second_ctrl_c_kills_ranks_that_do_not_stop():
         launcher.send_signal(signal.SIGINT)
         out, err = launcher.communicate()
     assert (launcher.returncode, out) == (128 + signal.SIGINT, "")
-    assert err == "stopping; Ctrl-C again ends all ranks at once, without saving\n"
+    assert err == "stopping; press Ctrl-C again to end all ranks without saving\n"
 
 
 def test_a_second_sigterm_is_not_passed_on():

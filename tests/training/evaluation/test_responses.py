@@ -219,7 +219,7 @@ def test_code_that_a_run_folder_names_is_imported_only_if_the_command_line_allow
     (tmp_path / "run").mkdir()
     shutil.copy(path, tmp_path / "run" / "config.yaml")
     assert main(["eval", str(tmp_path / "run")]) == 2
-    assert "names code of its own (nowhere.at_all:metric)" in capsys.readouterr().err
+    assert "config.yaml: the plugin nowhere.at_all:metric" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "run"), "--allow-code", "nowhere"]) == 2
     assert "cannot import nowhere.at_all:metric" in capsys.readouterr().err
     assert main(["eval", str(path)]) == 2  # one's own config needs no leave
@@ -319,7 +319,7 @@ def test_eval_without_a_checkpoint_is_of_the_initial_weights_and_needs_data(
     assert main(["eval", str(path), "--data.eval_sources", "[]"]) == 2
     assert "data.eval_sources is empty" in capsys.readouterr().err
     assert main(["eval", str(tmp_path)]) == 2
-    assert "no config.yaml" in capsys.readouterr().err
+    assert "config.yaml not found" in capsys.readouterr().err
 
 
 def test_a_copy_that_does_not_fit_is_refused(
