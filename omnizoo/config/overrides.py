@@ -27,8 +27,7 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
             text = next(rest, "--")
             if text.startswith("--"):
                 raise UserError(
-                    f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if VALUE begins "
-                    "with --"
+                    f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if VALUE begins with --"
                 )
         key = flag.removeprefix("--")
         changes[key], _ = parse_yaml(text, f"{COMMAND_LINE}: {flag} {show_value(text)}", key)

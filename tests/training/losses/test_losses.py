@@ -35,7 +35,7 @@ from omnizoo.training.losses.base import KINDS
 from omnizoo.training.objective import build_objective
 from omnizoo.training.optimizers.build import build_optimizer
 from omnizoo.training.step import StepResult, train_step
-from omnizoo.verification.trial import whole_gradients
+from omnizoo.verification.trial import full_gradients
 
 ROOT = Path(__file__).parents[3]
 MOE = str(ROOT / "examples/qwen3_moe_tiny.yaml")
@@ -61,7 +61,7 @@ def first_step(config: Config, process: Process) -> tuple[StepResult, dict[str, 
     model.train()
     weights = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     result = train_step(objective, build_optimizer(model, config), data, 1)
-    return result, whole_gradients(model, keep=True), (data, weights)
+    return result, full_gradients(model, keep=True), (data, weights)
 
 
 def one_step(path: Path, *overrides: str) -> tuple[StepResult, dict[str, torch.Tensor], Any]:
