@@ -155,7 +155,7 @@ def test_what_a_model_draws_in_training_is_found_by_trying() -> None:
 
 def test_verify_refuses_dropout_that_no_setting_turns_off(tmp_path: Path) -> None:
     config = load_config(TEXT, []).model_copy(update={"model": own("leaky_modules:DropsOut")})
-    with pytest.raises(UserError, match="^model: training uses random numbers"):
+    with pytest.raises(UserError, match=r"^model: training uses random numbers"):
         prepare(config, 4, "dp4", "fp32", tmp_path)
 
 
