@@ -51,7 +51,7 @@ def names_used(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
-def test_there_is_something_to_look_at() -> None:
+def test_package_files_are_found() -> None:
     assert len(FILES) > 30
     assert {"models", "ops", "parallel", "training"} <= {room(file) for file in FILES}
 
@@ -71,7 +71,7 @@ MAY_USE = {
 
 
 @pytest.mark.parametrize("which", [name for name in ROOMS if name != "parallel"])
-def test_only_one_room_communicates(which: str) -> None:
+def test_only_allowed_packages_communicate(which: str) -> None:
     found = [
         f"{file}:{line} {name}"
         for file in FILES
@@ -83,7 +83,7 @@ def test_only_one_room_communicates(which: str) -> None:
     assert found == []
 
 
-def test_what_is_private_to_torch_is_imported_in_one_place() -> None:
+def test_private_torch_names_are_imported_in_one_file() -> None:
     found = [
         f"{file}:{line} {name}"
         for file in FILES
@@ -106,7 +106,7 @@ def test_communication_never_imports_models_modalities_or_recipes() -> None:
     assert found == []
 
 
-def test_no_modality_is_named_outside_of_modalities_and_recipes() -> None:
+def test_modality_names_are_only_in_modalities_and_recipes() -> None:
     found = [
         f"{file}:{line} {text!r}"
         for file in FILES
@@ -118,7 +118,7 @@ def test_no_modality_is_named_outside_of_modalities_and_recipes() -> None:
     assert found == []
 
 
-def test_no_model_type_is_named_outside_of_recipes() -> None:
+def test_model_types_are_only_named_in_recipes() -> None:
     """A string that is a model type; and no class of a family is imported, so that none is patched or copied."""
     types = set(CONFIG_MAPPING_NAMES) - {"git"}  # the program, too
     assert {"qwen3", "llama", "gpt_oss"} <= types
@@ -139,14 +139,14 @@ def test_no_model_type_is_named_outside_of_recipes() -> None:
     assert found == []
 
 
-def test_nobody_asks_whether_a_model_is_composed_or_published() -> None:
+def test_no_code_branches_on_composed_models() -> None:
     """What either says of its media, it says by `MediaModel`."""
     others = [file for file in FILES if file != PACKAGE / "models/media/composed.py"]
     found = [f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.endswith(".OmniModel")]
     assert found == []
 
 
-def test_nothing_is_unpickled() -> None:
+def test_package_does_not_unpickle() -> None:
     """No pickle, and no torch.load; torch's own collectives of objects stay between our own ranks. So does what a rank
     gives its loader workers, which never is in a file that others could write."""
     others = [file for file in FILES if file != PACKAGE / "data/loading/worker_pickling.py"]

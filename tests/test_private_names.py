@@ -45,7 +45,7 @@ def tiny(family: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
 
 
-def test_the_versions_are_among_those_that_private_names_were_checked_on() -> None:
+def test_installed_versions_are_tested_versions() -> None:
     """And the package's own requirements say the same."""
     needed = {r.name: r.specifier for r in map(Requirement, requires("omnizoo") or []) if r.marker is None}
     for package, (first, last) in TESTED.items():
@@ -57,9 +57,9 @@ def test_the_versions_are_among_those_that_private_names_were_checked_on() -> No
         assert not needed[package].contains(later), f"{package} {later} was never tried"
 
 
-def test_a_name_that_moved_is_one_line_with_the_version_to_install() -> None:
+def test_changed_private_name_raises_with_version_to_install() -> None:
     hf_private.check_names()
-    with pytest.raises(UserError, match=r"load of torch takes \(a, b\).*pip install 'torch==") as caught:
+    with pytest.raises(UserError, match=r"^torch: load .*\(a, b\).*pip install 'torch==") as caught:
         check_signatures("torch", {"load": (lambda a, b: None, ("a", "c"))})
     assert "\n" not in str(caught.value)
     gone = ImportError("cannot import name 'x' from 'transformers.y'", name="transformers.y")
@@ -67,7 +67,7 @@ def test_a_name_that_moved_is_one_line_with_the_version_to_install() -> None:
     assert explain_import(ImportError("no", name="a_package_of_ones_own")) is None
 
 
-def test_a_command_says_what_is_missing_and_ends_with_2(
+def test_import_error_of_tested_package_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "omnizoo.cli.recipes", None)  # as if it could not be imported
@@ -89,7 +89,7 @@ def test_blocks_are_declared_by_class_name() -> None:
     assert hf_private.block_class_names(tiny("qwen3")) == {"Qwen3DecoderLayer"}
 
 
-def test_models_say_whether_they_use_the_attention_interface_and_whether_they_carry_state() -> None:
+def test_models_declare_attention_interface_and_state() -> None:
     assert isinstance(PreTrainedModel._supports_attention_backend, bool)
     assert isinstance(PreTrainedModel._is_stateful, bool)
     assert hf_private.uses_attention_interface(tiny("llama"))
@@ -103,7 +103,7 @@ def test_models_say_whether_they_use_the_attention_interface_and_whether_they_ca
         assert hf_private.uses_attention_interface(AutoModelForCausalLM.from_config(hybrid))
 
 
-def test_rules_for_initial_weights_run_on_meta_only_where_they_are_told_to() -> None:
+def test_initialization_rules_run_on_meta_only_if_requested() -> None:
     assert parameters(PreTrainedModel.init_weights) == parameters(PreTrainedModel.initialize_weights) == ["self"]
     applied = []
     with patch.object(transformers.LlamaPreTrainedModel, "_init_weights", lambda self, module: applied.append(module)):
@@ -114,7 +114,7 @@ def test_rules_for_initial_weights_run_on_meta_only_where_they_are_told_to() -> 
         assert set(applied) == set(model.modules())
 
 
-def test_the_loader_of_pretrained_weights_has_the_signature_it_is_called_with() -> None:
+def test_weight_loader_has_expected_signature() -> None:
     assert parameters(convert_and_load_state_dict_in_model)[:3] == ["model", "state_dict", "load_config"]
     assert {"device_map", "weight_mapping", "ignore_mismatched_sizes"} <= set(parameters(LoadStateDictConfig))
     assert parameters(PreTrainedModel._adjust_missing_and_unexpected_keys) == ["self", "loading_info"]
@@ -131,7 +131,7 @@ def test_attention_functions_can_be_registered() -> None:
     assert "packed" in AttentionInterface.valid_keys(AttentionInterface())
 
 
-def test_function_modes_can_be_stepped_around() -> None:
+def test_function_modes_can_be_disabled() -> None:
     ones = torch.ones(2)
     with KeepFloat64():
         assert ones.float().dtype == torch.float64
@@ -139,7 +139,7 @@ def test_function_modes_can_be_stepped_around() -> None:
             assert ones.float().dtype == torch.float32
 
 
-def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:
+def test_fsdp_units_have_expected_switches() -> None:
     for name, argument in {
         "set_gradient_divide_factor": "factor",
         "set_force_sum_reduction_for_comms": "enable",
@@ -152,13 +152,13 @@ def test_fsdp_units_have_the_switches_that_are_set_on_them() -> None:
         assert parameters(getattr(FSDPModule, name))[:2] == ["self", argument]
 
 
-def test_adamw_asks_one_method_for_the_lists_that_its_kernel_gets() -> None:
+def test_adamw_collects_kernel_lists_in_one_method() -> None:
     lists = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
     assert parameters(torch.optim.AdamW._init_group) == ["self", "group", *lists]
     assert "self._init_group(" in inspect.getsource(torch.optim.Adam.step)
 
 
-def test_layers_with_a_state_call_their_rules_by_the_names_that_ours_take() -> None:
+def test_recurrent_layers_call_rules_by_expected_names() -> None:
     """As `models/interfaces/recurrent.py` finds them: by what the code of a layer's forward calls."""
     scan = {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
     for family, name, rules in (
@@ -181,7 +181,7 @@ def test_layers_with_a_state_call_their_rules_by_the_names_that_ours_take() -> N
     assert {"D", "dt_bias", "dt_softplus", "dt_limit"} <= set(parameters(mamba2.mamba2_chunk_scan))
 
 
-def test_torchs_compiler_is_called_and_counts_as_we_read_it() -> None:
+def test_compiler_counters_have_expected_names() -> None:
     from torch._dynamo.utils import CompilationMetrics
     from torch._inductor.compile_fx import compile_fx
 

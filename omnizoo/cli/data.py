@@ -25,28 +25,35 @@ if TYPE_CHECKING:
     from omnizoo.data.loading.reader import Reader
     from omnizoo.modalities.item import MediaItem
 
-LOSS, NO_LOSS, ROLE = "bold green", "dim", "bold underline"
+LOSS = "bold green"
+NO_LOSS = "dim"
+ROLE = "bold underline"
 COLORS = ("blue", "magenta", "cyan", "yellow", "red", "white")  # colors of modalities, in the order of the config
-ON_TERMINAL = 300  # maximum number of pieces of a sample that are printed
-LISTED = 20  # maximum number of bad rows that are printed
+MAX_PIECES = 300  # maximum number of pieces of a sample that are printed
+MAX_BAD_ROWS = 20  # maximum number of bad rows that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", metavar="inspect", choices=("inspect",), help="show samples and figures")
-    parser.add_argument("config", metavar="CONFIG")
+    """Add the arguments of `omnizoo data`."""
+    parser.add_argument("action", metavar="inspect", choices=("inspect",), help="the word `inspect`")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("--samples", metavar="N", type=int, default=5, help="number of samples to show (default: 5)")
     parser.add_argument(
-        "--out", metavar="FILE", type=path_argument, help="HTML file for a page with all of it and thumbnails"
+        "--out",
+        metavar="FILE",
+        type=path_argument,
+        help="HTML file for samples with thumbnails, and statistics (default: none)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print samples and statistics, and write the page. Returns 0; bad rows raise an error as in training."""
     config = load_config(args.config, args.overrides)
     out: Path | None = args.out
     if args.samples < 0:
-        raise UserError(f"--samples is {args.samples}; expected how many samples to show, at least 0")
+        raise UserError(f"--samples: {args.samples}; expected a number of samples, at least 0")
     if out is not None and out.is_dir():
-        raise UserError(f"--out {out} is a folder; expected the name of an HTML file to write")
+        raise UserError(f"--out: {out} is a folder. Pass the name of an HTML file to write.")
     from omnizoo.cli.data_page import bad_rows_page, data_page
     from omnizoo.data.loading.inspection import TooManyBadError, inspect_data, one_lane, stops_at
     from omnizoo.data.rendering.template_limits import memory_limits
@@ -62,13 +69,14 @@ def run(args: argparse.Namespace) -> int:
         except TooManyBadError as error:
             if out is not None:
                 save(out, bad_rows_page(Path(args.config).name, error.bad_rows))
-            for line in red_lines(error.bad_rows):
+            for line in bad_row_lines(error.bad_rows):
                 console.print(line)
             raise
         if out is not None:
             save(out, data_page(Path(args.config).name, inspection, reader))
-    for part in describe(inspection, reader, plain=console.no_color or console.color_system is None):
-        console.print(part)
+    is_plain = console.no_color or console.color_system is None
+    for renderable in describe(inspection, reader, is_plain):
+        console.print(renderable)
     if out is not None:
         console.print(Text(f"written: {out}"), soft_wrap=True)
     if inspection.bad_rows and config.data.on_bad_row == "error":
@@ -77,38 +85,43 @@ def run(args: argparse.Namespace) -> int:
 
 
 def save(out: Path, page: str) -> None:
+    """Write the page to the file in `--out`."""
     from omnizoo.reporting.run_folder import replace_file
 
     try:
         replace_file(out, page)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}") from None
+        raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
 
 
 def facts(inspection: "Inspection") -> dict[str, tuple[str, str]]:
     """Return the most important statistics: name -> (value, note)."""
     lengths = sorted(inspection.lengths)
-    num_samples, num_tokens = len(lengths), sum(lengths)
+    num_samples = len(lengths)
+    num_tokens = sum(lengths)
     num_rows = sum(source.rows for source in inspection.sources)
-    num_targets = sum(found.loss_tokens for found in inspection.samples)
+    num_targets = sum(sample.loss_tokens for sample in inspection.samples)
+
     counters = inspection.counters
-    split, cut, dropped = counters.split_overlong, counters.truncated_overlong, counters.dropped_overlong
+    num_split = counters.split_overlong
+    num_truncated = counters.truncated_overlong
+    num_dropped = counters.dropped_overlong
     figures = {
-        "Samples": (f"{num_samples:,}", f"looked at; the sources have {num_rows:,} rows"),
+        "Samples": (f"{num_samples:,}", f"inspected; the sources have {num_rows:,} rows"),
         "Length": (f"{statistics.median(lengths):,.0f}", f"median; mean {num_tokens / num_samples:,.0f} tokens"),
         "Longest": (f"{lengths[-1]:,}", inspection.longest.where),
         "Expected fill": (percent(inspection.fill, 1), f"of {inspection.packs:,} packs"),
         "Tokens with loss": (percent(num_targets, num_tokens), f"{num_targets:,} of {num_tokens:,}"),
         "Text only": (percent(inspection.text_only, num_samples), f"{inspection.text_only:,} samples"),
         "Longer than a pack": (
-            f"{split + cut + dropped:,}",
-            f"rows: {cut:,} cut off, {dropped:,} left out, {split:,} cut into pieces",
+            f"{num_split + num_truncated + num_dropped:,}",
+            f"rows: {num_truncated:,} truncated, {num_dropped:,} dropped, {num_split:,} split",
         ),
     }
     if counters.few_targets:
-        figures["Few targets"] = (f"{counters.few_targets:,}", "samples left out (data.min_targets)")
+        figures["Few targets"] = (f"{counters.few_targets:,}", "samples dropped (data.min_targets)")
     if counters.beyond_positions:
-        note = f"samples longer than the {inspection.most_positions} positions that the model was made for"
+        note = f"samples longer than the {inspection.most_positions} positions of the model"
         figures["Beyond positions"] = (f"{counters.beyond_positions:,}", note)
     figures["Bad rows"] = (f"{len(inspection.bad_rows):,}", f"of {inspection.rows:,} read")
     return figures
@@ -116,45 +129,50 @@ def facts(inspection: "Inspection") -> dict[str, tuple[str, str]]:
 
 def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yield the title, the columns and the rows of each table."""
-    num_samples, num_tokens = len(inspection.samples), sum(inspection.lengths)
-    rows = [
-        [
+    num_samples = len(inspection.samples)
+    num_tokens = sum(inspection.lengths)
+    source_rows = []
+    for source in inspection.sources:
+        mean_length = f"{source.tokens / source.samples:,.0f}" if source.samples else "-"
+        cells = [
             source.path,
             f"{source.rows:,}",
-            taken_as(source),
+            describe_schema(source),
             percent(source.samples, num_samples),
             percent(source.tokens, num_tokens),
-            f"{source.tokens / source.samples:,.0f}" if source.samples else "-",
+            mean_length,
         ]
-        for source in inspection.sources
-    ]
-    yield "Sources", ["source", "rows", "taken as", "of samples", "of tokens", "mean length"], rows
+        source_rows.append(cells)
+    yield "Sources", ["source", "rows", "schema", "% of samples", "% of tokens", "mean length"], source_rows
+
     if not inspection.ports:
         return
-    cost = sum(port.cost for port in inspection.ports)
-    rows = [
-        [
+    total_cost = sum(port.cost for port in inspection.ports)
+    port_rows = []
+    for port in inspection.ports:
+        cells = [
             str(port.port),
             percent(port.samples, num_samples),
             f"{port.items:,}",
             f"{port.tokens:,}",
             percent(port.tokens, num_tokens),
-            percent(port.cost, cost),
-            costliest(port),
+            percent(port.cost, total_cost),
+            describe_costliest(port),
         ]
-        for port in inspection.ports
-    ]
-    share = "its costliest item, share of its work"
-    yield "Media", ["module", "in samples", "items", "tokens", "of tokens", "of media work", share], rows
+        port_rows.append(cells)
+    columns = ["module", "% of samples", "items", "tokens", "% of tokens", "% of media FLOPs", "costliest item"]
+    yield "Media", columns, port_rows
 
 
-def costliest(port: "PortMix") -> str:
+def describe_costliest(port: "PortMix") -> str:
+    """Return the item with the most FLOPs, its row, and its share of the FLOPs of the module."""
     if not port.cost:
         return "-"
-    return f"{describe_item(port.costliest)} in {port.where}: {percent(port.costliest.size.cost, port.cost)}"
+    share = percent(port.costliest.size.cost, port.cost)
+    return f"{describe_item(port.costliest)} in {port.where}: {share} of the module's FLOPs"
 
 
-def taken_as(source: "SourceMix") -> str:
+def describe_schema(source: "SourceMix") -> str:
     """Return the schema of the rows and the rule that chose it, or the number of samples of each schema."""
     if len(source.formats) == 1:
         (name,) = source.formats
@@ -167,58 +185,68 @@ def bars(inspection: "Inspection") -> Iterator[tuple[str, int, float]]:
     from omnizoo.data.loading.inspection import histogram
 
     bins = histogram(inspection.lengths)
-    most = max(count for *_, count in bins)
+    max_count = max(count for *_, count in bins)
     for first, last, count in bins:
         label = f"{first:,}" if first == last else f"{first:,} - {last:,}"
-        yield label, count, count / most
+        yield label, count, count / max_count
 
 
 def describe_item(item: "MediaItem") -> str:
+    """Return the name of a media item and the number of its placeholder tokens."""
     from omnizoo.data.loading.inspection import visible
 
     return f"{visible(item.media.name)} ({item.size.num_placeholders:,} placeholder tokens)"
 
 
-def describe_sample(found: "InspectedSample") -> str:
-    part = f", part {found.sample.id.part}" if found.sample.id.part else ""
-    return f"{found.where}{part}: {found.tokens:,} tokens, loss on {found.loss_tokens:,}"
+def describe_sample(sample: "InspectedSample") -> str:
+    """Return the row of a sample, and the numbers of its tokens and targets."""
+    part = sample.sample.id.part
+    suffix = f", part {part}" if part else ""
+    return f"{sample.where}{suffix}: {sample.tokens:,} tokens, loss on {sample.loss_tokens:,}"
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"
+def percent(part: float, total: float) -> str:
+    """Return `part` in percent of `total`, or a dash if the total is 0."""
+    return f"{100 * part / total:.1f}%" if total else "-"
 
 
-def all_pieces(found: "InspectedSample", reader: "Reader", most: int) -> "Iterator[tuple[str, list[TokenText]]]":
-    """Yield the title and the pieces of a sample, or of each response of a preference row."""
+def all_pieces(sample: "InspectedSample", reader: "Reader", most: int) -> "Iterator[tuple[str, list[TokenText]]]":
+    """Yield the title and at most `most` pieces of a sample, or of each response of a preference row."""
     from omnizoo.data.loading.inspection import parts, pieces, shorten
 
     decode = partial(reader.renderer.backend.decode, skip_special_tokens=False)
-    for role, part in parts(found.sample):
-        yield f"{role}:" if role else "", shorten(list(pieces(part, decode)), most)
+    for role, part in parts(sample.sample):
+        title = f"{role}:" if role else ""
+        yield title, shorten(list(pieces(part, decode)), most)
 
 
-def describe(inspection: "Inspection", reader: "Reader", plain: bool) -> Iterator[RenderableType]:
-    """Yield everything to print. If `plain`, brackets instead of colors mark tokens with loss."""
-    yield from red_lines(inspection.bad_rows)
+def describe(inspection: "Inspection", reader: "Reader", is_plain: bool) -> Iterator[RenderableType]:
+    """Yield everything to print. If `is_plain`, brackets instead of colors mark tokens with loss."""
+    yield from bad_row_lines(inspection.bad_rows)
     colors = dict(zip(reader.modalities, itertools.cycle(COLORS), strict=False))
-    legend = [("⟦loss⟧" if plain else "loss", LOSS), ("no loss", NO_LOSS)]
-    legend += [(f"[{name} x places]", f"reverse {color}") for name, color in colors.items()]
-    yield Text(" ").join(Text(*part) for part in legend)
-    for found in inspection.shown:
-        yield Text(f"\n{describe_sample(found)}", "bold")
-        for title, shown in all_pieces(found, reader, ON_TERMINAL):
+    legend = [Text("⟦loss⟧" if is_plain else "loss", LOSS), Text("no loss", NO_LOSS)]
+    for name, color in colors.items():
+        legend.append(Text(f"[{name} x placeholder tokens]", f"reverse {color}"))
+    yield Text(" ").join(legend)
+
+    for sample in inspection.shown:
+        yield Text(f"\n{describe_sample(sample)}", "bold")
+        for title, pieces in all_pieces(sample, reader, MAX_PIECES):
             if title:
                 yield Text(title, ROLE)
-            yield color_tokens(shown, colors, plain)
+            yield color_tokens(pieces, colors, is_plain)
+
     yield ""
-    grid = Table.grid(padding=(0, 2))
+    figures = Table.grid(padding=(0, 2))
     for name, (value, note) in facts(inspection).items():
-        grid.add_row(name, Text(value, "bold"), Text(note, "dim"))
-    yield grid
-    grid = Table(title="Lengths in tokens", title_justify="left", box=None, show_header=False)
-    for span, count, share in bars(inspection):
-        grid.add_row(Text(span, justify="right"), f"{count:,}", Text("█" * math.ceil(40 * share), "blue"))
-    yield grid
+        figures.add_row(name, Text(value, "bold"), Text(note, "dim"))
+    yield figures
+
+    lengths = Table(title="Lengths in tokens", title_justify="left", box=None, show_header=False)
+    for label, count, relative_length in bars(inspection):
+        bar = "█" * math.ceil(40 * relative_length)
+        lengths.add_row(Text(label, justify="right"), f"{count:,}", Text(bar, "blue"))
+    yield lengths
     for title, columns, rows in tables(inspection):
         table = Table(*columns, title=title, title_justify="left")
         for row in rows:
@@ -226,22 +254,27 @@ def describe(inspection: "Inspection", reader: "Reader", plain: bool) -> Iterato
         yield table
 
 
-def red_lines(bad_rows: Sequence[str]) -> Iterator[Text]:
-    for message in bad_rows[:LISTED]:
+def bad_row_lines(bad_rows: Sequence[str]) -> Iterator[Text]:
+    """Yield the first bad rows, in red, and the number of those that are not listed."""
+    for message in bad_rows[:MAX_BAD_ROWS]:
         yield Text.assemble(("bad row: ", "bold red"), (message, "red"))
-    if (more := len(bad_rows) - LISTED) > 0:
-        yield Text(f"and {more:,} more bad rows", "red")
+    num_hidden = len(bad_rows) - MAX_BAD_ROWS
+    if num_hidden > 0:
+        yield Text(f"and {num_hidden:,} more bad rows", "red")
 
 
-def color_tokens(shown: "Sequence[TokenText]", colors: dict[str, str], plain: bool) -> Text:
+def color_tokens(pieces: "Sequence[TokenText]", colors: dict[str, str], is_plain: bool) -> Text:
+    """Return the pieces of a sample as text, with a style for targets, other tokens and media."""
     text = Text()
-    for has_loss, group in itertools.groupby(shown, key=lambda piece: piece.has_loss):
-        text.append("⟦" if plain and has_loss else "")
+    for has_loss, group in itertools.groupby(pieces, key=lambda piece: piece.has_loss):
+        has_brackets = is_plain and has_loss
+        text.append("⟦" if has_brackets else "")
         for piece in group:
             style = LOSS if has_loss else NO_LOSS
             if piece.item is not None:
-                style = f"{'bold underline ' if has_loss else ''}reverse {colors[piece.item.media.modality]}"
+                emphasis = "bold underline " if has_loss else ""
+                style = f"{emphasis}reverse {colors[piece.item.media.modality]}"
             text.append(piece.text.replace("\n", "↵\n"), style)
-        text.append("⟧" if plain and has_loss else "")
+        text.append("⟧" if has_brackets else "")
     text.rstrip()
     return text

@@ -12,11 +12,14 @@ import time
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
 from omnizoo.config.versions import installed_versions
+
+if TYPE_CHECKING:
+    import torch
 
 KERNELS = {
     "triton": "the kernels that torch.compile generates on GPUs",
@@ -27,12 +30,13 @@ KERNELS = {
 }
 EXTRAS = {"media": "decoding of media files", "wandb": "logging to Weights & Biases (`log.wandb`)"}
 BACKENDS = ("gloo", "nccl", "xccl", "hccl")
-LEAST_SHARED_GB = 1
+MIN_SHARED_GB = 1
 SLOW_BF16 = 5  # ratio of fp32 to bf16 speed above which bf16 is probably emulated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    """Add the arguments of `omnizoo doctor`."""
+    parser.add_argument("--json", action="store_true", help="output as one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,8 +50,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
+    """Return facts about this machine, with lists of `warnings` and `problems`."""
     packages = _packages()
-    installed = installed_versions(KERNELS)
+    kernel_versions = installed_versions(KERNELS)
+    problems = []
+    for package in packages:
+        if not package["ok"]:
+            status = package["installed"] or "not installed"
+            requirement = f"{package['name']}{package['needed']}"
+            problems.append(f"{package['name']} is {status}; run: pip install '{requirement}'")
     facts: dict[str, Any] = {
         "omnizoo": version("omnizoo"),
         "python": platform.python_version(),
@@ -56,113 +67,143 @@ def examine() -> dict[str, Any]:
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "free_disk_gb": round(shutil.disk_usage(".").free / 2**30, 1),
         "packages": packages,
-        "kernels": {name: installed.get(name) if find_spec(name) else None for name in KERNELS},
-        "extras": {extra: all(p["ok"] for p in _packages(extra)) for extra in EXTRAS},
+        "kernels": {name: kernel_versions.get(name) if find_spec(name) else None for name in KERNELS},
+        "extras": {extra: _has_extra(extra) for extra in EXTRAS},
         "warnings": [],
-        "problems": [
-            f"{p['name']} is {p['installed'] or 'not installed'}; run: pip install '{p['name']}{p['needed']}'"
-            for p in packages
-            if not p["ok"]
-        ],
+        "problems": problems,
     }
     try:
         facts |= _compute(facts["warnings"])
     except (ImportError, OSError, RuntimeError) as error:
-        facts["problems"].append(f"torch does not work here: {error}")
+        facts["problems"].append(f"torch does not work: {error}")
     if not facts.get("backends", {}).get("gloo", True):
-        facts["problems"].append("this torch has no gloo backend, which every run needs; install another build of it")
+        facts["problems"].append("torch has no gloo backend, which every run needs; install a build of torch with gloo")
     return facts
 
 
 def _packages(extra: str = "") -> list[dict[str, Any]]:
     """Return the installed and required version of each dependency of OmniZoo, or of one of its extras."""
-    found = []
-    for needed in map(Requirement, requires("omnizoo") or []):
-        if (needed.marker is None) if not extra else (needed.marker and needed.marker.evaluate({"extra": extra})):
-            installed = installed_versions([needed.name]).get(needed.name)
-            ok = installed is not None and needed.specifier.contains(installed, prereleases=True)
-            found.append({"name": needed.name, "needed": str(needed.specifier), "installed": installed, "ok": ok})
-    return found
+    packages = []
+    for requirement in map(Requirement, requires("omnizoo") or []):
+        if not _belongs_to(requirement, extra):
+            continue
+        name = requirement.name
+        installed = installed_versions([name]).get(name)
+        is_ok = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+        packages.append({"name": name, "needed": str(requirement.specifier), "installed": installed, "ok": is_ok})
+    return packages
+
+
+def _belongs_to(requirement: Requirement, extra: str) -> bool:
+    """Whether a requirement is one of `extra`, or of OmniZoo without extras if `extra` is empty."""
+    if not extra:
+        return requirement.marker is None
+    return requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+
+
+def _has_extra(extra: str) -> bool:
+    """Whether all packages of an extra are installed."""
+    return all(package["ok"] for package in _packages(extra))
 
 
 def _cpu_name() -> str:
+    """Return the model name of the CPU, or the architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _compute(warnings: list[str]) -> dict[str, Any]:
-    """Return devices, collective backends and matmul speed."""
+    """Return devices, collective backends and matmul speed, and append to `warnings`."""
     import torch
 
     from omnizoo.ops.device import EXPANDABLE, allocator_settings, device_name, pick_device
 
-    def gflops(dtype: torch.dtype) -> float:
-        size = 512 if device.type == "cpu" else 4096
-        matrix = torch.ones(size, size, dtype=dtype, device=device)
-        seconds = []
-        for _ in range(4):  # the first iteration is a warm-up
-            start = time.perf_counter()
-            matrix @ matrix
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return round(2e-9 * size**3 / min(seconds), 1)
-
     device = pick_device(local_rank=0)
-    devices = [
-        torch.device(device.type, i) for i in range(torch.accelerator.device_count() if device.type != "cpu" else 0)
-    ]
-    fp32, bf16 = gflops(torch.float32), gflops(torch.bfloat16)
+    num_devices = torch.accelerator.device_count() if device.type != "cpu" else 0
+    devices = []
+    for i in range(num_devices):
+        memory = torch.accelerator.get_memory_info(torch.device(device.type, i))[1]
+        name = device_name(torch.device(device.type, i))
+        devices.append({"name": name, "memory_gb": round(memory / 2**30, 1)})
+
+    fp32 = _matmul_gflops(device, torch.float32)
+    bf16 = _matmul_gflops(device, torch.bfloat16)
     if fp32 > SLOW_BF16 * bf16:
         warnings.append(f"bf16 is {fp32 / bf16:.0f}x slower than fp32 on this device; train with train.precision: fp32")
     settings = allocator_settings()
     if devices and settings is not None and EXPANDABLE not in settings:
-        warnings.append(f"the allocator is set to {settings!r}; add {EXPANDABLE}, or packs of many lengths leave gaps")
-    if (shared := _shared_memory_gb()) is not None and shared < LEAST_SHARED_GB:
-        warnings.append(f"/dev/shm has {shared} GiB, through which loader workers (data.workers) hand over their packs")
+        warnings.append(
+            f"the allocator settings are {settings!r}; add {EXPANDABLE}, because packs of many lengths fragment memory"
+        )
+    shared = _shared_memory_gb()
+    if shared is not None and shared < MIN_SHARED_GB:
+        warnings.append(
+            f"/dev/shm has {shared} GiB; loader workers (data.workers) send packs through it, so enlarge it, or set "
+            "data.workers: 0"
+        )
     return {
         "device": device.type,
         # Defaults of a run on this machine.
         "defaults": {"precision": "bf16" if devices else "fp32", "tf32": bool(devices), "allocator": settings},
         "shared_memory_gb": shared,
-        "devices": [
-            {"name": device_name(d), "memory_gb": round(torch.accelerator.get_memory_info(d)[1] / 2**30, 1)}
-            for d in devices
-        ],
+        "devices": devices,
         "backends": {name: torch.distributed.is_backend_available(name) for name in BACKENDS},
         "gflops": {"fp32": fp32, "bf16": bf16},
     }
 
 
+def _matmul_gflops(device: "torch.device", dtype: "torch.dtype") -> float:
+    """Return the measured speed of a square matmul in GFLOP/s."""
+    import torch
+
+    size = 512 if device.type == "cpu" else 4096
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(4):  # the first iteration is a warm-up
+        start = time.perf_counter()
+        matrix @ matrix
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return round(2e-9 * size**3 / min(seconds), 1)
+
+
 def _shared_memory_gb() -> float | None:
-    there = Path("/dev/shm")
-    return round(shutil.disk_usage(there).total / 2**30, 1) if there.is_dir() else None
+    """Return the size of /dev/shm in GiB; None if it does not exist."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return None
+    return round(shutil.disk_usage(folder).total / 2**30, 1)
 
 
 def _print(facts: dict[str, Any]) -> None:
+    """Print facts as a table, then warnings and problems."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=f"omnizoo {facts['omnizoo']}", title_justify="left", show_header=False)
 
-    def row(what: str, found: str, note: str = "", style: str = "") -> None:
-        table.add_row(what, Text(found, style), Text(note, "dim"))
+    def row(name: str, value: str, note: str = "", style: str = "") -> None:
+        table.add_row(name, Text(value, style), Text(note, "dim"))
 
     row("python", facts["python"])
     row("cpu", facts["cpu"], f"{facts['cores']} cores for this process")
     row("memory", f"{facts['ram_gb']} GiB")
-    row("free disk here", f"{facts['free_disk_gb']} GiB")
+    row("free disk space", f"{facts['free_disk_gb']} GiB")
     if "device" in facts:
         for i, device in enumerate(facts["devices"]):
             row(f"{facts['device']} {i}", device["name"], f"{device['memory_gb']} GiB")
         row(
-            "trains on",
+            "training device",
             facts["device"],
-            "" if facts["devices"] else "no accelerator with a collective backend was found",
+            "" if facts["devices"] else "no accelerator with a collective backend",
         )
-        row("precision", facts["defaults"]["precision"], "unless train.precision says otherwise")
+        row("precision", facts["defaults"]["precision"], "default of train.precision")
         row("backends", ", ".join(name for name, available in facts["backends"].items() if available))
         row("matmul", f"{facts['gflops']['fp32']} GFLOP/s in fp32", f"{facts['gflops']['bf16']} GFLOP/s in bf16")
     table.add_section()
@@ -170,16 +211,14 @@ def _print(facts: dict[str, Any]) -> None:
         style = "green" if package["ok"] else "bold red"
         row(package["name"], package["installed"] or "missing", f"needs {package['needed']}", style)
     table.add_section()
-    for kernel, found in facts["kernels"].items():
-        row(kernel, found or "missing", f"optional: {KERNELS[kernel]}", "green" if found else "yellow")
-    for extra, found in facts["extras"].items():
-        install = "" if found else f"; pip install 'omnizoo[{extra}]'"
-        row(
-            f"extra: {extra}",
-            "installed" if found else "missing",
-            EXTRAS[extra] + install,
-            "green" if found else "yellow",
-        )
+    for kernel, kernel_version in facts["kernels"].items():
+        style = "green" if kernel_version else "yellow"
+        row(kernel, kernel_version or "missing", f"optional: {KERNELS[kernel]}", style)
+    for extra, is_installed in facts["extras"].items():
+        if is_installed:
+            row(f"extra: {extra}", "installed", EXTRAS[extra], "green")
+        else:
+            row(f"extra: {extra}", "missing", f"{EXTRAS[extra]}; pip install 'omnizoo[{extra}]'", "yellow")
 
     console = Console()
     if not console.is_terminal:
@@ -190,4 +229,4 @@ def _print(facts: dict[str, Any]) -> None:
     for problem in facts["problems"]:
         console.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
     if not facts["problems"]:
-        console.print("training can run here", style="green")
+        console.print("training can run on this machine", style="green")

@@ -15,16 +15,11 @@ from omnizoo.launch.rank_failure import report_failure
 from omnizoo.parallel.layout import plan_layout
 from omnizoo.parallel.rendezvous import place_in_world
 
-PLUGIN_KEYS = (
-    "kind",
-    "module",
-    "recipe",
-    "rows",
-    "schedule",
-)  # keys that may name a plugin, in any section
+PLUGIN_KEYS = ("kind", "module", "recipe", "rows", "schedule")  # keys that may name a plugin, in any section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `omnizoo eval`."""
     parser.add_argument("config", metavar="CONFIG|RUN", type=path_argument, help="YAML file or run folder")
     parser.add_argument(
         "--checkpoint",
@@ -32,11 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=path_argument,
         help="checkpoint or run folder (default: the newest checkpoint of the run; without one, the initial weights)",
     )
-    parser.add_argument("--best", action="store_true", help="best checkpoint of the run (checkpoint.best)")
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="evaluation of the best checkpoint of the run (`checkpoint.best`) instead of the newest",
+    )
     parser.add_argument(
         "--out", metavar="DIR", type=path_argument, help="output folder (default: eval/step_N in the run folder)"
     )
-    parser.add_argument("--nproc", metavar="N", type=int, help="processes to start on this machine")
+    parser.add_argument("--nproc", metavar="N", type=int, help="number of ranks to start on this machine (default: 1)")
     allow_code(parser)
 
 
@@ -46,16 +45,16 @@ def run(args: argparse.Namespace) -> int:
     is_run = target.is_dir()
     path = target / "config.yaml" if is_run else target
     if is_run and not path.is_file():
-        raise UserError(f"{target} is not the folder of a run: it has no config.yaml; give that, or a config")
+        raise UserError(f"{target}: config.yaml not found. Pass a run folder, or a YAML file.")
     if args.checkpoint is not None and args.best:
-        raise UserError("give one of --checkpoint DIR and --best")
+        raise UserError("--best: --checkpoint is also set. Remove one of them.")
     place = place_in_world()
     config = load_config(str(path), args.overrides)
     if is_run:
         config = only_allowed(config, args)
-    started = place[1] if place else None
-    check_nproc(args.nproc, started)
-    world = started or args.nproc or 1
+    started_ranks = place[1] if place else None
+    check_nproc(args.nproc, started_ranks)
+    world = started_ranks or args.nproc or 1
     plan_layout(config.parallel, world)
     if place is None and world > 1:
         return launch(["eval", str(target), *args.overrides, *rank_flags(args)], world)
@@ -91,13 +90,16 @@ def only_allowed(config: Config, args: argparse.Namespace) -> Config:
         module = name.partition(":")[0]
         if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in args.allow_code):
             raise UserError(
-                f"{file} names code of its own ({name}); if you trust it, allow it: --allow-code {module}; "
-                "or give the config that is yours in place of the folder"
+                f"{file}: the plugin {name} is not allowed. If you trust it, add --allow-code {module}, or pass your "
+                "config instead of the run folder."
             )
     if config.model.trust_remote_code and not args.trust_remote_code:
-        raise UserError(f"{file} wants to run code of the model's folder; allow it: --trust-remote-code")
-    model = {"allow_code": args.allow_code, "trust_remote_code": args.trust_remote_code}
-    return config.changed(model=model)
+        raise UserError(
+            f"{file}: model.trust_remote_code is set. If you trust the code in the model folder, add "
+            "--trust-remote-code."
+        )
+    permissions = {"allow_code": args.allow_code, "trust_remote_code": args.trust_remote_code}
+    return config.changed(model=permissions)
 
 
 def named_code(value: Any, key: str = "") -> Iterator[str]:

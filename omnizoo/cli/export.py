@@ -6,20 +6,34 @@ from omnizoo.cli.parser import allow_code, path_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `omnizoo export`."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path_argument, help="checkpoint or run folder")
-    parser.add_argument("out", metavar="OUT_DIR", type=path_argument, help="new folder, for `from_pretrained` to load")
-    parser.add_argument("--ema", action="store_true", help="moving average of the weights (optimizer.ema)")
-    parser.add_argument("--best", action="store_true", help="best checkpoint of a run folder (checkpoint.best)")
-    parser.add_argument("--merge", action="store_true", help="full model with the run's adapter merged into it")
+    parser.add_argument(
+        "out", metavar="OUT_DIR", type=path_argument, help="new folder to write, which `from_pretrained` can load"
+    )
+    parser.add_argument(
+        "--ema", action="store_true", help="export of the moving average of the weights (`optimizer.ema`)"
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="export of the best checkpoint of a run folder (`checkpoint.best`) instead of the newest",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="export of the full model, with the adapter of the run merged into the base model",
+    )
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="precision of the weights (default: that of the model it was trained from, or of the run)",
+        help="dtype of the exported weights (default: that of the initial model, or of the run)",
     )
     allow_code(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Export the checkpoint and return 0."""
     import torch
 
     from omnizoo.checkpoint.export import export

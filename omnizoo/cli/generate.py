@@ -20,47 +20,56 @@ if TYPE_CHECKING:
     from omnizoo.generation.chat_model import ChatModel
     from omnizoo.generation.generate import GeneratedPiece
 
-SHOWN = 72  # characters of a prompt printed before its response, if there are several prompts
+MAX_PROMPT_LENGTH = 72  # characters of a prompt printed before its response, if there are several prompts
 UNFINISHED = "\ufffd"  # ends a text whose last character is incomplete
 # Control characters that a model generates are removed: they could control the terminal.
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `omnizoo generate`."""
     parser.add_argument(
         "model",
         metavar="MODEL_DIR",
         type=path_argument,
-        help="Hugging Face folder, as `export` writes it; or a run or checkpoint, which is exported temporarily",
+        help="Hugging Face folder, such as an export; or a run or checkpoint, which is exported temporarily",
     )
     parser.add_argument(
         "--messages",
         metavar="FILE",
         type=path_argument,
-        help="JSON: a list of messages, media included; JSONL: rows with `messages`",
+        help="JSON file with a list of messages, or JSONL file of rows with `messages`, both with media",
     )
     parser.add_argument(
-        "--prompt", metavar="TEXT", action="append", default=[], help="message of the user; may be repeated"
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="message of the user, instead of --messages; may be repeated",
     )
     parser.add_argument(
         "--out",
         metavar="DIR|FILE.jsonl",
         type=path_argument,
         default=Path("generated"),
-        help="folder for generated media (default: generated); or JSONL file for all responses, with media next to it",
+        help="folder for generated media, or JSONL file for all responses, with media next to it (default: generated)",
     )
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, default=256, help="maximum number of generated tokens (default: 256)"
     )
     parser.add_argument(
-        "--temperature", metavar="T", type=float, default=1.0, help="sampling temperature; 0: greedy (default: 1.0)"
+        "--temperature",
+        metavar="T",
+        type=float,
+        default=1.0,
+        help="sampling temperature; 0: greedy decoding (default: 1.0)",
     )
     parser.add_argument(
         "--top-k",
         metavar="K",
         type=int,
         default=0,
-        help="number of likeliest tokens to sample from; 0: all (default)",
+        help="number of most probable tokens to sample from; 0: all tokens (default: 0)",
     )
     parser.add_argument(
         "--top-p",
@@ -70,34 +79,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nucleus sampling: cumulative probability to sample from (default: 1.0)",
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
-    parser.add_argument("--speaker", metavar="NAME", help="voice of a model that speaks")
-    parser.add_argument("--no-speech", action="store_true", help="text only, for models that speak")
+    parser.add_argument("--speaker", metavar="NAME", help="voice for generated speech (default: that of the model)")
+    parser.add_argument(
+        "--no-speech", action="store_true", help="generation of text only, for models that also generate speech"
+    )
     allow_code(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Generate a response to each prompt, and return 0."""
     check_arguments(args)
     rows = list(args.prompt) if args.messages is None else read_messages(args.messages)
     with ExitStack() as stack:
         from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()  # it would be printed between the responses
+        transformers_logging.disable_progress_bar()  # it is printed between the responses otherwise
         folder = as_folder(args, stack)
         from omnizoo.generation.chat_model import load_chat_model
         from omnizoo.ops.device import pick_device
 
-        writer = load_chat_model(
+        model = load_chat_model(
             folder, pick_device(0), allow_code=args.allow_code, trust_remote_code=args.trust_remote_code
         )
-        check_speech(args, writer)
-        if writer.media.speaker_format is not None and args.speaker is not None:
+        check_speech(args, model)
+        if model.media.speaker_format is not None and args.speaker is not None:
             rows = [{"messages": [{"role": args.speaker, "content": prompt}]} for prompt in args.prompt]
         responses: TextIO | None = None
         if args.out.suffix == ".jsonl":
             args.out.parent.mkdir(parents=True, exist_ok=True)
             responses = stack.enter_context(args.out.open("w", encoding="utf-8"))
         for number, row in enumerate(rows):
-            record = respond(writer, row, number, len(rows), args)
+            record = respond(model, row, number, len(rows), args)
             if responses is not None:
                 responses.write(json.dumps(record, ensure_ascii=False) + "\n")
                 responses.flush()
@@ -105,72 +117,86 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `UserError` for values that argparse does not check."""
     if (args.messages is None) == (not args.prompt):
-        raise UserError("give one of --messages FILE and --prompt TEXT")
-    if (
-        not 0 <= args.temperature < math.inf
-        or not 0 < args.top_p <= 1
-        or args.top_k < 0
-        or args.max_tokens < 1
-        or not 0 <= args.seed < 2**63
-    ):
-        raise UserError(
-            "--temperature is at least 0, --top-p in (0, 1], --top-k at least 0, --max-tokens at least 1, "
-            "--seed 0 to 2^63 - 1"
-        )
+        raise UserError("--prompt: set one of --messages FILE and --prompt TEXT.")
+    if not 0 <= args.temperature < math.inf:
+        raise UserError(f"--temperature: {args.temperature}; expected a number >= 0")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p: {args.top_p}; expected a number > 0, <= 1")
+    if args.top_k < 0:
+        raise UserError(f"--top-k: {args.top_k}; expected an integer >= 0")
+    if args.max_tokens < 1:
+        raise UserError(f"--max-tokens: {args.max_tokens}; expected an integer >= 1")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed: {args.seed}; expected an integer from 0 to 2^63 - 1")
+    check_out(args)
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Raise `UserError` if `--out` is neither a folder nor a JSONL file."""
     is_file = args.out.suffix == ".jsonl"
     if is_file and args.out.is_dir():
-        raise UserError(f"--out {args.out} is a folder; expected a JSONL file")
+        raise UserError(f"--out: {args.out} is a folder; expected a JSONL file")
     if not is_file and args.out.exists() and not args.out.is_dir():
         raise UserError(
-            f"--out {args.out} is not a folder; expected one for what the model produces, or a name that ends in .jsonl"
+            f"--out: {args.out} is not a folder; expected a folder for generated media, or a name that ends in .jsonl"
         )
 
 
-def check_speech(args: argparse.Namespace, writer: "ChatModel") -> None:
+def check_speech(args: argparse.Namespace, model: "ChatModel") -> None:
     """Raise `UserError` if `--speaker` or `--no-speech` does not apply to this model."""
-    turns = writer.media.speaker_format
+    speaker_format = model.media.speaker_format
+    can_speak = bool(model.media.modules_of("follower")) or speaker_format is not None
     if args.speaker is not None and args.no_speech:
-        raise UserError(f"--speaker {args.speaker}: --no-speech says that nothing is said; leave it out")
-    if args.speaker is not None and not (writer.media.modules_of("follower") or turns):
-        raise UserError(f"--speaker {args.speaker}: the model of {args.model} does not speak; leave it out")
-    if turns is not None and args.no_speech:
-        raise UserError(f"--no-speech: the model of {args.model} does nothing but speak; leave it out")
-    if turns is not None and args.speaker is not None and args.messages is not None:
-        raise UserError(f"--speaker {args.speaker}: the messages name who speaks (`role`); leave it out")
+        raise UserError(f"--speaker: {args.speaker}, but --no-speech is also set. Remove one of them.")
+    if args.speaker is not None and not can_speak:
+        raise UserError(f"--speaker: {args.speaker}, but {args.model} does not generate speech. Remove --speaker.")
+    if speaker_format is not None and args.no_speech:
+        raise UserError(f"--no-speech: {args.model} generates only speech. Remove --no-speech.")
+    if speaker_format is not None and args.speaker is not None and args.messages is not None:
+        raise UserError(f"--speaker: {args.speaker}, but the `role` of each message is its speaker. Remove --speaker.")
 
 
-def respond(writer: "ChatModel", row: Any, number: int, num_rows: int, args: argparse.Namespace) -> dict[str, Any]:
+def respond(model: "ChatModel", row: Any, number: int, num_rows: int, args: argparse.Namespace) -> dict[str, Any]:
     """Print the response to row `number` of `num_rows`, and return its record for the JSONL file."""
     import torch
 
     from omnizoo.modalities.sampling import Sampling
 
-    is_alone = num_rows == 1
-    prompt, shown, expected = read_prompt(writer, row, "the prompt" if is_alone else row_name(number, args), args)
-    if not is_alone:
-        line = " ".join(shown.split())
-        ellipsis = "..." if len(line) > SHOWN else ""
-        print(f"--- {line[:SHOWN]}{ellipsis}".translate(CONTROL))
-    generator = torch.Generator(writer.model.device).manual_seed(args.seed)
+    is_only_prompt = num_rows == 1
+    name = "the prompt" if is_only_prompt else row_name(number, args)
+    prompt, prompt_text, expected = read_prompt(model, row, name, args)
+    if not is_only_prompt:
+        line = " ".join(prompt_text.split())
+        ellipsis = "..." if len(line) > MAX_PROMPT_LENGTH else ""
+        print(f"--- {line[:MAX_PROMPT_LENGTH]}{ellipsis}".translate(CONTROL))
+
+    generator = torch.Generator(model.model.device).manual_seed(args.seed)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, generator)
     media_folder = args.out.with_suffix("") if args.out.suffix == ".jsonl" else args.out
-    terminal = Terminal(writer, media_folder if is_alone else media_folder / str(number))
+    if not is_only_prompt:
+        media_folder /= str(number)
+    terminal = Terminal(model, media_folder)
     follower_options = None if args.no_speech else {"speaker": args.speaker}
-    pieces = writer.answer(prompt, sampling, args.max_tokens, terminal.show, follower_options)
+    pieces = model.answer(prompt, sampling, args.max_tokens, terminal.show, follower_options)
     terminal.end()
-    record = {"prompt": shown, "answer": writer.text(pieces)}
+
+    record = {"prompt": prompt_text, "answer": model.text(pieces)}
     if expected is not None:
         record["expected"] = expected
     return record | {"items": terminal.files}
 
 
 def row_name(number: int, args: argparse.Namespace) -> str:
-    return f"--messages {args.messages}: row {number + 1}" if args.messages else f"--prompt {number + 1}"
+    """Return the name of a prompt in messages, counted from 1."""
+    if args.messages:
+        return f"--messages {args.messages}: row {number + 1}"
+    return f"--prompt {number + 1}"
 
 
 def read_prompt(
-    writer: "ChatModel", row: Any, name: str, args: argparse.Namespace
+    model: "ChatModel", row: Any, name: str, args: argparse.Namespace
 ) -> tuple["RenderedRow", str, str | None]:
     """Return the rendered prompt, its text, and the expected response of the row, if it has one."""
     from omnizoo.data.rendering.template_limits import memory_limits
@@ -181,9 +207,9 @@ def read_prompt(
     try:
         with memory_limits():
             if isinstance(row, str):
-                return writer.renderer.prompt(row), row, None
+                return model.renderer.prompt(row), row, None
             media = MediaFolder(args.messages.parent if args.messages else Path(), None)
-            question = writer.renderer.question(row, media.find)
+            question = model.renderer.question(row, media.find)
     except (BadRow, BadMedia) as reason:
         raise UserError(f"{name} cannot be used: {reason}") from None
     return question.prompt, question.shown, question.expected
@@ -192,38 +218,50 @@ def read_prompt(
 class Terminal:
     """Printer of pieces during generation: new characters of text, and file names of media."""
 
-    def __init__(self, writer: "ChatModel", items: Path) -> None:
-        self.writer, self.items = writer, items
+    def __init__(self, model: "ChatModel", media_folder: Path) -> None:
+        """Create a printer.
+
+        Args:
+            model: Decodes text and saves media.
+            media_folder: Folder for generated media.
+        """
+        self.model = model
+        self.media_folder = media_folder
         self.piece: GeneratedPiece | None = None
         self.text = ""  # text of the current piece that is already printed
         self.count = 0  # number of pieces
         self.files: list[str] = []
 
     def show(self, piece: "GeneratedPiece") -> None:
+        """Print the new part of a text, or save a media item and print its file name."""
         if piece is not self.piece:
             self.end()
-            self.piece, self.text = piece, ""
+            self.piece = piece
+            self.text = ""
             self.count += 1
         if piece.modality == "text":
-            text = self.writer.decode(piece)
+            text = self.model.decode(piece)
             if not text.endswith(UNFINISHED):
                 self._print(text)
             return
-        self.files.append(self.writer.save(piece, self.items / str(self.count - 1)))
-        self._print(f"[{piece.modality}: {self.files[-1]}]")
+        file = self.model.save(piece, self.media_folder / str(self.count - 1))
+        self.files.append(file)
+        self._print(f"[{piece.modality}: {file}]")
 
     def end(self) -> None:
         """Finish the current piece."""
         if self.piece is None:
             return
         if self.piece.modality == "text":
-            self._print(self.writer.decode(self.piece))
+            self._print(self.model.decode(self.piece))
         sys.stdout.write("\n")
         sys.stdout.flush()
         self.piece = None
 
     def _print(self, text: str) -> None:
-        sys.stdout.write(text[len(self.text) :].translate(CONTROL))
+        """Print the characters of `text` that were not printed before."""
+        new_text = text[len(self.text) :]
+        sys.stdout.write(new_text.translate(CONTROL))
         sys.stdout.flush()
         self.text = text
 
@@ -236,39 +274,44 @@ def as_folder(args: argparse.Namespace, stack: ExitStack) -> Path:
     if not path.is_dir() or (path / "config.json").is_file():
         return path
     if not is_checkpoint(path) and not any(checkpoints_in(path).glob("step_*")):
-        raise UserError(f"{path} is neither a Hugging Face folder (config.json) nor a run or a checkpoint (step_...)")
+        raise UserError(
+            f"{path}: neither config.json nor a checkpoint found. Pass a Hugging Face folder, a run "
+            "folder or a checkpoint."
+        )
     from omnizoo.checkpoint.export import export, has_adapter
     from omnizoo.checkpoint.merge_adapter import base_weights
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnizoo-"))) / "model"
     base = base_weights if has_adapter(path) else None
     exported = export(path, folder, allow_code=args.allow_code, trust_remote_code=args.trust_remote_code, base=base)
-    merged = ", its adapter merged," if base else ""
-    print(f"{exported.checkpoint}{merged} is exported to a temporary folder for this", file=sys.stderr)
+    merged = ", with its adapter merged," if base else ""
+    print(f"{exported.checkpoint}{merged} is exported to a temporary folder", file=sys.stderr)
     return folder
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:
     """Read rows from a JSON list of messages, an object with `messages`, or a JSONL file of such rows."""
-    wanted = "a list of messages was expected, or an object with `messages`; in JSONL, one on each line"
+    expected = "expected a list of messages, or an object with `messages`; in JSONL, one per line"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"--messages {path}: cannot be read: {error}") from None
+        raise UserError(f"--messages {path}: cannot read the file: {error}") from None
     lines = [text]
     if path.suffix == ".jsonl":
         lines = [line for line in text.split("\n") if line.strip()]
+
     rows = []
     for number, line in enumerate(lines, start=1):
-        where = f"--messages {path}" + (f" line {number}" if len(lines) > 1 else "")
+        line_suffix = f" line {number}" if len(lines) > 1 else ""
+        origin = f"--messages {path}{line_suffix}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: cannot be read as JSON: {error}") from None
+            raise UserError(f"{origin}: not valid JSON: {error}") from None
         row = {"messages": value} if isinstance(value, list) else value
         if not isinstance(row, dict):
-            raise UserError(f"{where}: {wanted}")
+            raise UserError(f"{origin}: {expected}")
         rows.append(row)
     if not rows:
-        raise UserError(f"--messages {path} is empty: {wanted}")
+        raise UserError(f"--messages {path}: the file is empty; {expected}")
     return rows

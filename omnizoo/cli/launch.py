@@ -13,30 +13,33 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
-MOST = 100_000  # maximum number of nodes, and of processes per node
+MAX_COUNT = 100_000  # maximum number of nodes, of ranks per node, and of cores per rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG")
+    """Add the arguments of `omnizoo launch`."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--slurm", dest="kind", action="store_const", const="slurm", help="file for sbatch")
+    kind.add_argument("--slurm", dest="kind", action="store_const", const="slurm", help="job file for `sbatch`")
     kind.add_argument(
-        "--kubernetes", dest="kind", action="store_const", const="kubernetes", help="file for kubectl apply"
+        "--kubernetes", dest="kind", action="store_const", const="kubernetes", help="job file for `kubectl apply`"
     )
     parser.add_argument("--nodes", metavar="N", type=int, default=1, help="number of machines (default: 1)")
     parser.add_argument(
-        "--nproc", metavar="N", type=int, default=8, help="processes per machine, one for each GPU (default: 8)"
+        "--nproc", metavar="N", type=int, default=8, help="number of ranks per machine, one for each GPU (default: 8)"
     )
-    parser.add_argument("--cpus", metavar="N", type=int, default=8, help="CPU cores per process (default: 8)")
-    parser.add_argument("--no-gpus", dest="gpus", action="store_false", help="machines without accelerators")
-    parser.add_argument("--time", metavar="H:M:S", default="24:00:00", help="Slurm: time limit (default: 24:00:00)")
-    parser.add_argument("--partition", metavar="NAME", help="Slurm: partition")
-    parser.add_argument("--account", metavar="NAME", help="Slurm: account")
+    parser.add_argument("--cpus", metavar="N", type=int, default=8, help="number of CPU cores per rank (default: 8)")
+    parser.add_argument("--no-gpus", dest="gpus", action="store_false", help="job for machines without accelerators")
+    parser.add_argument(
+        "--time", metavar="H:M:S", default="24:00:00", help="time limit of a Slurm job (default: 24:00:00)"
+    )
+    parser.add_argument("--partition", metavar="NAME", help="Slurm partition (default: that of the cluster)")
+    parser.add_argument("--account", metavar="NAME", help="Slurm account (default: that of the user)")
     parser.add_argument(
         "--image",
         metavar="NAME",
         default="REGISTRY/omnizoo:latest",
-        help="Kubernetes: name of a container that has omnizoo",
+        help="container image with omnizoo for Kubernetes (default: REGISTRY/omnizoo:latest)",
     )
 
 
@@ -53,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `UserError` for values that argparse does not check."""
     for flag in ("nodes", "nproc", "cpus"):
         value = getattr(args, flag)
-        if not 1 <= value <= MOST:
-            raise UserError(f"--{flag} is {value}; expected a number from 1 to {MOST}")
+        if not 1 <= value <= MAX_COUNT:
+            raise UserError(f"--{flag}: {value}; expected a number from 1 to {MAX_COUNT}")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", args.time):
-        raise UserError(f"--time is {args.time!r}; expected hours:minutes:seconds, or days-hours:minutes:seconds")
+        raise UserError(f"--time: {args.time!r}; expected hours:minutes:seconds, or days-hours:minutes:seconds")
     for flag, text in (("--partition", args.partition), ("--account", args.account), ("--image", args.image)):
         if text is not None and not re.fullmatch(r"[\w.:/@,+-]+", text):
-            raise UserError(f"{flag} is {text!r}; expected a name without spaces")
+            raise UserError(f"{flag}: {text!r}; expected a name without spaces")

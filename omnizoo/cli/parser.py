@@ -5,7 +5,7 @@ It imports torch and transformers inside `run`, so that `omnizoo --help` and con
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from omnizoo.config.errors import UserError
 
-LONGEST_PATH = 4096
+MAX_PATH_LENGTH = 4096  # characters
 COMMANDS = {
     "train": "Train a model as a YAML config describes",
     "eval": "Compute losses, metrics and responses on held-out data",
@@ -35,8 +35,37 @@ TAKE_OVERRIDES = ("train", "eval", "plan", "verify", "data", "launch")  # comman
 class Parser(argparse.ArgumentParser):
     """Parser that raises `UserError` instead of exiting."""
 
+    commands: dict[str, "Parser"]  # subparser of each command; only set on the parser of `omnizoo`
+
     def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with a reference to the help of the command."""
         raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser(commands: Iterable[str] = tuple(COMMANDS)) -> Parser:
+    """Build the parser of `omnizoo`, without parsing a command line.
+
+    Args:
+        commands: Commands that get their arguments, which imports their modules. Other commands have a summary only.
+
+    Returns:
+        The parser. Its `commands` are the subparsers by name of the command.
+    """
+    parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
+    parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+    parser.commands = {}
+    for name, summary in COMMANDS.items():
+        # `train` adds a help option that lists every config key.
+        parser.commands[name] = subparsers.add_parser(
+            name, help=summary, description=f"{summary}.", add_help=name != "train", allow_abbrev=False
+        )
+
+    for name in commands:
+        module = import_module(f"omnizoo.cli.{name}")
+        module.add_arguments(parser.commands[name])
+        parser.commands[name].set_defaults(run=module.run)
+    return parser
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -45,27 +74,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Returns:
         The arguments. `run` is the function to call, and `overrides` the list of `--section.key` flags.
     """
-    parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
-    parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
-    for name, summary in COMMANDS.items():
-        # `train` has its own help action, which lists every config key.
-        commands.add_parser(name, help=summary, add_help=name != "train", allow_abbrev=False)
-
     command = argv[0] if argv else ""
-    if command in COMMANDS:
-        module = import_module(f"omnizoo.cli.{command}")
-        module.add_arguments(commands.choices[command])
-        parser.set_defaults(run=module.run)
-    elif command and not command.startswith("-"):
-        close = get_close_matches(command, COMMANDS, n=1) or list(COMMANDS)
-        raise UserError(f"unknown command {command!r}; did you mean {' or '.join(close)}?")
+    is_known = command in COMMANDS
+    if command and not is_known and not command.startswith("-"):
+        candidates = get_close_matches(command, COMMANDS, n=1) or list(COMMANDS)
+        raise UserError(f"unknown command {command!r}; did you mean {' or '.join(candidates)}?")
+    parser = build_parser([command] if is_known else [])
 
     # Overrides are removed first: argparse cannot tell the value of an unknown flag from a positional argument.
-    overrides, rest = split_overrides(argv) if command in TAKE_OVERRIDES else ([], argv)
-    args, unknown = parser.parse_known_args(rest, argparse.Namespace(overrides=overrides))
+    overrides: list[str] = []
+    other_args = argv
+    if command in TAKE_OVERRIDES:
+        overrides, other_args = split_overrides(argv)
+    args, unknown = parser.parse_known_args(other_args, argparse.Namespace(overrides=overrides))
     if unknown:
-        hint = suggest(unknown[0], commands.choices.get(command, parser))
+        hint = suggest(unknown[0], parser.commands.get(command, parser))
         raise UserError(f"unknown argument {unknown[0]!r}; {hint}")
     if not hasattr(args, "run"):
         parser.error(f"expected a command: {', '.join(COMMANDS)}")
@@ -74,7 +97,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def path_argument(text: str) -> Path:
     """Return `text` as a path that system calls accept. argparse adds the name of the argument to errors."""
-    if not text or "\0" in text or len(text) > LONGEST_PATH:
+    if not text or "\0" in text or len(text) > MAX_PATH_LENGTH:
         raise argparse.ArgumentTypeError("expected the name of a file or folder")
     return Path(text)
 
@@ -86,25 +109,29 @@ def allow_code(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         action="append",
         default=[],
-        help="Python module, with its submodules, that the folder may name for encoders and decoders; may be repeated",
+        help="Python module, with its submodules, that the folder may import encoders and decoders from; may be "
+        "repeated (default: none)",
     )
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that ships inside the model folder"
+        "--trust-remote-code", action="store_true", help="permission to run Python code in the model folder"
     )
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the `--section.key` flags with their values, and all other arguments."""
     overrides: list[str] = []
-    rest: list[str] = []
+    other_args: list[str] = []
     takes_value = False
     for arg in argv:
         flag, equals, _ = arg.partition("=")
         is_override = flag.startswith("--") and "." in flag
         is_value = takes_value and not arg.startswith("--")
-        (overrides if is_override or is_value else rest).append(arg)
+        if is_override or is_value:
+            overrides.append(arg)
+        else:
+            other_args.append(arg)
         takes_value = is_override and not equals
-    return overrides, rest
+    return overrides, other_args
 
 
 def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
@@ -115,9 +142,16 @@ def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
         from omnizoo.config import reference
         from omnizoo.config.foreign_keys import our_key
 
-        if (hint := our_key(flag.removeprefix("--"))) is not None:
+        hint = our_key(flag.removeprefix("--"))
+        if hint is not None:
             return hint
         keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))
-        flags |= {f"--{key.rpartition('.')[2]}": f"--{key}" for key in reversed(keys)}
-    close = get_close_matches(flag.replace("-", "_").replace("__", "--", 1), flags, n=1)
-    return f"did you mean {flags[close[0]]}?" if close else f"see `{parser.prog} --help`"
+        for key in reversed(keys):  # the key with the fewest levels replaces the others
+            last_part = key.rpartition(".")[2]
+            flags[f"--{last_part}"] = f"--{key}"
+
+    normalized = flag.replace("-", "_").replace("__", "--", 1)
+    similar = get_close_matches(normalized, flags, n=1)
+    if similar:
+        return f"did you mean {flags[similar[0]]}?"
+    return f"see `{parser.prog} --help`"

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import warnings
 from collections import Counter
@@ -25,24 +26,25 @@ if TYPE_CHECKING:
     from omnizoo.planning.dry_run import Place, Result
     from omnizoo.planning.op_counter import Kernel
 
-MOST_RANKS = 2**16
+MAX_RANKS = 2**16
 GIB = 2**30
 PARTS_OF_A_STEP = {
     "matmuls": "matmuls",
     "attention": "attention",
     "memory": "other operators, by bytes of memory",
-    "weights": "weights and gradients on their way",
-    "exchanges": "exchanges of tokens and keys that are waited for",
+    "weights": "collectives of weights and gradients",
+    "exchanges": "collectives of tokens and keys that do not overlap",
     "host": "waiting for the host",
 }
-SHOWN = 8  # maximum number of modules listed by activation memory or FLOPs
+MAX_MODULES = 8  # maximum number of modules listed by activation memory or FLOPs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--world", metavar="N", type=int, default=8, help="number of ranks to plan for (default: 8)")
+    """Add the arguments of `omnizoo plan`."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("--world", metavar="N", type=int, default=8, help="world size to plan for (default: 8)")
     parser.add_argument(
-        "--device", default="h100", help="a100, h100, h200, b200, mi300x, or a YAML file (default: h100)"
+        "--device", default="h100", help="device: a100, h100, h200, b200, mi300x, or a YAML file (default: h100)"
     )
     parser.add_argument("--rank", metavar="R", type=int, default=0, help="rank to simulate (default: 0)")
     parser.add_argument(
@@ -50,11 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         type=float,
         default=1.0,
-        help="tokens at this rank's experts, divided by the mean over ranks (default: 1)",
+        help="tokens that the experts of the rank receive / mean over all ranks (default: 1)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--json", action="store_true", help="output as one JSON object instead of tables")
     parser.add_argument(
-        "--html", metavar="OUT", type=path_argument, help="HTML file for a page with the memory during the step"
+        "--html",
+        metavar="OUT",
+        type=path_argument,
+        help="HTML file for a page with the memory over the step (default: none)",
     )
 
 
@@ -76,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     fits = result.peak.bytes <= room(place)
     advice: list[Advice] = []
     if not fits:
-        with progress.status("it does not fit: trying what helps") as status:
+        with progress.status("the step does not fit: testing changes of the config") as status:
             advice = advise(config, place, result, status.update)
 
     plan = as_object(result, place, fits, advice)
@@ -92,13 +97,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `UserError` for values that argparse does not check."""
     world = args.world
-    if not 1 <= world <= MOST_RANKS:
-        raise UserError(f"--world is {world}; expected 1 to {MOST_RANKS} ranks")
+    if not 1 <= world <= MAX_RANKS:
+        raise UserError(f"--world: {world}; expected 1 to {MAX_RANKS} ranks")
     if not 0 <= args.rank < world:
-        raise UserError(f"--rank is {args.rank}; expected 0 to {world - 1}, of a world of {world}")
+        raise UserError(f"--rank: {args.rank}; expected 0 to {world - 1} (--world is {world})")
     if not 0 < args.imbalance <= world:
-        raise UserError(f"--imbalance is {args.imbalance:g}; expected a number above 0 and up to the {world} ranks")
+        raise UserError(f"--imbalance: {args.imbalance:g}; expected a number > 0, <= {world} (--world)")
 
 
 def quiet() -> None:
@@ -121,32 +127,12 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
         "margin": MARGIN,
         "memory": {part.replace(" ", "_"): size / GIB for part, size in peak.parts.items()},
         "activations": {module: size / GIB for module, size in peak.activations.items()},
-        "collectives": [
-            {
-                "op": each.op,
-                "axis": each.axis,
-                "bytes": size,
-                "count": count,
-                "inside_node": each.inside_node,
-                "host": each.host,
-            }
-            for each, (count, size) in sorted(result.collectives.items(), key=lambda pair: -pair[1][1])
-        ],
-        "host_syncs": [
-            {"where": sync.where, "kind": sync.kind, "operator": sync.detail, "count": count}
-            for sync, count in sorted(result.syncs.items(), key=lambda pair: (-pair[1], pair[0].where))
-        ],
+        "collectives": collective_objects(result),
+        "host_syncs": host_sync_objects(result),
         "flops_per_step": result.flops,
         "expected": expected_object(result, place),
-        "kernels": [
-            {"kernel": kernel.name, "dtype": kernel.dtype, "calls": calls, "flops": flops}
-            for kernel, (calls, flops) in summed(result, lambda kernel: replace(kernel, module="", phase=""))
-        ],
-        "matmul_flops": [
-            {"module": kernel.module, "phase": kernel.phase, "flops": flops}
-            for kernel, (_, flops) in summed(result, lambda kernel: replace(kernel, name="", dtype=""))
-            if flops
-        ],
+        "kernels": kernel_objects(result),
+        "matmul_flops": matmul_objects(result),
         "layout": result.layout,
         "recompute": result.recompute,
         "host_memory_gb": result.host / GIB,
@@ -159,9 +145,49 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
         "micro_batches": result.micro_batches,
         "data": result.data,
         "values_not_known": result.guessed,
-        "advice": [{"change": each.changes, "peak_memory_gb": each.peak / GIB} for each in advice],
+        "advice": [{"change": item.changes, "peak_memory_gb": item.peak / GIB} for item in advice],
         "seconds": round(result.seconds, 1),
     }
+
+
+def collective_objects(result: "Result") -> list[dict[str, Any]]:
+    """Return the collectives of the step, those with the most bytes first."""
+    by_bytes = sorted(result.collectives.items(), key=lambda pair: -pair[1][1])
+    objects = []
+    for collective, (count, size) in by_bytes:
+        entry = {
+            "op": collective.op,
+            "axis": collective.axis,
+            "bytes": size,
+            "count": count,
+            "inside_node": collective.inside_node,
+            "host": collective.host,
+        }
+        objects.append(entry)
+    return objects
+
+
+def host_sync_objects(result: "Result") -> list[dict[str, Any]]:
+    """Return the host syncs of the step, the most frequent first."""
+    by_count = sorted(result.syncs.items(), key=lambda pair: (-pair[1], pair[0].where))
+    return [
+        {"where": sync.where, "kind": sync.kind, "operator": sync.detail, "count": count} for sync, count in by_count
+    ]
+
+
+def kernel_objects(result: "Result") -> list[dict[str, Any]]:
+    """Return calls and FLOPs by kernel and dtype."""
+    kernels = summed(result, lambda kernel: replace(kernel, module="", phase=""))
+    return [
+        {"kernel": kernel.name, "dtype": kernel.dtype, "calls": calls, "flops": flops}
+        for kernel, (calls, flops) in kernels
+    ]
+
+
+def matmul_objects(result: "Result") -> list[dict[str, Any]]:
+    """Return the FLOPs of matmuls by module and phase."""
+    kernels = summed(result, lambda kernel: replace(kernel, name="", dtype=""))
+    return [{"module": kernel.module, "phase": kernel.phase, "flops": flops} for kernel, (_, flops) in kernels if flops]
 
 
 def expected_object(result: "Result", place: "Place") -> dict[str, Any] | None:
@@ -172,13 +198,13 @@ def expected_object(result: "Result", place: "Place") -> dict[str, Any] | None:
     if prediction is None:
         return None
     seconds = {part: value for part, value in asdict(prediction).items() if part != "tokens"}
-    peak = place.device.bf16_tflops * 1e12 * place.world
+    peak_flops = place.device.bf16_tflops * 1e12 * place.world
     return {
         "prediction": str(CALIBRATION),
         "tokens_per_second_per_device": prediction.tokens_per_second,
         "seconds_per_step": prediction.seconds,
         "seconds": seconds,
-        "mfu": result.flops / prediction.seconds / peak,
+        "mfu": result.flops / prediction.seconds / peak_flops,
         "operators": result.launched,
         "bytes_moved": result.moved,
     }
@@ -186,18 +212,19 @@ def expected_object(result: "Result", place: "Place") -> dict[str, Any] | None:
 
 def save_seconds(size: int, place: "Place") -> float:
     """Return the seconds to write a checkpoint of `size` bytes. All nodes write their shards in parallel."""
-    nodes = -(-place.world // place.device.per_node)
-    return size / 1e9 / (place.device.save_gb_per_s * nodes)
+    num_nodes = math.ceil(place.world / place.device.per_node)
+    return size / 1e9 / (place.device.save_gb_per_s * num_nodes)
 
 
-def summed(result: "Result", kind: "Callable[[Kernel], Kernel]") -> list[tuple["Kernel", tuple[int, int]]]:
-    """Return calls and FLOPs, summed over kernels of the same kind, most FLOPs first."""
+def summed(result: "Result", group: "Callable[[Kernel], Kernel]") -> list[tuple["Kernel", tuple[int, int]]]:
+    """Return calls and FLOPs, summed over kernels of the same group, most FLOPs first."""
     calls: Counter[Kernel] = Counter()
     flops: Counter[Kernel] = Counter()
-    for kernel, (count, size) in result.kernels.items():
-        calls[kind(kernel)] += count
-        flops[kind(kernel)] += size
-    return sorted(((each, (calls[each], flops[each])) for each in calls), key=lambda pair: (-pair[1][1], -pair[1][0]))
+    for kernel, (num_calls, num_flops) in result.kernels.items():
+        calls[group(kernel)] += num_calls
+        flops[group(kernel)] += num_flops
+    totals = [(kernel, (calls[kernel], flops[kernel])) for kernel in calls]
+    return sorted(totals, key=lambda pair: (-pair[1][1], -pair[1][0]))
 
 
 def show(plan: dict[str, Any], result: "Result", place: "Place", device: str) -> None:
@@ -205,16 +232,17 @@ def show(plan: dict[str, Any], result: "Result", place: "Place", device: str) ->
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
+    plural = "" if result.micro_batches == 1 else "es"
     console.print(
         f"{result.parameters / 1e9:,.2f} B parameters, rank {place.rank} of {place.world} ({result.layout}), "
         f"{result.tokens:,} tokens and {result.flops:.3g} FLOPs per step, "
-        f"{result.micro_batches} micro-batch(es) per rank",
+        f"{result.micro_batches} micro-batch{plural} per rank",
     )
     console.print(f"recompute: {result.recompute}", markup=False)
     console.print(f"data: {result.data}\n", markup=False)
     console.print(memory_table(plan))
     peak = plan["peak_at"]
-    console.print(f"the peak is in the {peak['phase']} of {peak['module']}", markup=False)
+    console.print(f"the peak is in {peak['phase']} of {peak['module']}", markup=False)
     for table in (traffic_table, kernel_table, matmul_table, host_sync_table):
         console.print()
         console.print(table(plan))
@@ -225,30 +253,33 @@ def show(plan: dict[str, Any], result: "Result", place: "Place", device: str) ->
 
 
 def memory_table(plan: dict[str, Any]) -> Table:
+    """Return a table of the memory at the peak by part, with the modules that have the most activations."""
     table = Table("memory at the peak", "GiB", box=None)
     for part, size in plan["memory"].items():
         table.add_row(part.replace("_", " "), f"{size:,.2f}")
         if part == "activations":
-            for module, module_size in list(plan["activations"].items())[:SHOWN]:
+            for module, module_size in list(plan["activations"].items())[:MAX_MODULES]:
                 table.add_row(f"  [dim]{module}[/]", f"[dim]{module_size:,.2f}[/]")
-    table.add_row("together", f"{plan['peak_memory_gb']:,.2f}")
+    table.add_row("total", f"{plan['peak_memory_gb']:,.2f}")
     if plan["host_memory_gb"]:
-        table.add_row("on the host, per rank", f"{plan['host_memory_gb']:,.2f}")
+        table.add_row("CPU offload, per rank", f"{plan['host_memory_gb']:,.2f}")
     return table
 
 
 def traffic_table(plan: dict[str, Any]) -> Table:
-    table = Table("collective", "axis", "calls", "MiB put in by this rank", "reach", box=None)
+    """Return a table of the collectives, with the bytes of the inputs of this rank."""
+    table = Table("collective", "axis", "calls", "MiB of input per rank", "reach", box=None)
     for entry in plan["collectives"]:
-        reach = "inside a node" if entry["inside_node"] else "across nodes"
+        reach = "within a node" if entry["inside_node"] else "across nodes"
         if entry["host"]:
-            reach += ", host"
+            reach += ", CPU"
         table.add_row(entry["op"], entry["axis"], f"{entry['count']:,}", f"{entry['bytes'] / 2**20:,.1f}", reach)
     return table
 
 
 def kernel_table(plan: dict[str, Any]) -> Table:
-    table = Table("kernels of matmuls and attention", "in", "calls", "TFLOPs of this rank", box=None)
+    """Return a table of the kernels of matmuls and attention."""
+    table = Table("kernels of matmuls and attention", "dtype", "calls", "TFLOPs per rank", box=None)
     for entry in plan["kernels"]:
         flops = f"{entry['flops'] / 1e12:,.2f}" if entry["flops"] else ""
         table.add_row(entry["kernel"], entry["dtype"], f"{entry['calls']:,}", flops)
@@ -260,41 +291,43 @@ def matmul_table(plan: dict[str, Any]) -> Table:
     by_module: dict[str, dict[str, float]] = {}
     for entry in plan["matmul_flops"]:
         by_module.setdefault(entry["module"], {})[entry["phase"]] = entry["flops"] / 1e12
-    table = Table("matmuls of", "TFLOPs forward", "backward", box=None)
-    for module, tflops in list(by_module.items())[:SHOWN]:
+    table = Table("matmuls of", "TFLOPs forward", "TFLOPs backward", box=None)
+    for module, tflops in list(by_module.items())[:MAX_MODULES]:
         table.add_row(module, f"{tflops.get('forward', 0):,.2f}", f"{tflops.get('backward', 0):,.2f}")
     return table
 
 
 def host_sync_table(plan: dict[str, Any]) -> Table:
-    table = Table("the host waits for the device in", "for", "times a step", box=None)
+    """Return a table of the lines that cause host syncs."""
+    table = Table("host syncs in", "cause", "per step", box=None)
     for entry in plan["host_syncs"]:
         table.add_row(entry["where"], f"{entry['kind']}: {entry['operator']}", f"{entry['count']:,}")
     return table
 
 
 def show_speed(expected: dict[str, Any], console: Console) -> None:
-    table = Table("expected: seconds of a step", "s", "share", box=None)
+    """Print the predicted time of a step by part, and the speed."""
+    table = Table("predicted time of a step", "s", "share", box=None)
     for part, seconds in expected["seconds"].items():
         table.add_row(PARTS_OF_A_STEP[part], f"{seconds:,.3f}", f"{seconds / expected['seconds_per_step']:.0%}")
-    table.add_row("together", f"{expected['seconds_per_step']:,.3f}")
+    table.add_row("total", f"{expected['seconds_per_step']:,.3f}")
     console.print(table)
     speed = f"{expected['tokens_per_second_per_device']:,.0f} tokens/s per device, MFU {expected['mfu']:.1%}"
-    console.print(f"{speed}: a prediction, {expected['prediction']}")
+    console.print(f"predicted: {speed} ({expected['prediction']})")
 
 
 def show_verdict(plan: dict[str, Any], place: "Place", device: str, console: Console) -> None:
     """Print the checkpoint size, whether the step fits, and changes that make it fit."""
     checkpoint = plan["checkpoint"]
-    speed = f"{checkpoint['seconds']:,.1f} s to write at {place.device.save_gb_per_s:g} GB/s a node"
+    speed = f"{checkpoint['seconds']:,.1f} s to write at {place.device.save_gb_per_s:g} GB/s per node"
     console.print(f"\ncheckpoint: {checkpoint['gb']:,.2f} GiB, {speed}")
-    verdict = "fits" if plan["fits"] else "does not fit"
+    verdict = "fits into" if plan["fits"] else "does not fit into"
     allowed = place.device.memory_gb * (1 - plan["margin"])
-    limit = f"{device}: {place.device.memory_gb:g} GiB less a margin of {plan['margin']:.0%}"
+    limit = f"{device}: {place.device.memory_gb:g} GiB minus a margin of {plan['margin']:.0%}"
     console.print(f"\n{plan['peak_memory_gb']:,.1f} GiB: {verdict} {allowed:,.1f} GiB ({limit})")
     for advice in plan["advice"]:
         changes = ", ".join(f"{key}: {str(value).lower()}" for key, value in advice["change"].items())
         console.print(f"  with {changes}: {advice['peak_memory_gb']:,.1f} GiB")
     if not plan["fits"] and not plan["advice"]:
-        console.print("  no change of `parallel` that was tried helps")
+        console.print("  none of the tested changes of `parallel` and `train` saves memory")
     console.print(f"[dim]{plan['seconds']:.0f} s[/]")

@@ -10,26 +10,34 @@ from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
 from omnizoo.launch.launcher import launch, watch_launcher
-from omnizoo.launch.rank_failure import foreseen, report_failure
+from omnizoo.launch.rank_failure import expected_failure, report_failure
 from omnizoo.parallel.layout import micro_batches, plan_layout
 from omnizoo.parallel.rendezvous import place_in_world, tasks_without_srun
 from omnizoo.reporting.start_clock import StartClock
 
-MOST_RANKS = 1024  # maximum number of ranks on one machine
+MAX_RANKS = 1024  # maximum number of ranks on one machine
 USAGE = """\
 omnizoo train CONFIG [--section.key value ...] [--nproc N]
 
-CONFIG is a YAML file. Every key below can stand in it or on the command line, which wins.
-Values are YAML; relative paths are relative to the working directory.
+CONFIG is a YAML file. Every key below can be set in CONFIG or on the command line, which takes
+precedence. Values are YAML. Relative paths are relative to the working directory.
 
---nproc N starts N processes on this machine. For several machines leave it out and run under
-Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`."""
+--nproc N starts N ranks on this machine (default: 1). For several machines, run without --nproc
+under Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-h", "--help", action=TrainHelp, nargs=0)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--nproc", metavar="N", type=int)
+    """Add the arguments of `omnizoo train`."""
+    parser.add_argument(
+        "-h", "--help", action=TrainHelp, nargs=0, help="show this help, with all config keys, and exit"
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument(
+        "--nproc",
+        metavar="N",
+        type=int,
+        help="number of ranks to start on this machine (default: 1, or those that torchrun or Slurm has started)",
+    )
 
 
 class TrainHelp(argparse.Action):
@@ -45,16 +53,18 @@ def run(args: argparse.Namespace) -> int:
     clock = StartClock(whole_process=True)
     place = place_in_world()
     config = load_config(args.config, args.overrides)
-    started = place[1] if place else None
-    check_nproc(args.nproc, started)
-    if args.nproc is None and (tasks := tasks_without_srun()):
+    started_ranks = place[1] if place else None
+    check_nproc(args.nproc, started_ranks)
+    num_tasks = tasks_without_srun()
+    if args.nproc is None and num_tasks:
         raise UserError(
-            f"this is the batch script of a Slurm job of {tasks} tasks: `srun omnizoo train ...` starts all of "
-            "them (--nproc N would start N processes on this node)"
+            f"Slurm: the job has {num_tasks} tasks, but the batch script runs `omnizoo train` once. Use `srun omnizoo "
+            "train ...` to start all tasks, or --nproc N to start N ranks on this node."
         )
-    world = started or args.nproc or 1
-    micro_batches(plan_layout(config.parallel, world), config.train.packs_per_step, config.train.micro_batch)
-    if started is None and world > 1:
+    world = started_ranks or args.nproc or 1
+    layout = plan_layout(config.parallel, world)
+    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+    if started_ranks is None and world > 1:
         return launch(["train", args.config, *args.overrides], world)
 
     watch_launcher()
@@ -65,21 +75,25 @@ def run(args: argparse.Namespace) -> int:
     try:
         return train(config, report_failure, clock=clock)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, TrainingError) and (line := foreseen(place[0] if place else 0, error)):
-            raise TrainingError(line) from error
-        raise
+        if isinstance(error, TrainingError):
+            raise
+        rank = place[0] if place else 0
+        message = expected_failure(rank, error)
+        if message is None:
+            raise
+        raise TrainingError(message) from error
 
 
-def check_nproc(nproc: int | None, started: int | None = None) -> None:
-    """Check `--nproc`, which must not be set if torchrun or Slurm has `started` the ranks."""
+def check_nproc(nproc: int | None, started_ranks: int | None = None) -> None:
+    """Check `--nproc`, which must not be set if torchrun or Slurm has started the ranks."""
     if nproc is None:
         return
-    if not 1 <= nproc <= MOST_RANKS:
-        raise UserError(f"--nproc is {nproc}; expected the number of processes to start here, 1 to {MOST_RANKS}")
-    if started is not None:
+    if not 1 <= nproc <= MAX_RANKS:
+        raise UserError(f"--nproc: {nproc}; expected 1 to {MAX_RANKS} ranks to start on this machine")
+    if started_ranks is not None:
         raise UserError(
-            f"--nproc {nproc}: torchrun or Slurm has started this process as one of {started} already; "
-            "leave --nproc out (or unset RANK, WORLD_SIZE and SLURM_NTASKS)"
+            f"--nproc: {nproc}, but torchrun or Slurm has already started {started_ranks} ranks. Remove --nproc, or "
+            "unset RANK, WORLD_SIZE and SLURM_NTASKS."
         )
 
 
@@ -94,13 +108,15 @@ def print_help() -> None:
         console.width = 100
     console.print(Text(USAGE))
     keys = reference.all_keys()
-    for section, about in reference.sections().items():
-        console.print(Text.assemble("\n", (section, "bold"), f": {about}"))
+    for section, summary in reference.sections().items():
+        console.print(Text.assemble("\n", (section, "bold"), f": {summary}"))
         table = Table.grid(padding=(0, 2))
         table.add_column(style="cyan", no_wrap=True)
         table.add_column()
         for key in keys:
-            if key.key.startswith(section + "."):
-                facts = f"{key.type}; {'required' if key.default == 'required' else f'default {key.default}'}"
-                table.add_row(f"  --{key.key}", Text.assemble(key.description, "\n", (facts, "dim")))
+            if not key.key.startswith(section + "."):
+                continue
+            default = key.default if key.default == "required" else f"default {key.default}"
+            details = f"{key.type}; {default}"
+            table.add_row(f"  --{key.key}", Text.assemble(key.description, "\n", (details, "dim")))
         console.print(table)

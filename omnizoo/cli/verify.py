@@ -19,30 +19,39 @@ if TYPE_CHECKING:
     from omnizoo.parallel.layout import Layout
     from omnizoo.verification.compare import Verdict
 
-MOST_RANKS = 128
+MAX_RANKS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG")
+    """Add the arguments of `omnizoo verify`."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("--world", metavar="N", type=int, default=4, help="number of ranks (default: 4)")
-    parser.add_argument("--layouts", default="all", help="`all`, `few`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2")
+    parser.add_argument(
+        "--layouts",
+        default="all",
+        help="layouts to compare: `all`, `few`, or a list such as dp2.uly2,ring4,rep2.dp2.ep2 (default: all)",
+    )
     parser.add_argument(
         "--precision",
         choices=("fp32", "fp64", "bf16"),
         default="fp32",
-        help="fp64 has hardly any rounding; bf16 is compared with fp32, by the error of one process in bf16",
+        help="dtype of the layouts; bf16 is compared with fp32, with the error of one process in bf16 as the tolerance "
+        "(default: fp32)",
     )
     parser.add_argument(
         "--device",
         metavar="KIND",
         default="cpu",
-        help="device of the ranks: cpu (default), or the accelerator of this machine (cuda, ...), one for each rank",
+        help="device of the ranks: cpu, or an accelerator of this machine such as cuda, one per rank (default: cpu)",
     )
     parser.add_argument(
         "--families",
-        help="model types of transformers to use instead of the config's model: a list, `all` recipes, or `many`",
+        help="model types of transformers to verify: a list, `all` (those with a recipe), or `many` (default: the "
+        "model of the config)",
     )
-    parser.add_argument("--markdown", metavar="FILE", type=Path, help="file for the results as a Markdown table")
+    parser.add_argument(
+        "--markdown", metavar="FILE", type=Path, help="file for the results as a Markdown table (default: none)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,10 +60,7 @@ def run(args: argparse.Namespace) -> int:
     A config that cannot be trained raises an error. With several families, a family that cannot be trained is listed
     with the reason, and the remaining families are compared.
     """
-    if not 1 <= args.world <= MOST_RANKS:
-        raise UserError(f"--world is {args.world}; expected 1 to {MOST_RANKS} ranks, which run on this machine")
-    if args.families is not None and not all(name.strip() for name in args.families.split(",")):
-        raise UserError(f"--families is {args.families!r}; expected `all`, or names with commas between them")
+    check_arguments(args)
     config = load_config(args.config, args.overrides)
     families = family_names(args.families) if args.families else []
     console = Console()
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         console.width = 200
 
     verdicts: dict[str, list[Verdict]] = {}
-    refused: dict[str, str] = {}
+    errors: dict[str, str] = {}  # families that cannot be trained, and why
     with tempfile.TemporaryDirectory() as temporary:
         for name in families or [Path(args.config).stem]:
             family = name if families else None
@@ -71,31 +77,43 @@ def run(args: argparse.Namespace) -> int:
             except UserError as error:
                 if family is None:
                     raise
-                refused[name] = str(error)
-                console.print(f"{name} is refused: {error}\n", soft_wrap=True, highlight=False, markup=False)
+                errors[name] = str(error)
+                console.print(f"{name} cannot be trained: {error}\n", soft_wrap=True, highlight=False, markup=False)
             else:
                 show(name, verdicts[name], console)
             if args.markdown is not None:
-                args.markdown.write_text(as_markdown(verdicts, refused, args.world, args.precision))
+                args.markdown.write_text(as_markdown(verdicts, errors, args.world, args.precision))
 
-    passed = [verdict.passed for of_family in verdicts.values() for verdict in of_family]
+    outcomes = [verdict.passed for family_verdicts in verdicts.values() for verdict in family_verdicts]
     console.print(
-        f"{sum(passed)} of {len(passed)} layouts of {args.world} ranks agree with one process ({args.precision})"
+        f"{sum(outcomes)} of {len(outcomes)} layouts of {args.world} ranks agree with one process ({args.precision})"
     )
-    if refused:
-        console.print(f"refused, each with its reason above: {', '.join(refused)}", soft_wrap=True)
-    return int(not all(passed))
+    if errors:
+        console.print(f"families that cannot be trained: {', '.join(errors)}", soft_wrap=True)
+    return int(not all(outcomes))
 
 
-def family_names(wanted: str) -> list[str]:
-    """Return the model types in `--families`."""
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `UserError` for values that argparse does not check."""
+    if not 1 <= args.world <= MAX_RANKS:
+        raise UserError(f"--world: {args.world}; expected 1 to {MAX_RANKS} ranks, which all run on this machine")
+    if args.families is not None and not all(name.strip() for name in args.families.split(",")):
+        raise UserError(f"--families: {args.families!r}; expected `all`, `many`, or names separated by commas")
+
+
+def family_names(families: str) -> list[str]:
+    """Return the model types in the value of `--families`."""
     from omnizoo.recipes.zoo import MANY
     from omnizoo.recipes.zoo import families as zoo
     from omnizoo.verification.prepare import check_family
 
     # Multimodal families need their own rows and settings, which are in examples/published.
-    known = {"all": [entry.family for entry in zoo() if not entry.is_omni], "many": list(MANY)}
-    names = known.get(wanted) or [name.strip() for name in wanted.split(",")]
+    if families == "all":
+        names = [entry.family for entry in zoo() if not entry.is_omni]
+    elif families == "many":
+        names = list(MANY)
+    else:
+        names = [name.strip() for name in families.split(",")]
     for name in names:
         check_family(name)
     return names
@@ -142,32 +160,44 @@ def prepare_trial(
     except BUILDING_ERRORS as error:
         if family is None or isinstance(error, UserError):
             raise
-        raise UserError(f"{family} cannot be trained in one process: {named_line(error)}") from error
+        raise UserError(f"--families: {family} failed in one process: {named_line(error)}") from error
 
 
 def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
+    """Print the differences of each layout as a table, and the reasons of failures below it."""
     table = Table(title=f"{name} against one process", title_justify="left")
     for column in ("layout", "loss", "worst gradient", "grad norm", "collectives per step, MiB in each", ""):
         table.add_column(column, overflow="fold")
-    for v in verdicts:
-        sent = ", ".join(f"{count} {kind} {v.bytes[kind] / 2**20:.2f}" for kind, count in v.calls.items())
-        outcome = "[green]pass" if v.passed else "[bold red]FAIL"
-        table.add_row(v.layout, f"{v.loss:.0e}", f"{v.gradient:.0e} {v.worst}", f"{v.grad_norm:.0e}", sent, outcome)
+    for verdict in verdicts:
+        collectives = []
+        for kind, count in verdict.calls.items():
+            collectives.append(f"{count} {kind} {verdict.bytes[kind] / 2**20:.2f}")
+        table.add_row(
+            verdict.layout,
+            f"{verdict.loss:.0e}",
+            f"{verdict.gradient:.0e} {verdict.worst}",
+            f"{verdict.grad_norm:.0e}",
+            ", ".join(collectives),
+            "[green]pass" if verdict.passed else "[bold red]FAIL",
+        )
     console.print(table)
-    for v in verdicts:
-        if not v.passed:
-            console.print(f"[bold red]{v.layout}[/]: {v.reason}", soft_wrap=True)
-        elif v.note:
-            console.print(f"{v.layout} agrees {v.note}", soft_wrap=True)
+    for verdict in verdicts:
+        if not verdict.passed:
+            console.print(f"[bold red]{verdict.layout}[/]: {verdict.reason}", soft_wrap=True)
+        elif verdict.note:
+            console.print(f"{verdict.layout} agrees {verdict.note}", soft_wrap=True)
 
 
-def as_markdown(verdicts: dict[str, list["Verdict"]], refused: dict[str, str], world: int, precision: str) -> str:
+def as_markdown(verdicts: dict[str, list["Verdict"]], errors: dict[str, str], world: int, precision: str) -> str:
     """Return the results as a Markdown page with one line per family."""
-    agreeing = [name for name, tried in verdicts.items() if all(verdict.passed for verdict in tried)]
+    agreeing = []
+    for name, family_verdicts in verdicts.items():
+        if all(verdict.passed for verdict in family_verdicts):
+            agreeing.append(name)
     return render_file(
         "families.md.jinja",
         verdicts=verdicts,
-        refused=refused,
+        errors=errors,
         agreeing=agreeing,
         world=world,
         precision=precision,

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from omnizoo.config import reference
-from omnizoo.config.errors import MOST_MISTAKES, join_mistakes, shorten, show_value
+from omnizoo.config.errors import MAX_MISTAKES, join_mistakes, shorten, show_value
 from omnizoo.config.foreign_keys import moved_key, our_key
-from omnizoo.config.sections.base import LONGEST_TEXT
+from omnizoo.config.sections.base import MAX_TEXT_LENGTH
 
 COMMAND_LINE = "command line"
 ALL_KEYS = "`omnizoo train --help` lists all keys"
-LONGEST_KEY = 200  # characters; longer keys get no suggestion
+MAX_KEY_LENGTH = 200  # characters; longer keys get no suggestion
 KEYS = {key.key: key for key in reference.all_keys()}
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {name: key.type for name, key in KEYS.items()}
 # Keys, and items of lists and mappings of sections: validators of sections raise errors at these locations.
@@ -36,6 +36,7 @@ class KeyOrigin:
     overridden: tuple[str, ...]  # keys on the command line
 
     def describe(self, loc: Loc) -> str:
+        """Return `FILE:LINE`, `command line`, or both if overrides changed a part of the value."""
         key = _dotted(loc)
         if any(f"{key}.".startswith(f"{changed}.") for changed in self.overridden):
             return COMMAND_LINE
@@ -60,8 +61,10 @@ def explain(error: ValidationError, data: Any, origin: KeyOrigin) -> str:
     """Return one line for each mistake in `data`."""
     # A value that matches no type of a union has one error per type: keep one per key.
     details = {_cut_to_schema(detail): detail for detail in error.errors(include_url=False)}
-    shown = list(details.items())[:MOST_MISTAKES]
-    return join_mistakes((_explain(loc, detail, data, origin) for loc, detail in shown), len(details))
+    mistakes = []
+    for loc, detail in list(details.items())[:MAX_MISTAKES]:
+        mistakes.append(_explain(loc, detail, data, origin))
+    return join_mistakes(mistakes, len(details))
 
 
 def _cut_to_schema(detail: ErrorDetails) -> Loc:
@@ -73,11 +76,14 @@ def _cut_to_schema(detail: ErrorDetails) -> Loc:
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return loc
     locations = LOCATIONS if detail["type"] == "value_error" else TYPES
-    lengths = range(len(loc), 0, -1)
-    return next((loc[:n] for n in lengths if reference.schema_key(_dotted(loc[:n])) in locations), ())
+    for length in range(len(loc), 0, -1):
+        if reference.schema_key(_dotted(loc[:length])) in locations:
+            return loc[:length]
+    return ()
 
 
 def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: KeyOrigin) -> str:
+    """Return the message for one mistake."""
     match detail["type"]:
         case "extra_forbidden" | "invalid_key":
             return _explain_unknown(loc, origin)
@@ -90,6 +96,7 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: KeyOrigin) -> st
 
 
 def _explain_unknown(loc: Loc, origin: KeyOrigin) -> str:
+    """Explain a key that is not in the schema, with its new name, our key for it, or a similar key."""
     key = _dotted(loc)
     typed_key = origin.typed_key(key)
     where = COMMAND_LINE if typed_key else origin.describe(loc)
@@ -101,22 +108,23 @@ def _explain_unknown(loc: Loc, origin: KeyOrigin) -> str:
 
 def _explain_missing(loc: Loc, origin: KeyOrigin) -> str:
     key = _dotted(loc)
-    known = reference.schema_key(key)
-    meaning = reference.sections().get(key) or KEYS[known].description
-    return f"{origin.describe(loc)}: {key} is missing; expected {TYPES.get(known, '')}: {meaning}"
+    schema_key = reference.schema_key(key)
+    description = reference.sections().get(key) or KEYS[schema_key].description
+    return f"{origin.describe(loc)}: {key} is missing; expected {TYPES.get(schema_key, '')}: {description}"
 
 
 def _explain_check(loc: Loc, message: str, origin: KeyOrigin) -> str:
     """Explain an error that the validator of a section raised. Its message may start with the key."""
     first_word = message.split()[0].rstrip(":")
-    named: Loc = tuple(first_word.split("."))
-    if len(named) > 1 and named[0] in reference.sections():
-        return f"{origin.describe(named)}: {message}"
+    key_in_message: Loc = tuple(first_word.split("."))
+    if len(key_in_message) > 1 and key_in_message[0] in reference.sections():
+        return f"{origin.describe(key_in_message)}: {message}"
     where = origin.describe(loc)
     return f"{where}: {message}" if len(loc) == 1 else f"{where}: {_dotted(loc)}: {message}"
 
 
 def _explain_value(loc: Loc, kind: str, data: Any, origin: KeyOrigin) -> str:
+    """Explain a value of the wrong type or out of range."""
     key = _dotted(loc)
     where = origin.describe(loc)
     expected = TYPES.get(reference.schema_key(key), "")
@@ -127,7 +135,7 @@ def _explain_value(loc: Loc, kind: str, data: Any, origin: KeyOrigin) -> str:
     if kind == "string_too_short":
         return f"{where}: {key} is empty; expected {expected}"
     if kind == "string_too_long":
-        return f"{where}: {key} is a text of {len(value):,} characters; at most {LONGEST_TEXT:,} are possible"
+        return f"{where}: {key} has {len(value):,} characters; expected at most {MAX_TEXT_LENGTH:,}"
     hint = ""
     if expected.startswith("text") and isinstance(value, int | float):
         hint = "; put it in quotes, '\"...\"'" if where == COMMAND_LINE else "; put it in quotes"
@@ -137,13 +145,13 @@ def _explain_value(loc: Loc, kind: str, data: Any, origin: KeyOrigin) -> str:
 def _suggest(key: str) -> str:
     """Return a hint about the intended key, as the continuation of "is not a key"."""
     parent, _, name = key.rpartition(".")
-    if len(key) > LONGEST_KEY:
+    if len(key) > MAX_KEY_LENGTH:
         return ALL_KEYS
     if reference.schema_key(key) in TYPES:
         return f"in a file, keys are nested: `{parent}:` and below it `{name}: ...`"
-    known_elsewhere = our_key(name)
-    if known_elsewhere is not None and parent in ("", *reference.sections()):
-        return known_elsewhere
+    replacement = our_key(name)
+    if replacement is not None and parent in ("", *reference.sections()):
+        return replacement
     similar = [_with_indices_of(key, candidate) for candidate in _similar_keys(key)]
     return f"did you mean {' or '.join(similar)}?" if similar else ALL_KEYS
 
@@ -156,23 +164,30 @@ def _similar_keys(key: str) -> list[str]:
     """
     parent = reference.schema_key(key).rpartition(".")[0]
     name = key.rpartition(".")[2]
-    last_parts = {known: known.rpartition(".")[2] for known in sorted(TYPES, key=lambda known: known.count("."))}
+    by_depth = sorted(TYPES, key=lambda known: known.count("."))
+    last_parts = {known: known.rpartition(".")[2] for known in by_depth}
     siblings = {known: last for known, last in last_parts.items() if known.rpartition(".")[0] == parent}
     if not siblings:
         return get_close_matches(reference.schema_key(key), TYPES, n=1)
 
+    same_name = [known for known, last in last_parts.items() if last == name]
+    below_parent = [known for known in same_name if parent and known.startswith(f"{parent}.")]
+    if below_parent:
+        return below_parent
+
+    # Keys without an index or a name are the same in every config.
     plain = {known: last for known, last in last_parts.items() if not re.search(r"\.(N|NAME)\.", known)}
-    below = [known for known, last in last_parts.items() if last == name and parent and known.startswith(f"{parent}.")]
-    same = [known for known, last in plain.items() if last == name]
-    least_depth = min((known.count(".") for known in same), default=0)
+    same_plain = [known for known in same_name if known in plain]
+    if same_plain:
+        least_depth = min(known.count(".") for known in same_plain)
+        return [known for known in same_plain if known.count(".") == least_depth]
+
     similar_names = get_close_matches(name, siblings.values(), n=1)
-    similar_plain = get_close_matches(name, plain.values(), n=1, cutoff=0.75)
-    return (
-        below
-        or [known for known in same if known.count(".") == least_depth]
-        or [known for known, last in siblings.items() if last in similar_names]
-        or [known for known, last in plain.items() if last in similar_plain][:1]
-    )
+    similar_siblings = [known for known, last in siblings.items() if last in similar_names]
+    if similar_siblings:
+        return similar_siblings
+    similar_names = get_close_matches(name, plain.values(), n=1, cutoff=0.75)
+    return [known for known, last in plain.items() if last in similar_names][:1]
 
 
 def _with_indices_of(key: str, known: str) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-MOST_MISTAKES = 20  # maximum number of mistakes that are printed
+MAX_MISTAKES = 20  # maximum number of mistakes that are printed
 ALLOCATION_FAILED = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
@@ -21,13 +21,16 @@ class TrainingError(RuntimeError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or a device ran out of memory. Compares names, because torch may not be imported."""
-    is_device = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
-    return isinstance(error, MemoryError) or is_device or any(words in str(error) for words in ALLOCATION_FAILED)
+    is_device_error = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    is_allocation_error = any(message in str(error) for message in ALLOCATION_FAILED)
+    return isinstance(error, MemoryError) or is_device_error or is_allocation_error
 
 
 def first_line(error: BaseException) -> str:
     """Return the message of an error, from a library or user code, as one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        lines = [type(error).__name__]
     if lines[0].startswith("Caught "):  # an error of a loader worker contains a traceback, then the message
         lines = lines[-1:]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -45,7 +48,8 @@ def join_mistakes(mistakes: Iterable[str], total: int | None = None) -> str:
     """Return one line per mistake, and a last line with the number of mistakes that are not listed."""
     lines = [printable(mistake) for mistake in mistakes]
     if total is not None and total > len(lines):
-        lines.append(f"and {total - len(lines):,} more mistakes")
+        num_hidden = total - len(lines)
+        lines.append(f"and {num_hidden:,} more mistakes")
     return "\n".join(lines)
 
 
@@ -55,11 +59,15 @@ def show_value(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
+    """Return at most 80 characters of `text`."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def printable(text: str, allowed: str = "") -> str:
     """Escape line breaks and control characters not in `allowed`, so that a message stays on one line."""
-    return "".join(
-        c if c.isprintable() or c in allowed else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
+    characters = []
+    for character in text:
+        if not character.isprintable() and character not in allowed:
+            character = character.encode("unicode_escape", "surrogatepass").decode()
+        characters.append(character)
+    return "".join(characters)

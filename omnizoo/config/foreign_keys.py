@@ -21,7 +21,7 @@ MOVED_KEYS = {
     "router.bias_rate": "train.router_bias_rate",
     "parallel.precision": "train.precision",
 }
-NOT_YET = "it is known from other tools, and not supported yet"
+NOT_YET = "not supported yet"
 NO_KEY = "no key is needed"
 
 # Replacement (our key, other advice, or NOT_YET with the closest alternative) -> keys of other trainers.
@@ -30,10 +30,10 @@ REPLACEMENTS = {
     "model.path": "model_name_or_path model_id_or_path model_path base_model",
     "model.tokenizer": "tokenizer_name tokenizer_path",
     "model.attention": "attn_implementation",
-    "model.attention (`auto` takes the fastest exact kernel of the device)": "flash_attn attn_impl",
+    "model.attention (`auto`: the fastest exact kernel of the device)": "flash_attn attn_impl",
     "checkpoint.resume": "resume_from_checkpoint",
     "model.adapter.path": "adapter_name_or_path",
-    "model.adapter (`{kind: lora}`), or without it all weights are trained": (
+    "model.adapter (`{kind: lora}`); all weights are trained if it is not set": (
         "finetuning_type train_type tuner_type sft_type"
     ),
     "model.adapter": "use_peft",
@@ -47,44 +47,42 @@ REPLACEMENTS = {
     "model.adapter.base (nf4 or int8)": "quantization_bit quant_bits",
     "model.adapter.base: nf4": "load_in_4bit",
     "model.adapter.base: int8": "load_in_8bit",
-    "model.freeze, with patterns of the layers that are not trained": "freeze_trainable_layers",
-    "model.freeze, with the names of the modules": "freeze_*",
+    "model.freeze with glob patterns of the frozen layers": "freeze_trainable_layers",
+    "model.freeze with the names of the frozen modules": "freeze_*",
     "model.modalities.NAME.encoder.options.max_pixels": "*_max_pixels max_pixels",
-    "data.sources.N.media_dir, if media are meant": "*_folder",
+    "data.sources.N.media_dir for a folder of media": "*_folder",
     # data
     "data.sources: [{path: ...}]": "dataset dataset_name",
     "data.sources.N.path": "dataset_dir train_path train_file",
     "data.sources.N.columns and data.sources.N.format": "dataset_info",
     "data.eval_sources": "val_dataset eval_dataset",
-    f"{NOT_YET}: put held-out rows into a file of their own, data.eval_sources": "val_size split_dataset_ratio",
+    f"{NOT_YET}; use `take: every 50th` in data.eval_sources": "val_size split_dataset_ratio",
     "data.sources.N.media_dir": "media_dir",
     "data.sources.N.weight": "interleave_probs mix_strategy",
-    f"{NO_KEY}: the tokenizer's own chat template writes chats (chat_template.jinja in its folder)": (
-        "template chat_template"
-    ),
-    "data.pack_tokens, and data.overlong for what is longer": (
+    f"{NO_KEY}: the chat template is chat_template.jinja in the tokenizer folder": ("template chat_template"),
+    "data.pack_tokens, and data.overlong for longer samples": (
         "cutoff_len max_length max_seq_length max_seq_len model_max_length"
     ),
     "data.overlong": "truncation_strategy",
-    "data.overlong: truncate cuts off the end": "truncation_side",
-    f"{NO_KEY}: samples are always packed, and never see each other": "packing neat_packing",
+    "data.overlong: truncate, which removes the end of a sample": "truncation_side",
+    f"{NO_KEY}: samples are always packed, with attention within each sample": "packing neat_packing",
     f"{NO_KEY}: samples are always packed, without padding": "padding_free",
     f"{NO_KEY}: packs are filled by length": "group_by_length",
     "`loss: true` in the messages of a row": "train_on_prompt",
-    f"{NO_KEY}: the loss is on answers only (`loss: true` in a message adds it)": (
+    f"{NO_KEY}: only responses are targets (`loss: true` in a message adds others)": (
         "completion_only_loss assistant_only_loss"
     ),
     "`loss: false` in the earlier messages of a row": "mask_history",
     "data.sources.N.columns: {text: ...}": "dataset_text_field",
-    f"{NOT_YET}: train.steps ends a run early": "max_samples",
-    f"{NO_KEY}: files are read by row, in place": "streaming",
+    f"{NOT_YET}; use train.steps to end a run early": "max_samples",
+    f"{NO_KEY}: rows are always read from the files during the run": "streaming",
     "data.workers": "preprocessing_num_workers dataset_num_proc dataloader_num_workers",
     "data.prefetch": "dataloader_prefetch_factor",
     # training
     "train.epochs": "num_train_epochs num_epochs",
     "train.steps": "max_steps train_steps",
-    "train.micro_batch (packs on a rank), or train.tokens_per_step for a whole step": "per_device_train_batch_size",
-    "train.micro_batch (packs on a rank)": "micro_batch_size",
+    "train.micro_batch (packs per rank), or train.tokens_per_step for all ranks": "per_device_train_batch_size",
+    "train.micro_batch (packs per rank)": "micro_batch_size",
     "evaluation.packs": "per_device_eval_batch_size",
     "train.packs_per_step or train.tokens_per_step": "train_batch_size global_batch_size",
     "train.packs_per_step or train.tokens_per_step; gradients are accumulated over micro-batches": (
@@ -94,7 +92,7 @@ REPLACEMENTS = {
     "train.schedule": "lr_scheduler_type lr_decay_style",
     "train.warmup_ratio": "lr_warmup_ratio warmup_ratio",
     "train.warmup_steps": "warmup_steps",
-    "train.min_lr_ratio (last learning rate / peak)": "min_lr lr_min",
+    "train.min_lr_ratio (final learning rate / peak)": "min_lr lr_min",
     "train.grad_clip": "max_grad_norm",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.options.betas": "adam_beta1 adam_beta2",
@@ -114,23 +112,23 @@ REPLACEMENTS = {
     "evaluation.early_stop.patience": "early_stopping_patience",
     # precision and layout
     "train.precision: bf16": "bf16",
-    f"{NOT_YET}: train.precision is fp32, bf16 or fp64": "fp16",
+    f"{NOT_YET}; use train.precision: bf16, fp32 or fp64": "fp16",
     f"{NO_KEY}: bf16 runs use tensor cores": "tf32",
     "train.precision": "torch_dtype",
-    f"{NOT_YET}: train.precision: bf16 keeps fp32 master weights": "pure_bf16",
+    f"{NOT_YET}; use train.precision: bf16, which keeps fp32 master weights": "pure_bf16",
     "parallel.recompute: full": "gradient_checkpointing enable_gradient_checkpointing",
     "parallel.recompute: none": "disable_gradient_checkpointing",
-    "parallel.dp_shard (FSDP2 in place of ZeRO-3)": "deepspeed",
+    "parallel.dp_shard (FSDP2 instead of ZeRO-3)": "deepspeed",
     "parallel.dp_shard": "fsdp fsdp_config data_parallel_mode",
     "parallel.ulysses or parallel.ring": "sequence_parallel_size",
     "parallel.ulysses": "ulysses_parallel_size ulysses_size",
     "parallel.ring": "context_parallel_size",
     "parallel.ep": "expert_parallel_size ep_size",
-    f"{NOT_YET}: parallel.ulysses and parallel.ep split what does not fit": (
+    f"{NOT_YET}; use parallel.ulysses for long packs and parallel.ep for experts": (
         "tensor_parallel_size tensor_model_parallel_size"
     ),
-    f"{NO_KEY}: ranks that are gone are noticed": "ddp_timeout",
-    f"{NO_KEY}: kernels are chosen for the device (`omnizoo doctor` shows them)": (
+    f"{NO_KEY}: the launcher stops the run when a rank ends": "ddp_timeout",
+    f"{NO_KEY}: kernels are chosen for the device (`omnizoo doctor` lists them)": (
         "use_liger_kernel enable_liger_kernel"
     ),
     "train.compile": "torch_compile",
@@ -140,11 +138,11 @@ REPLACEMENTS = {
     "log.every": "logging_steps",
     "log.wandb and log.tensorboard": "report_to",
     "log.wandb": "use_wandb wandb_project",
-    f"{NO_KEY}: report.html in log.dir has the curves": "plot_loss",
+    f"{NO_KEY}: report.html in log.dir contains the loss curves": "plot_loss",
     "checkpoint.every": "save_steps save_strategy",
     "checkpoint.every, in steps": "save_epochs",
     "checkpoint.keep": "save_total_limit",
-    f"{NOT_YET}: `omnizoo export` writes the folder to upload": "push_to_hub",
+    f"{NOT_YET}; upload the folder that `omnizoo export` writes": "push_to_hub",
 }
 OUR_KEYS = {name: replacement for replacement, names in REPLACEMENTS.items() for name in names.split()}
 
@@ -156,7 +154,7 @@ def our_key(name: str) -> str | None:
     replacement = next(matches, None)
     if replacement is None or replacement.startswith((NOT_YET, NO_KEY)):
         return replacement
-    return f"here it is {replacement}"
+    return f"use {replacement}"
 
 
 def moved_key(key: str) -> str | None:

@@ -14,7 +14,8 @@ def hub_hint(name: str, kind: str) -> str:
     if not HUB_NAME.fullmatch(name) or Path(name.partition("/")[0]).exists():
         return ""
     if kind == "dataset":
-        way = f"`hf download {name} --repo-type dataset --local-dir DIR` and path: DIR, or path: hf://datasets/{name}"
+        steps = f"run `hf download {name} --repo-type dataset --local-dir DIR` and set path: DIR, or set "
+        steps += f"path: hf://datasets/{name}"
     else:
-        way = f"`hf download {name} --local-dir DIR`, and give DIR"
-    return f"; if it is a {kind} of the Hugging Face hub: {way}"
+        steps = f"run `hf download {name} --local-dir DIR` and use DIR"
+    return f"; for a {kind} on the Hugging Face Hub, {steps}"

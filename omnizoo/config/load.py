@@ -54,8 +54,9 @@ def load_config(
     changes = parse_overrides(overrides)
     data, lines, path = read_config_file(config)
     if not isinstance(data, dict):
-        shown = "empty" if data is None else show_value(data)
-        raise UserError(f"{path}: the config is {shown}; expected the sections {', '.join(reference.sections())}")
+        content = "empty" if data is None else show_value(data)
+        sections = ", ".join(reference.sections())
+        raise UserError(f"{path}: the config is {content}; expected the sections {sections}")
     for argument, value in (objects or {}).items():
         if value is not None:
             _set_object(data, argument, value, path)
@@ -79,7 +80,7 @@ def read_config_file(config: str | Path | Mapping[str, Any] | Config) -> tuple[A
         return _copy_containers(config), {}, IN_PYTHON
     if not isinstance(config, str | Path):
         kind = type(config).__name__
-        raise UserError(f"{IN_PYTHON} is a {kind}; expected the path of a YAML file, a mapping or a Config")
+        raise UserError(f"{IN_PYTHON}: {kind}; expected the path of a YAML file, a mapping or a Config")
     value, lines = parse_yaml(read_text(config), str(config))
     return value, lines, str(config)
 
@@ -88,10 +89,13 @@ def _copy_containers(value: Any) -> Any:
     """Copy mappings and lists, but not other values, so that the user's mapping stays unchanged."""
     if isinstance(value, Mapping):
         return {key: _copy_containers(item) for key, item in value.items()}
-    return [_copy_containers(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_copy_containers(item) for item in value]
+    return value
 
 
 def _apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Apply all overrides to `data`, and report all mistakes in them together."""
     mistakes = []
     for key, value in changes.items():
         try:
@@ -110,14 +114,18 @@ def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> N
         return  # validation reports this error
     for other in exclusive_keys:
         if _is_set(values.get(other)):
-            raise UserError(f"{path}: {section}.{other} is set, and {argument}= was given to train; keep one of them")
-    name = type(value).__qualname__
-    python_object = PythonObject(value, name if argument == "model" else f"{argument}= ({name})")
+            raise UserError(
+                f"{path}: {section}.{other} is set, and {argument}= was passed to omnizoo.train. Keep one of them."
+            )
+    class_name = type(value).__qualname__
+    name = class_name if argument == "model" else f"{argument}= ({class_name})"
+    python_object = PythonObject(value, name)
     values[key] = [{"given": python_object}] if key.endswith("sources") else python_object
 
 
 def _is_set(value: Any) -> bool:
     """Whether a key has a value. Sources that a saved config lists as Python objects do not count."""
     if isinstance(value, list):
-        return any(not (isinstance(item, dict) and item.get("given")) for item in value)
+        python_objects = [item for item in value if isinstance(item, dict) and item.get("given")]
+        return len(python_objects) < len(value)
     return bool(value)

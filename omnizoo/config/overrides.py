@@ -8,7 +8,7 @@ from typing import Any
 from omnizoo.config import reference
 from omnizoo.config.error_text import COMMAND_LINE, TYPES
 from omnizoo.config.errors import UserError, printable, shorten, show_value
-from omnizoo.config.yaml_file import MOST_DEPTH, parse_yaml
+from omnizoo.config.yaml_file import MAX_DEPTH, parse_yaml
 
 
 def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
@@ -21,13 +21,13 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     for arg in rest:
         flag, equals, text = arg.partition("=")
         if not flag.startswith("--"):
-            shown = printable(repr(arg))
-            raise UserError(f"{COMMAND_LINE}: unexpected argument {shown}; overrides are written --section.key value")
+            quoted = printable(repr(arg))
+            raise UserError(f"{COMMAND_LINE}: unexpected argument {quoted}; expected --section.key value")
         if not equals:
             text = next(rest, "--")
             if text.startswith("--"):
                 raise UserError(
-                    f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it begins with --"
+                    f"{COMMAND_LINE}: {flag} needs a value; write {flag} VALUE, or {flag}=VALUE if VALUE begins with --"
                 )
         key = flag.removeprefix("--")
         changes[key], _ = parse_yaml(text, f"{COMMAND_LINE}: {flag} {show_value(text)}", key)
@@ -41,19 +41,21 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
         ValueError: If a part of the key is not a valid index of a list, or is below a plain value.
     """
     parts = key.split(".")
-    if len(parts) > MOST_DEPTH:
-        raise ValueError(f"{COMMAND_LINE}: {shorten(key)} is nested more than {MOST_DEPTH} deep")
+    if len(parts) > MAX_DEPTH:
+        raise ValueError(f"{COMMAND_LINE}: {shorten(key)} has more than {MAX_DEPTH} levels")
 
     container: Any = data
     for depth, part in enumerate(parts[:-1], start=1):
         index = _index_in(container, part, key, depth)
         child = container[index] if isinstance(container, list) else container.get(index)
         if child is None:
-            is_list = TYPES.get(reference.schema_key(".".join(parts[:depth])), "").startswith("list")
+            child_key = reference.schema_key(".".join(parts[:depth]))
+            is_list = TYPES.get(child_key, "").startswith("list")
             child = [] if is_list else {}
         container[index] = copy(child)  # a YAML alias may refer to the same object from another key
         container = container[index]
-    container[_index_in(container, parts[-1], key, len(parts))] = value
+    index = _index_in(container, parts[-1], key, len(parts))
+    container[index] = value
 
 
 def _index_in(container: Any, part: str, key: str, depth: int) -> Any:

@@ -32,11 +32,11 @@ def check_name(value: str, built_in: Iterable[str], what: str) -> str:
     if value in names:
         return value
     try:
-        return check_own_name(value, what)
+        return check_plugin_name(value, what)
     except ValueError:
         raise ValueError(
-            f"{repr(value)[:80]} is no built-in {what} ({', '.join(names)}), and one of your own is "
-            f"`package.module:name`{nearest(value, names)}"
+            f"{repr(value)[:80]} is not a built-in {what} ({', '.join(names)}), nor `package.module:name` of a plugin"
+            f"{nearest(value, names)}"
         ) from None
 
 
@@ -47,10 +47,10 @@ def built_in_or_plugin(built_in: Iterable[str], what: str) -> AfterValidator:
 
 def plugin(what: str) -> AfterValidator:
     """Return a validator for keys that contain `package.module:name`."""
-    return AfterValidator(partial(check_own_name, what=what))
+    return AfterValidator(partial(check_plugin_name, what=what))
 
 
-def check_own_name(value: str, what: str) -> str:
+def check_plugin_name(value: str, what: str) -> str:
     """Return `value` if it has the form `package.module:name`.
 
     Raises:
@@ -102,8 +102,8 @@ def check_call(
     target: Callable[..., Any], spec: str, key: str, args: Iterable[Any], options: Mapping[str, Any]
 ) -> None:
     """Raise `UserError` if `target` (`spec` in the config) cannot be called with these arguments."""
-    known = takes(target)
-    unknown = [name for name in options if known is not None and name not in known]
+    parameters = keyword_parameters(target)
+    unknown = [name for name in options if parameters is not None and name not in parameters]
     try:
         signature(target).bind(*args, **options)
         if unknown:
@@ -111,8 +111,8 @@ def check_call(
     except ValueError:  # some C functions have no signature
         return
     except TypeError as error:
-        close = nearest(unknown[0], known or ()) if unknown else ""
-        raise UserError(f"{key}: {spec}{_shown(target)} does not take what it is given: {error}{close}") from error
+        hint = nearest(unknown[0], parameters or ()) if unknown else ""
+        raise UserError(f"{key}: {spec}{_parameter_names(target)} cannot be called: {error}{hint}") from error
 
 
 def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
@@ -126,11 +126,11 @@ def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
     except UserError:
         raise
     except CODE_ERRORS as error:
-        raise UserError(f"{key}: {spec} fails: {named_line(error)}; expected {expected}") from error
+        raise UserError(f"{key}: {spec} failed: {named_line(error)}; expected {expected}") from error
 
 
-def takes(target: Callable[..., Any]) -> dict[str, Parameter] | None:
-    """Return the keyword arguments of `target`; None if it accepts any, or has no signature.
+def keyword_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | None:
+    """Return the keyword parameters of `target`; None if it accepts any, or has no signature.
 
     A class that passes further arguments on to its base class also accepts those of its base class.
     """
@@ -157,6 +157,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _shown(target: Callable[..., Any]) -> str:
-    names = [str(parameter).partition(":")[0].partition("=")[0] for parameter in signature(target).parameters.values()]
+def _parameter_names(target: Callable[..., Any]) -> str:
+    """Return the parameters of `target` without types and defaults: `(model, *, beta)`."""
+    names = []
+    for parameter in signature(target).parameters.values():
+        name_and_type = str(parameter).partition("=")[0]
+        names.append(name_and_type.partition(":")[0])
     return f"({', '.join(names)})"

@@ -42,6 +42,8 @@ omnizoo train my.yaml --train.lr 1e-3 --data.sources.0.path corpus.jsonl --model
 
 
 class Key(NamedTuple):
+    """One row of the configuration reference."""
+
     key: str  # dotted key; N is an index, NAME a name that the user chooses
     type: str
     default: str
@@ -72,43 +74,52 @@ def schema_key(key: str) -> str:
 
 @cache
 def _named() -> frozenset[str]:
-    """Return the keys of mappings whose own keys are names that the user chooses."""
+    """Return the keys of mappings from a name that the user chooses."""
     return frozenset(known.key.partition(".NAME.")[0] for known in all_keys() if ".NAME." in known.key)
 
 
 def _keys_of(section: type[ConfigSection], prefix: str) -> Iterator[Key]:
+    """Yield the keys of a section and of the sections nested in it."""
     for name, field in section.model_fields.items():
         key = prefix + name
         if key not in Config.model_fields:  # sections are headings
             yield Key(
-                key,
-                with_bounds(annotation_text(field.annotation), field.metadata),
-                _default_text(field),
-                _description(field),
+                key=key,
+                type=with_bounds(annotation_text(field.annotation), field.metadata),
+                default=_default_text(field),
+                description=_description(field),
             )
-        for nested, place in sections_in(field.annotation):
-            yield from _keys_of(nested, f"{key}.{place}")
+        for nested, nested_prefix in sections_in(field.annotation):
+            yield from _keys_of(nested, f"{key}.{nested_prefix}")
 
 
 def _default_text(field: FieldInfo) -> str:
-    return "required" if field.is_required() else _value_text(field.get_default(call_default_factory=True))
+    """Return the default of a key as YAML, or `required`."""
+    if field.is_required():
+        return "required"
+    return _value_text(field.get_default(call_default_factory=True))
 
 
 def _value_text(value: Any) -> str:
+    """Return a value as YAML on one line."""
     if isinstance(value, ConfigSection):
         keys_set = [key for key in type(value).model_fields if key in value.model_fields_set]
-        return "{" + ", ".join(f"{key}: {_value_text(getattr(value, key))}" for key in keys_set) + "}"
+        entries = [f"{key}: {_value_text(getattr(value, key))}" for key in keys_set]
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value_text(item) for item in value) + "]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
 
 
 def markdown() -> str:
+    """Return the configuration reference, docs/configuration.md, as Markdown."""
     page = [PREAMBLE]
-    for section, about in sections().items():
+    for section, summary in sections().items():
         page += [
             f"## {section}\n",
-            f"{about[:1].upper()}{about[1:]}.\n",
+            f"{summary[:1].upper()}{summary[1:]}.\n",
             "| key | type | default | meaning |",
             "|---|---|---|---|",
         ]

@@ -13,7 +13,7 @@ from omnizoo.config.sections.checkpoint import CheckpointSection
 from omnizoo.config.sections.data import DataSection, fitting_lanes
 from omnizoo.config.sections.evaluation import EvaluationSection
 from omnizoo.config.sections.log import LogSection
-from omnizoo.config.sections.loss_options import OF_ROUTERS, PREFERENCES
+from omnizoo.config.sections.loss_options import PREFERENCES, ROUTER_LOSSES
 from omnizoo.config.sections.model import ModelSection
 from omnizoo.config.sections.optimizer import OptimizerSection
 from omnizoo.config.sections.parallel import ParallelSection
@@ -21,6 +21,11 @@ from omnizoo.config.sections.train import LossSettings, TrainSection
 
 
 class Config(ConfigSection):
+    """The validated config of a run.
+
+    It is immutable. `omnizoo.load_config` creates it from a YAML file or a mapping.
+    """
+
     model: ModelSection
     """the model: weights from `model.path`, or random initialization of `model.config`"""
 
@@ -57,7 +62,7 @@ class Config(ConfigSection):
     @property
     def learns_answers(self) -> bool:
         """Whether the good responses of preferences are also targets of token losses."""
-        return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *OF_ROUTERS})
+        return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *ROUTER_LOSSES})
 
     @property
     def single_answers(self) -> bool:
@@ -97,19 +102,20 @@ class Config(ConfigSection):
         data = value.get("data")
         if isinstance(data, dict) and "lanes" not in data:
             packs = _value_of(value.get("train"), "packs_per_step")
-            is_valid = type(packs) is int and packs > 0
-            default = TrainSection.model_fields["packs_per_step"].default
-            value |= {"data": data | {"lanes": fitting_lanes(packs if is_valid else default)}}
+            if type(packs) is not int or packs <= 0:  # validation reports an invalid value
+                packs = TrainSection.model_fields["packs_per_step"].default
+            value |= {"data": data | {"lanes": fitting_lanes(packs)}}
         return value
 
     @model_validator(mode="after")
     def _check_loss_names(self) -> "Config":
+        """Check that no loss has the name of a decoder, whose loss is named after the modality."""
         for i, loss in enumerate(self.train.losses):
             modality = self.model.modalities.get(loss.label)
             if modality is not None and modality.decoder is not None:
                 raise ValueError(
-                    f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as the loss of that decoder is; give it "
-                    "another `name`"
+                    f"train.losses.{i} ({loss.kind}): the name {loss.label!r} belongs to the loss of that decoder. Set "
+                    "another `name`."
                 )
         return self
 
@@ -118,7 +124,8 @@ class Config(ConfigSection):
         steps = self.log.profiled
         if steps and self.train.epochs is None and steps.start > self.train.steps:
             raise ValueError(
-                f"log.profile is {self.log.profile}, but train.steps is {self.train.steps}; name steps that the run has"
+                f"log.profile: {self.log.profile} starts after the last step (train.steps is {self.train.steps}). "
+                "Profile steps of the run."
             )
         return self
 
@@ -128,8 +135,8 @@ class Config(ConfigSection):
         if self.train.epochs is not None and len(set(weights)) > 1:
             listed = ", ".join(f"{weight:g}" for weight in weights)
             raise ValueError(
-                f"train.epochs reads every row equally often, but data.sources have the weights {listed}; leave the "
-                "weights out, or set train.steps"
+                f"train.epochs: every row is read equally often, but data.sources have the weights {listed}. Remove "
+                "the weights, or set train.steps."
             )
         return self
 
@@ -138,24 +145,26 @@ class Config(ConfigSection):
         every = self.evaluation.every
         if every and not self.data.eval_sources:
             raise ValueError(
-                f"evaluation.every is {every}, but data.eval_sources is empty: there is nothing to evaluate on; name "
-                "held-out data there, or set evaluation.every: 0"
+                f"evaluation.every: {every}, but data.eval_sources is empty. Add held-out data to data.eval_sources, "
+                "or set evaluation.every: 0."
             )
         users = {"checkpoint.best": self.checkpoint.best, "evaluation.early_stop": self.evaluation.early_stop}
         for key, setting in users.items():
             if setting is not None and not every:
                 raise ValueError(
-                    f"{key} needs evaluations, but evaluation.every is 0; set evaluation.every and data.eval_sources, "
-                    f"or unset {key}"
+                    f"{key}: evaluations are required, but evaluation.every is 0. Set evaluation.every and "
+                    f"data.eval_sources, or remove {key}."
                 )
         return self
 
 
 def _value_of(section: Any, key: str) -> Any:
+    """Return the value of a key in a section that may be a mapping or a validated object."""
     return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
 
 
 def _without_cache(loss: LossSettings) -> LossSettings:
+    """Return the settings of a loss without the cache of reference values."""
     if loss.kind not in PREFERENCES:
         return loss
     options = {name: value for name, value in loss.options.items() if name != "reference_cache"}
@@ -170,22 +179,24 @@ def _with_packs_per_step(value: dict[str, Any]) -> dict[str, Any]:
         return value
     if isinstance(train, dict) and train.get("packs_per_step") is not None:
         raise ValueError(
-            "train.tokens_per_step and train.packs_per_step are both set; one follows from the other, so keep one"
+            "train.tokens_per_step: train.packs_per_step is also set, and one determines the other. Remove one of them."
         )
 
     pack_tokens = _value_of(value.get("data"), "pack_tokens") or DataSection.model_fields["pack_tokens"].default
-    changes = {"packs_per_step": _packs_of(tokens, pack_tokens)}
-    return value | {"train": train | changes if isinstance(train, dict) else train.model_copy(update=changes)}
+    changes = {"packs_per_step": _num_packs(tokens, pack_tokens)}
+    if isinstance(train, dict):
+        return value | {"train": train | changes}
+    return value | {"train": train.model_copy(update=changes)}
 
 
-def _packs_of(tokens: int, pack_tokens: Any) -> int:
+def _num_packs(tokens: int, pack_tokens: Any) -> int:
+    """Return the number of packs that `tokens` fill. Raises ValueError if it is not an integer."""
     if type(pack_tokens) is not int or pack_tokens < 1:
         return 1  # the error is reported for data.pack_tokens
     packs, rest = divmod(tokens, pack_tokens)
     if rest:
-        near = " or ".join(f"{n * pack_tokens}" for n in (packs, packs + 1) if n)
+        multiples = " or ".join(f"{n * pack_tokens}" for n in (packs, packs + 1) if n)
         raise ValueError(
-            f"train.tokens_per_step is {tokens}, and a step has whole packs of data.pack_tokens {pack_tokens}; "
-            f"expected {near}"
+            f"train.tokens_per_step: {tokens} is not a multiple of data.pack_tokens {pack_tokens}. Use {multiples}."
         )
     return packs

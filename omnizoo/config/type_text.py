@@ -19,11 +19,13 @@ def sections_in(annotation: Any) -> Iterator[tuple[type[ConfigSection], str]]:
         for arg in args:
             yield from sections_in(arg)
     elif origin in (list, dict):
-        place = "N." if origin is list else "NAME."
-        yield from ((section, place + rest) for section, rest in sections_in(args[-1]))
+        prefix = "N." if origin is list else "NAME."
+        for section, inner_prefix in sections_in(args[-1]):
+            yield section, prefix + inner_prefix
 
 
 def with_bounds(text: str, metadata: Sequence[Any]) -> str:
+    """Append the bounds in the metadata of a field to its type: `integer` -> `integer >= 1`."""
     if text == NAMES[str]:  # the minimum length of 1 is not mentioned
         return text
     bounds = []
@@ -36,6 +38,7 @@ def with_bounds(text: str, metadata: Sequence[Any]) -> str:
 
 
 def annotation_text(annotation: Any) -> str:
+    """Return a type annotation in the words of a config: `list[int] | None` -> `list of integer or null`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         return "{" + ", ".join(annotation.model_fields) + "}"

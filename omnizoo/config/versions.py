@@ -54,9 +54,9 @@ def check_signatures(package: str, called: Mapping[str, Signature]) -> None:
         UserError: If the parameters of a function differ.
     """
     for name, (function, expected) in called.items():
-        found = list(inspect.signature(function).parameters)[: len(expected)]
-        if found != list(expected):
+        parameters = list(inspect.signature(function).parameters)[: len(expected)]
+        if parameters != list(expected):
             raise UserError(
-                f"{name} of {package} takes ({', '.join(found)}), and is called with ({', '.join(expected)}): "
-                f"{advice(package)}"
+                f"{package}: {name} has the parameters ({', '.join(parameters)}), but omnizoo calls it with "
+                f"({', '.join(expected)}): {advice(package)}"
             )

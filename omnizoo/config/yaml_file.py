@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from omnizoo.config.errors import MOST_MISTAKES, UserError, join_mistakes, printable, shorten, show_value
+from omnizoo.config.errors import MAX_MISTAKES, UserError, join_mistakes, printable, shorten, show_value
 from omnizoo.config.schema import Config
 
 # Real configs are far below these limits, which bound the time and memory that a malicious file can take.
-MOST_BYTES = 2**19
-MOST_VALUES = 20_000
-MOST_DEPTH = 64
-LONGEST_NUMBER = 400  # digits
+MAX_BYTES = 2**19
+MAX_VALUES = 20_000
+MAX_DEPTH = 64
+MAX_DIGITS = 400  # digits
 
 # PyYAML implements YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of
 # YAML 1.2. An integer with a leading zero stays text, because its base is ambiguous.
@@ -61,9 +61,9 @@ for _name, (_pattern, _first_characters) in SCALARS.items():
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a regular file of at most `MOST_BYTES`. Reading other files may block or never end."""
+    """Return the text of a regular file of at most `MAX_BYTES`. Reading other files may block or never end."""
     if not str(path):
-        raise UserError("the name of the config file is empty")
+        raise UserError("config file: the name is empty. Pass the path of a YAML file.")
     try:
         _check_file(path)
         return Path(path).read_text(encoding="utf-8-sig")
@@ -78,12 +78,13 @@ def read_text(path: str | Path) -> str:
 
 
 def _check_file(path: str | Path) -> None:
+    """Raise `UserError` if `path` is not a regular file, or too large."""
     status = os.stat(path)
     if not S_ISREG(status.st_mode):
-        kind = "a folder" if S_ISDIR(status.st_mode) else "not an ordinary file"
-        raise UserError(f"{path}: cannot be read as a config file: it is {kind}")
-    if status.st_size > MOST_BYTES:
-        raise UserError(f"{path}: has {status.st_size:,} bytes; a config file has at most {MOST_BYTES:,}")
+        kind = "a folder" if S_ISDIR(status.st_mode) else "not a regular file"
+        raise UserError(f"{path}: {kind}; expected a YAML file")
+    if status.st_size > MAX_BYTES:
+        raise UserError(f"{path}: {status.st_size:,} bytes; a config file can have at most {MAX_BYTES:,}")
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -99,7 +100,7 @@ def save_config(config: Config, path: str | Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: the config cannot be written: {error.strerror}") from None
+        raise UserError(f"{path}: cannot write the config: {error.strerror}") from None
 
 
 def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int]]:
@@ -121,8 +122,12 @@ def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int
         _check_depth(text)
         loader = YamlLoader(text)
         node = loader.get_single_node()
-        problems = list(islice(_index_node(node, key, lines, ()), MOST_MISTAKES)) if node else []
-        value = loader.construct_document(node) if node and not problems else None
+        problems: list[Problem] = []
+        value = None
+        if node:
+            problems = list(islice(_index_node(node, key, lines, ()), MAX_MISTAKES))
+        if node and not problems:
+            value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark and not key else ""
         raise UserError(printable(f"{where}{line}: not valid YAML: {error.problem}")) from None
@@ -147,12 +152,12 @@ def _check_depth(text: str) -> None:
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise _too_deep(event.start_mark)
 
 
 def _too_deep(mark: yaml.Mark) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=mark)
+    return yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} levels of nesting", problem_mark=mark)
 
 
 def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]) -> Iterator[Problem]:
@@ -164,15 +169,15 @@ def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple
     if node in parents:
         yield line, f"{key} contains itself through a YAML alias"
         return
-    if len(parents) > MOST_DEPTH:  # nesting by aliases, which `_check_depth` does not follow
+    if len(parents) > MAX_DEPTH:  # nesting by aliases, which `_check_depth` does not follow
         raise _too_deep(node.start_mark)
-    if len(lines) > MOST_VALUES:
-        reason = f"more than {MOST_VALUES:,} values; do YAML aliases multiply them?"
+    if len(lines) > MAX_VALUES:
+        reason = f"more than {MAX_VALUES:,} values, with YAML aliases expanded"
         raise yaml.MarkedYAMLError(problem=reason, problem_mark=node.start_mark)
 
     if node.tag not in TAGS:
         tag = node.tag.replace(TAG_PREFIX, "!!")
-        yield line, f"{key} has the YAML tag {shorten(tag)}, which has no meaning in a config; leave it out"
+        yield line, f"{key} has the YAML tag {shorten(tag)}; remove the tag, because configs have no tags"
     elif isinstance(node, yaml.MappingNode):
         yield from _index_mapping(node, key, lines, (*parents, node))
     elif isinstance(node, yaml.SequenceNode):
@@ -187,6 +192,7 @@ def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple
 def _index_mapping(
     node: yaml.MappingNode, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]
 ) -> Iterator[Problem]:
+    """Record the lines of a mapping's keys, and yield problems with them and with their values."""
     first_lines: dict[str, int] = {}
     for name_node, value in node.value:
         line = _line_of(name_node)
@@ -215,7 +221,7 @@ def _scalar_problem(node: yaml.Node) -> str | None:
     """Return why a scalar is invalid for any key, such as a NUL character; None if it is valid."""
     text = str(node.value)
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        return "has a character in it that text cannot have (NUL, or half of a surrogate pair)"
-    if len(text) > LONGEST_NUMBER and node.tag.endswith((":int", ":float")):
-        return f"is a number of {len(text):,} digits; expected at most {LONGEST_NUMBER}"
+        return "contains a NUL character or a lone surrogate; remove it"
+    if len(text) > MAX_DIGITS and node.tag.endswith((":int", ":float")):
+        return f"has {len(text):,} digits; expected at most {MAX_DIGITS}"
     return None

@@ -42,14 +42,16 @@ def launch(
     """
     # Signals are blocked and received one at a time by sigwait, so that none is lost between two system calls. A signal
     # that is already ignored, as in background jobs of a script, stays ignored.
-    stop = {s for s in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(s) is not signal.SIG_IGN}
-    watched = stop | {signal.SIGCHLD, signal.SIGALRM}
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    errors, errors_in = os.pipe()
-    os.set_blocking(errors, False)
-    ranks = _Ranks(_start([*command, *args], nproc, errors_in, unblocked), errors)
+    stop_signals = {s for s in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(s) is not signal.SIG_IGN}
+    watched_signals = stop_signals | {signal.SIGCHLD, signal.SIGALRM}
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched_signals)
+    error_reader, error_writer = os.pipe()
+    os.set_blocking(error_reader, False)
+    processes = _start([*command, *args], nproc, error_writer, old_mask)
+    ranks = _Ranks(processes, error_reader)
+
     while ranks.alive:
-        ranks.pass_on(signal.sigwait(watched))
+        ranks.handle_signal(signal.sigwait(watched_signals))
         failed = ranks.collect_ended()
         ranks.collect_messages()
         if failed and not ranks.failures:
@@ -65,19 +67,19 @@ class _Ranks:
     """The ranks on this machine: the running processes, and the failures of the others."""
 
     alive: dict[int, subprocess.Popen[bytes]]
-    errors: int  # read end of the pipe that ranks write errors to
+    error_reader: int  # read end of the pipe that ranks write errors to
     failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), except ranks killed here
     printed: set[str] = field(default_factory=set)  # messages that were printed
     crashes: list[str] = field(default_factory=list)  # messages of ranks that end with a traceback, oldest first
     is_stopping: bool = False
     is_killed: bool = False
 
-    def pass_on(self, received: int) -> None:
+    def handle_signal(self, received: int) -> None:
         """Forward the first SIGTERM or SIGINT to the ranks. Kill them at another SIGINT or at SIGALRM."""
         if received in (signal.SIGTERM, signal.SIGINT) and not self.is_stopping:
             self.is_stopping = True
             if received == signal.SIGINT:
-                print("stopping; Ctrl-C again ends all ranks at once, without saving", file=sys.stderr, flush=True)
+                print("stopping; press Ctrl-C again to end all ranks without saving", file=sys.stderr, flush=True)
             for child in self.alive.values():
                 child.send_signal(received)
         elif received in (signal.SIGALRM, signal.SIGINT):
@@ -99,7 +101,7 @@ class _Ranks:
 
     def collect_messages(self) -> None:
         """Print each distinct error that ranks have reported, and store crash reports for `exit_code`."""
-        for message in _messages(self.errors):
+        for message in _read_messages(self.error_reader):
             if message.startswith(CRASH):
                 self.crashes.append(message.removeprefix(CRASH))
             elif message not in self.printed and message not in self.crashes:
@@ -118,34 +120,55 @@ class _Ranks:
 
 
 def _start(
-    command: list[str], nproc: int, errors: int, unblocked: set[int | signal.Signals]
+    command: list[str], nproc: int, error_writer: int, signal_mask: set[int | signal.Signals]
 ) -> dict[int, subprocess.Popen[bytes]]:
+    """Start the processes of all ranks.
+
+    Args:
+        command: Program and arguments.
+        nproc: Number of ranks.
+        error_writer: Write end of the pipe that ranks write errors to.
+        signal_mask: Signals that the ranks block.
+
+    Returns:
+        The process of each rank.
+    """
     launcher, _ = os.pipe()  # never written to; only this process holds the write end, until it ends
-    world = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1"}
-    world[LAUNCHED_AT] = str(psutil.Process().create_time())
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}
-    ranks = {}
+    world_env = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        LAUNCHED_AT: str(psutil.Process().create_time()),
+    }
+    num_threads = max(1, len(os.sched_getaffinity(0)) // nproc)
+    default_env = {"OMP_NUM_THREADS": str(num_threads)}
+    processes = {}
     # The launcher binds the port and rank 0 inherits the socket, so that no other program can take the port in between.
     # The launcher closes its copy once rank 0 has started: connecting to a dead rank 0 must fail instead of waiting.
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as store:
-        world["MASTER_PORT"] = str(store.getsockname()[1])
+        world_env["MASTER_PORT"] = str(store.getsockname()[1])
         for rank in range(nproc):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER_FD: str(launcher), ERROR_FD: str(errors)}
-            fds = [launcher, errors]
+            rank_env = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                LAUNCHER_FD: str(launcher),
+                ERROR_FD: str(error_writer),
+            }
+            inherited_fds = [launcher, error_writer]
             if rank == 0:
-                own[STORE_FD] = str(store.fileno())
-                fds.append(store.fileno())
-            ranks[rank] = subprocess.Popen(
+                rank_env[STORE_FD] = str(store.fileno())
+                inherited_fds.append(store.fileno())
+            processes[rank] = subprocess.Popen(
                 command,
-                env=threads | os.environ | world | own,
-                pass_fds=fds,
+                env=default_env | os.environ | world_env | rank_env,
+                pass_fds=inherited_fds,
                 start_new_session=True,  # Ctrl-C sends SIGINT to the launcher only
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, unblocked),
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask),
             )
-    return ranks
+    return processes
 
 
-def _messages(fd: int) -> list[str]:
+def _read_messages(fd: int) -> list[str]:
     """Return the messages that ranks have written to `fd`. Ranks write before they end, so no message arrives later."""
     try:
         return os.read(fd, 2**20).decode().split("\0")[:-1]

@@ -9,12 +9,12 @@ from omnizoo.launch.stderr import report_crash
 USER_ERROR = 2  # exit code
 
 
-def foreseen(rank: int, error: BaseException) -> str | None:
+def expected_failure(rank: int, error: BaseException) -> str | None:
     """Return a message for failures that need no traceback: out of memory, or a dead loader worker. Otherwise None."""
     if is_out_of_memory(error):
         return (
-            f"rank {rank} is out of memory ({first_line(error)}): lower data.pack_tokens or train.micro_batch, set "
-            "parallel.recompute: full, or share the model among more ranks (parallel.dp_shard)"
+            f"rank {rank} is out of memory ({first_line(error)}). Lower data.pack_tokens or train.micro_batch, set "
+            "parallel.recompute: full, or shard the model over more ranks (parallel.dp_shard)."
         )
     from omnizoo.data.loading.workers import WorkerDeath
 
@@ -24,7 +24,7 @@ def foreseen(rank: int, error: BaseException) -> str | None:
 def report_failure(rank: int, error: BaseException) -> None:
     """Report a crash to the launcher immediately, because later failures of other ranks are only consequences."""
     if isinstance(error, Exception) and not isinstance(error, UserError | TrainingError):
-        report_crash(foreseen(rank, error) or f"rank {rank} failed: {named_line(error)}")
+        report_crash(expected_failure(rank, error) or f"rank {rank} failed: {named_line(error)}")
 
 
 def first_failure(failures: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -38,17 +38,21 @@ def first_failure(failures: Sequence[tuple[int, int]]) -> tuple[int, int]:
         code = failure[1]
         if code == USER_ERROR:
             return 0
-        # SIGABRT is not counted as a signal from outside: a rank may abort because another rank has ended.
-        return 1 if code > 128 and code != 128 + signal.SIGABRT else 2
+        # SIGABRT does not count as an external signal: a rank may abort because another rank has ended.
+        is_external_signal = code > 128 and code != 128 + signal.SIGABRT
+        return 1 if is_external_signal else 2
 
     return min(failures, key=priority)  # the earliest failure of the highest priority
 
 
 def failure_message(rank: int, code: int, crashes: Sequence[str], has_printed: bool) -> str | None:
     """Return the line that the launcher prints about the first failure; None if a rank has printed one."""
-    if code > 128 and not (code == 128 + signal.SIGABRT and crashes):
-        memory = " (out of memory?)" if code == 128 + signal.SIGKILL else ""
-        return f"rank {rank} was killed by {signal.Signals(code - 128).name}{memory}"
+    has_reported_abort = code == 128 + signal.SIGABRT and bool(crashes)
+    if code > 128 and not has_reported_abort:
+        hint = " (out of memory?)" if code == 128 + signal.SIGKILL else ""
+        return f"rank {rank} was killed by {signal.Signals(code - 128).name}{hint}"
     if has_printed:
         return None
-    return crashes[0] if crashes else f"rank {rank} exited with code {code}"  # later crashes are consequences
+    if crashes:
+        return crashes[0]  # later crashes are only consequences
+    return f"rank {rank} exited with code {code}"

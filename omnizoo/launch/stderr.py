@@ -9,6 +9,7 @@ ERROR_FD = "OMNIZOO_ERROR_FD"  # set by the launcher, which prints each distinct
 
 
 def report_error(message: str) -> None:
+    """Send an error to the launcher, which prints it once for all ranks. Print it here without a launcher."""
     if ERROR_FD in os.environ:
         os.write(int(os.environ[ERROR_FD]), _plain(message).encode() + b"\0")
     else:
@@ -25,6 +26,7 @@ def report_crash(message: str) -> None:
 
 
 def print_error(message: str) -> None:
+    """Print each line of a message to stderr, after `error: `."""
     from rich.console import Console
     from rich.text import Text
 
@@ -34,5 +36,5 @@ def print_error(message: str) -> None:
 
 
 def _plain(message: str) -> str:
-    """Escape unprintable characters but line breaks and tabs: names in messages may contain any character."""
+    """Escape unprintable characters except line breaks and tabs: names in messages may contain any character."""
     return printable(message.replace("\r\n", "\n"), allowed="\n\t")

@@ -30,28 +30,29 @@ def room(place: Place) -> int:
     return int(place.device.memory_gb * 2**30 * (1 - MARGIN))
 
 
-def advise(config: Config, place: Place, result: Result, say: Callable[[str], None]) -> list[Advice]:
+def advise(config: Config, place: Place, result: Result, report: Callable[[str], None]) -> list[Advice]:
     """Find the change that saves most memory and, if that is not enough, the best second change in addition.
 
     Args:
         config: The config that does not fit.
         place: The simulated rank and device.
         result: Result of the dry run of `config`.
-        say: Called with a progress message before each dry run.
+        report: Called with a progress message before each dry run.
     """
     changes: dict[str, Any] = {}
     advice: list[Advice] = []
     for _ in range(2):
-        tried = []
+        candidates = []
         for change in possible(changed(config, changes), place, result):
-            say(f"trying {Advice(changes | change, 0)}")
+            report(f"testing {Advice(changes | change, 0)}")
             try:
                 peak = simulate(changed(config, changes | change), place).peak.bytes
             except UserError:  # the model does not support this layout
                 continue
-            tried.append(Advice(changes | change, peak))
-        best = min(tried, key=lambda each: each.peak, default=None)
-        if best is None or best.peak >= (advice[-1].peak if advice else result.peak.bytes):
+            candidates.append(Advice(changes | change, peak))
+        best = min(candidates, key=lambda candidate: candidate.peak, default=None)
+        previous_peak = advice[-1].peak if advice else result.peak.bytes
+        if best is None or best.peak >= previous_peak:
             return advice
         advice.append(best)
         if best.peak <= room(place):
@@ -78,9 +79,10 @@ def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str,
         yield {"parallel.dp_replicate": 1}
     for axis in ("ulysses", "ring"):
         if layout.dp_shard % 2 == 0:
-            yield {f"parallel.{axis}": getattr(parallel, axis) * 2} | (
-                {} if parallel.dp_shard == -1 else {"parallel.dp_shard": layout.dp_shard // 2}
-            )
+            change = {f"parallel.{axis}": getattr(parallel, axis) * 2}
+            if parallel.dp_shard != -1:
+                change["parallel.dp_shard"] = layout.dp_shard // 2
+            yield change
     if layout.ep > 1 and layout.ep_shard % 2 == 0:
         yield {"parallel.ep": layout.ep * 2}
 

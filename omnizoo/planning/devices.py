@@ -29,7 +29,7 @@ DEVICES = {
     "b200": Device(180, 8, 2250.0, 900, 50, 8000, 80.0),
     "mi300x": Device(192, 8, 1307.4, 448, 50, 5300, 163.4),
 }
-LARGEST_FILE = 2**16
+MAX_FILE_SIZE = 2**16  # characters
 
 
 def read_device(name: str) -> Device:
@@ -44,20 +44,25 @@ def read_device(name: str) -> Device:
     example = ", ".join(f"{key}: {value:g}" for key, value in asdict(DEVICES["h100"]).items())
     expected = f"expected {', '.join(DEVICES)}, or a YAML file such as `{example}` with one key per line"
     if not path.is_file():
-        raise UserError(f"--device is {name!r}; {expected}")
+        raise UserError(f"--device: {name!r}; {expected}")
     try:
         with path.open(encoding="utf-8") as file:
-            found = yaml.safe_load(file.read(LARGEST_FILE))
+            values = yaml.safe_load(file.read(MAX_FILE_SIZE))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--device: cannot read {name}: {str(error).splitlines()[0]}; {expected}") from error
-    known = {field.name for field in fields(Device)}
-    if not isinstance(found, dict) or set(found) - known or "memory_gb" not in found:
-        wrong = ", ".join(sorted(map(str, set(found) - known))) if isinstance(found, dict) else "no mapping"
-        raise UserError(f"--device: {name} has {wrong or 'no memory_gb'}; {expected}")
-    for key, value in found.items():
-        whole = key == "per_node"
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < 1e9:
-            raise UserError(
-                f"--device: {name}: {key} is {value!r}; expected a {'whole ' if whole else ''}number above 0"
-            )
-    return Device(**found)
+    if not isinstance(values, dict):
+        raise UserError(f"--device: {name} is not a mapping; {expected}")
+    unknown = set(values) - {field.name for field in fields(Device)}
+    if unknown:
+        listed = ", ".join(sorted(map(str, unknown)))
+        raise UserError(f"--device: {name} has the unknown keys {listed}; {expected}")
+    if "memory_gb" not in values:
+        raise UserError(f"--device: {name} has no memory_gb; {expected}")
+
+    for key, value in values.items():
+        is_count = key == "per_node"
+        is_number = isinstance(value, int if is_count else int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < 1e9:
+            kind = "an integer" if is_count else "a number"
+            raise UserError(f"--device: {name}: {key} is {value!r}; expected {kind} > 0, < 1e9")
+    return Device(**values)

@@ -50,8 +50,8 @@ from omnizoo.training.recompute_budget import apply_recompute_budget
 from omnizoo.training.setup import TrainingSetup, build_bundle, resolve_precision, set_up_training
 from omnizoo.training.step import train_step
 
-LOOKED_AT = 16  # packs that are read to find the costliest
-MOST_RUN = 3  # micro-batches that are run: the first, the last, and one that represents all others
+NUM_READ_PACKS = 16  # packs that are read to find the costliest
+MAX_MICRO_BATCHES = 3  # micro-batches that are run: the first, the last, and one that represents all others
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,14 @@ class FixedPacks:
     """Replacement for a loader, which returns the same packs in every step."""
 
     packs: Sequence[Pack]
-    said: str  # description of the packs, for the user
+    description: str  # of the packs, for the user
 
     def next_step(self) -> LoadedStep:
+        """Return the packs of a step."""
         return LoadedStep(list(self.packs))
 
     def counters(self) -> dict[str, int]:
+        """Return the counters of a loader: none."""
         return {}
 
 
@@ -109,71 +111,74 @@ def simulate(config: Config, place: Place) -> Result:
 
     The first step is not measured, because it starts without optimizer state.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     # Fake tensors cannot be compiled. Eager blocks keep at least as many activations as compiled ones.
     config = config.without_cache().changed(train={"compile": False})
     config = config.model_copy(update={"model": without_weights(config.model)})
     learning_rate(config.train, 1)
-    pretended = FakeDevice()
-    ledger = MemoryTracker(pretended.device, place.rounded)
+    fake_device = FakeDevice()
+    tracker = MemoryTracker(fake_device.device, place.rounded)
+    memory_bytes = int(place.device.memory_gb * 2**30)
     with ExitStack() as stack:
-        process = stack.enter_context(fake_process_group(place.rank, place.world, pretended.device))
+        process = stack.enter_context(fake_process_group(place.rank, place.world, fake_device.device))
         host = stack.enter_context(stand_ins(place.world, place.rank, place.imbalance))
-        ledger.see_on_host = host.see
-        config = resolve_precision(config, pretended.device)
+        tracker.see_on_host = host.see
+        config = resolve_precision(config, fake_device.device)
         mesh = build_mesh(config, process)
         bundle = build_bundle(config, tokenizer_required=False)
         model = bundle.model
         parameters = sum(p.numel() for p in model.parameters())
         checkpoint = saved_bytes(model, config)
-        ledger.vocabulary = vocabulary_of(model)
+        tracker.vocabulary = vocabulary_of(model)
         media = bundle.media
-        stack.enter_context(traced(pretended))
-        stack.enter_context(pretended.running())
-        stack.enter_context(ledger.watching())
-        move_buffers(model, pretended.device)
-        reshard = reshards(model, config, int(place.device.memory_gb * 2**30))
+
+        stack.enter_context(traced(fake_device))
+        stack.enter_context(fake_device.running())
+        stack.enter_context(tracker.watching())
+        move_buffers(model, fake_device.device)
+        reshard = reshards(model, config, memory_bytes)
         config = config.changed(parallel={"reshard_after_forward": reshard})
         bundle = replace(bundle, config=config)
         new_run = StartingPoint(run="", checkpoint=None)
         setup = set_up_training(bundle, mesh, new_run, fill=lambda sharded: fill_sizes(sharded, config))
         assert setup.optimizer is not None
-        drawn = draw(config, model, setup.balancer, media)
-        data = next_step(drawn, setup.balancer)  # type: ignore[arg-type]  # has the methods of a loader that are used
-        recompute = apply_recompute_budget(setup.objective, data, None, int(place.device.memory_gb * 2**30))
-        stack.enter_context(ledger.following(model, setup.optimizer))
-        count, sent, syncs, calls, flops, launched, moved = run_steps(
-            setup, data, pretended, ledger, place.device.per_node
-        )
+
+        loader = choose_packs(config, model, setup.balancer, media)
+        data = next_step(loader, setup.balancer)  # type: ignore[arg-type]  # has the methods of a loader that are used
+        recompute = apply_recompute_budget(setup.objective, data, None, memory_bytes)
+        stack.enter_context(tracker.following(model, setup.optimizer))
+        counters = run_steps(setup, data, fake_device, tracker, place.device.per_node)
+        num_collectives, sent_bytes, syncs, calls, flops, launched, moved = counters
         return Result(
             layout=str(mesh.layout),
             recompute=recompute,
             host=host.peak,
-            peak=ledger.peak(),
-            timeline=ledger.timeline(),
-            collectives={one: (count[one], sent[one]) for one in count},
+            peak=tracker.peak(),
+            timeline=tracker.timeline(),
+            collectives={key: (num_collectives[key], sent_bytes[key]) for key in num_collectives},
             syncs=dict(syncs),
             kernels={kernel: (calls[kernel], flops[kernel]) for kernel in calls},
-            guessed=sorted(pretended.guessed),
+            guessed=sorted(fake_device.guessed),
             launched=launched.total(),
             moved=moved.total(),
-            attention=sum(setup.balancer.pack_cost.attention(pack) for pack in drawn.packs),
+            attention=sum(setup.balancer.pack_cost.attention(pack) for pack in loader.packs),
             flops=data.totals.flops,
             parameters=parameters,
             checkpoint=checkpoint,
             tokens=data.tokens,
             micro_batches=len(data.micro_batches),
-            data=drawn.said,
-            seconds=time.perf_counter() - started,
+            data=loader.description,
+            seconds=time.perf_counter() - start_time,
         )
 
 
 def run_steps(
-    setup: TrainingSetup, data: StepData, device: FakeDevice, ledger: MemoryTracker, ranks_per_node: int
+    setup: TrainingSetup, data: StepData, device: FakeDevice, tracker: MemoryTracker, ranks_per_node: int
 ) -> list[Counter[Any]]:
     """Train two steps, and return the counters of the second one.
 
-    At most `MOST_RUN` micro-batches are run. The counts of the one before the last are added for each that is left out.
+    At most `MAX_MICRO_BATCHES` micro-batches are run. For each of the others, the counts of the one before the last are
+    added.
     """
     assert setup.optimizer is not None
     terms = setup.objective.terms
@@ -188,45 +193,45 @@ def run_steps(
         starts.append([Counter(counter) for counter in counters])
         return terms(batch)
 
-    for step, num_micro_batches in ((1, 1), (2, MOST_RUN)):
+    for step, num_micro_batches in ((1, 1), (2, MAX_MICRO_BATCHES)):
         device.syncs.clear()
         traffic = Traffic(setup.mesh, ranks_per_node)
-        ledger.begin_step(traffic)
-        work = ledger.work
+        tracker.begin_step(traffic)
+        work = tracker.work
         counters = [traffic.calls, traffic.bytes, device.syncs, work.calls, work.flops, work.launched, work.moved]
         with replaced((setup.objective, "terms", watched)):
-            part = replace(data, micro_batches=data.micro_batches[:num_micro_batches])
-            train_step(setup.objective, setup.optimizer, part, step)
-        ledger.end_step(setup.model)
-    left_out = len(data.micro_batches) - MOST_RUN
-    if left_out <= 0:
+            first_micro_batches = replace(data, micro_batches=data.micro_batches[:num_micro_batches])
+            train_step(setup.objective, setup.optimizer, first_micro_batches, step)
+        tracker.end_step(setup.model)
+
+    num_omitted = len(data.micro_batches) - MAX_MICRO_BATCHES
+    if num_omitted <= 0:
         return counters
-    *_, before, after = starts
-    return [
-        Counter({key: total[key] + left_out * (b[key] - a[key]) for key in total})
-        for total, a, b in zip(counters, before, after, strict=True)
-    ]
+    *_, starts_before, starts_after = starts
+    totals: list[Counter[Any]] = []
+    for counter, before, after in zip(counters, starts_before, starts_after, strict=True):
+        totals.append(Counter({key: counter[key] + num_omitted * (after[key] - before[key]) for key in counter}))
+    return totals
 
 
 def without_weights(model: ModelSection) -> ModelSection:
     """Return the section of the same model, changed so that only config.json is read, and no weights."""
 
-    def changed(part: SubmoduleSettings | ModelSection) -> dict[str, Any]:
-        return {"path": None, "config": part.path} if part.path else {}
+    def path_to_config(section: SubmoduleSettings | ModelSection) -> dict[str, Any]:
+        return {"path": None, "config": section.path} if section.path else {}
 
-    updates = changed(model)
+    modalities = {}
+    for name, modality in model.modalities.items():
+        modules = {}
+        for role, module in (("encoder", modality.encoder), ("decoder", modality.decoder)):
+            if module is not None:
+                modules[role] = module.model_copy(update=path_to_config(module))
+        modalities[name] = modality.model_copy(update=modules)
+
+    updates = path_to_config(model)
+    updates["modalities"] = modalities
     if model.foundation is not None:
-        updates["foundation"] = model.foundation.model_copy(update=changed(model.foundation))
-    updates["modalities"] = {
-        name: modality.model_copy(
-            update={
-                role: part.model_copy(update=changed(part))
-                for role, part in (("encoder", modality.encoder), ("decoder", modality.decoder))
-                if part is not None
-            }
-        )
-        for name, modality in model.modalities.items()
-    }
+        updates["foundation"] = model.foundation.model_copy(update=path_to_config(model.foundation))
     return model.model_copy(update=updates)
 
 
@@ -256,35 +261,36 @@ def vocabulary_of(model: nn.Module) -> int:
     return 0 if weight is None else int(weight.shape[0])
 
 
-def draw(config: Config, model: nn.Module, balancer: Balancer, media: dict[str, Any]) -> FixedPacks:
+def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: dict[str, Any]) -> FixedPacks:
     """Return the packs of a step: the costliest among the first packs of the data.
 
     If no data can be read, each pack is a text of `data.pack_tokens` tokens.
     """
-    count = config.train.packs_per_step
-    each = count // balancer.mesh.layout.dp
+    num_packs = config.train.packs_per_step
+    packs_per_rank = num_packs // balancer.mesh.layout.dp
     try:
         if config.data.sources[0].path == NO_DATA:
-            raise UserError("the config has no data.sources")
+            raise UserError("data.sources is not set")
         packs = read_packs(config, model, media)
         packs.sort(key=lambda pack: -balancer.pack_cost.with_media(pack))
-        worst = packs[:each]
-        said = f"the {len(worst)} costliest of the first {len(packs)} packs of data.sources"
+        costliest = packs[:packs_per_rank]
+        description = f"the {len(costliest)} costliest of the first {len(packs)} packs of data.sources"
     except UserError as error:
         tokens = config.data.pack_tokens
         columns = make_columns(input_ids=np.zeros(tokens), labels=np.zeros(tokens))
-        worst = [Pack(0, columns, [tokens], ["text"])]
-        said = f"one text of {tokens:,} tokens per pack, since no data can be read: {error}"
-    filled = [replace(pack, index=i) for i, pack in enumerate(islice(cycle(worst), count))]
-    return FixedPacks(filled, said)
+        costliest = [Pack(0, columns, [tokens], ["text"])]
+        description = f"one text of {tokens:,} tokens per pack, because no data can be read: {error}"
+    step_packs = islice(cycle(costliest), num_packs)
+    return FixedPacks([replace(pack, index=i) for i, pack in enumerate(step_packs)], description)
 
 
 def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[Pack]:
-    """Return the first packs of the data, at most `LOOKED_AT`, without dummy packs."""
+    """Return the first packs of the data, at most `NUM_READ_PACKS`, without dummy packs."""
     tokenizer = load_tokenizer(config.model)
     check_vocabulary(model, tokenizer)
-    few = config.changed(train={"packs_per_step": LOOKED_AT, "epochs": None}, data={"workers": 0, "lanes": 1})
-    loader = build_loader(few, tokenizer, 0, 1, **media)
+    train = {"packs_per_step": NUM_READ_PACKS, "epochs": None}
+    one_step = config.changed(train=train, data={"workers": 0, "lanes": 1})
+    loader = build_loader(one_step, tokenizer, 0, 1, **media)
     try:
         return [pack for pack in loader.next_step().packs if not pack.is_dummy]
     finally:
@@ -300,5 +306,5 @@ def traced(device: FakeDevice) -> Iterator[None]:
         raise
     except BUILDING_ERRORS as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not passes_on(frame.filename)]
-        at = short_name(frames[-1].filename, frames[-1].lineno or 0) if frames else "an unknown line"
-        raise UserError(f"model: cannot be traced: {device.operator} at {at}: {named_line(error)}") from error
+        line = short_name(frames[-1].filename, frames[-1].lineno or 0) if frames else "an unknown line"
+        raise UserError(f"model: cannot be traced: {device.operator} at {line}: {named_line(error)}") from error

@@ -35,7 +35,8 @@ from omnizoo.ops.torch_private import (
 )
 from omnizoo.parallel import collective_counter
 
-MOST_KNOWN, MOST_FRACTIONS = 2**22, 64  # largest number of elements whose values are kept: of integers, and of floats
+MAX_KNOWN_INTEGERS = 2**22  # largest number of elements of an integer tensor whose values are kept
+MAX_KNOWN_FLOATS = 64  # the same for floats
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 FILLED = {"arange", "zeros", "ones", "full"}  # operators without tensor arguments whose result has known values
 COPIES = ("_to_copy", "copy_", "to")
@@ -52,7 +53,7 @@ SHAPED_BY_VALUES = {
 }
 FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # single kernels on accelerators, decomposed elsewhere
 BACKWARD = "torch's backward"  # the caller of operators that no line of Python calls
-_TORCHS_TENSOR = torch.tensor
+_TORCH_TENSOR = torch.tensor
 PACKAGE, PLANNING, TORCH = (str(Path(module).parent) for module in (omnizoo.__file__, __file__, torch.__file__))
 
 
@@ -170,14 +171,15 @@ class FakeDevice(FakeTensorMode):
         """Replacement for `torch.tensor`, which reads the values of tensors in a list without dispatch modes."""
         if isinstance(data, list | tuple):
             data = tree_map_only(FakeTensor, self.read, data)
-        return _TORCHS_TENSOR(data, *args, **kwargs)
+        return _TORCH_TENSOR(data, *args, **kwargs)
 
     def wait(self, kind: str, operator: str) -> None:
         """Count a host sync at the line that called the operator."""
         if self._depth:  # inside another operator, whose host sync is counted
             return
         where, function, caller = _caller()
-        self.syncs[Sync(where, function, kind, operator if caller == where else f"{operator} at {caller}")] += 1
+        detail = operator if caller == where else f"{operator} at {caller}"
+        self.syncs[Sync(where=where, function=function, kind=kind, detail=detail)] += 1
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -209,10 +211,12 @@ class FakeDevice(FakeTensorMode):
     ) -> Any:
         """Return the result of an operator that needs values, or that torch cannot run on fake tensors; else None."""
         if name in COPIES:
-            source, to = args[name == "copy_"], torch.device(kwargs.get("device") or args[0].device)
-            if source.device.type == PLANNED and to.type == "cpu":
+            source = args[1] if name == "copy_" else args[0]
+            target = torch.device(kwargs.get("device") or args[0].device)
+            if source.device.type == PLANNED and target.type == "cpu":
                 return self._to_host(name, source, args, kwargs)
-            if source.device.type == "cpu" and to.type == PLANNED and not _is_asynchronous(name, args, kwargs):
+            is_to_device = source.device.type == "cpu" and target.type == PLANNED
+            if is_to_device and not _is_asynchronous(name, args, kwargs):
                 self.wait("to_device", name)
         if name in READS:
             self.wait("value", name)
@@ -291,16 +295,17 @@ class FakeDevice(FakeTensorMode):
 
     def _by_mask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an indexing operator by the indices of the true elements of its masks, whose values are known."""
-        places: list[Any] = []
+        indices: list[Any] = []
         for index in args[1]:
             if _is_mask(index):
                 values = self.values_of(index)
                 assert values is not None
-                places += values.nonzero(as_tuple=True)
+                indices += values.nonzero(as_tuple=True)
             else:
-                places.append(index)
+                indices.append(index)
         with self._within():
-            return func(args[0], [None if i is None else i.to(self.device) for i in places], *args[2:], **kwargs)
+            on_device = [None if index is None else index.to(self.device) for index in indices]
+            return func(args[0], on_device, *args[2:], **kwargs)
 
     def _compute(self, name: str, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the result as a tensor on the host if all inputs have known values and are small; else None."""
@@ -344,10 +349,14 @@ def _is_too_much(values: torch.Tensor) -> bool:
 
     Sizes are computed from integers, and from a few floats in between.
     """
-    return values.is_complex() or values.numel() > (MOST_FRACTIONS if values.is_floating_point() else MOST_KNOWN)
+    if values.is_complex():
+        return True
+    max_elements = MAX_KNOWN_FLOATS if values.is_floating_point() else MAX_KNOWN_INTEGERS
+    return values.numel() > max_elements
 
 
 def _is_mask(index: Any) -> bool:
+    """Whether an index is a boolean mask."""
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
@@ -361,16 +370,17 @@ def _caller() -> tuple[str, str, str]:
 
     Code that only forwards operators is skipped.
     """
-    nearest = ""
+    innermost = ""
     for frame, line in walk_stack(None):
         file = frame.f_code.co_filename
         if passes_on(file):
             continue
-        place = short_name(file, line)
-        nearest = nearest or place
+        location = short_name(file, line)
+        innermost = innermost or location
         if file.startswith(PACKAGE):
-            return place, _function(frame), nearest
-    return nearest or BACKWARD, "", nearest or BACKWARD
+            return location, _function(frame), innermost
+    innermost = innermost or BACKWARD
+    return innermost, "", innermost
 
 
 def _function(frame: FrameType) -> str:

@@ -87,7 +87,7 @@ class MemoryTracker(TorchDispatchMode):
         self.vocabulary = 0  # width of logits, by which they are recognized
         self.phase = BACKWARD
         self._modules: list[str] = []  # stack of modules whose forward pass is running
-        self._behind = ""  # module whose backward pass is running
+        self._backward_module = ""  # module whose backward pass is running
         self._blocks: dict[int, Allocation] = {}  # live allocations, by storage
         self._muted = False  # while True, operators are not counted
         self._fsdp_part: str | None = None  # part of allocations while FSDP2 is working, else None
@@ -132,7 +132,7 @@ class MemoryTracker(TorchDispatchMode):
     @property
     def module(self) -> str:
         """The module whose forward or backward pass is running."""
-        return self._modules[-1] if self._modules else self._behind
+        return self._modules[-1] if self._modules else self._backward_module
 
     def begin_step(self, traffic: CollectiveCounter | None = None) -> None:
         """Start a new step: clear all records, except live allocations. `traffic` counts collectives from now on."""
@@ -151,26 +151,31 @@ class MemoryTracker(TorchDispatchMode):
     def peak(self) -> Peak:
         """Return the moment of the step with the most memory."""
         levels = self.timeline().bytes
-        at = int(levels.sum(0).argmax())
-        where = self._events[at - 1][2] if at else ""
-        phases = [FORWARD, *(name for first, name in self._marks if first < max(1, at))]
-        modules: Counter[str] = Counter()
-        for block, delta, _ in [*self._base, *self._events[:at]]:
+        num_events = int(levels.sum(0).argmax())  # events up to the peak
+        module = self._events[num_events - 1][2] if num_events else ""
+        phases = [FORWARD, *(name for first, name in self._marks if first < max(1, num_events))]
+        activations: Counter[str] = Counter()
+        for block, delta, _ in [*self._base, *self._events[:num_events]]:
             if block.part == ACTIVATIONS:
-                modules[kind_of(block.module)] += delta
-        held = {name: size for name, size in modules.most_common() if size}
-        sizes = dict(zip(PARTS, levels[:, at].tolist(), strict=True))
-        return Peak(sum(sizes.values()), sizes, held, where, phases[-1])
+                activations[kind_of(block.module)] += delta
+        parts = dict(zip(PARTS, levels[:, num_events].tolist(), strict=True))
+        return Peak(
+            bytes=sum(parts.values()),
+            parts=parts,
+            activations={name: size for name, size in activations.most_common() if size},
+            module=module,
+            phase=phases[-1],
+        )
 
     def timeline(self) -> Timeline:
         """Return the memory by part over the step."""
         events = list(self._events)  # a copy: garbage collection frees tensors at any moment, which adds events
-        steps = np.zeros((len(PARTS), len(events) + 1), np.int64)
+        changes = np.zeros((len(PARTS), len(events) + 1), np.int64)
         for block, size, _ in self._base:
-            steps[PARTS.index(block.part), 0] += size
+            changes[PARTS.index(block.part), 0] += size
         for i, (block, delta, _) in enumerate(events, start=1):
-            steps[PARTS.index(block.part), i] += delta
-        return Timeline(steps.cumsum(1), list(self._marks))
+            changes[PARTS.index(block.part), i] += delta
+        return Timeline(changes.cumsum(1), list(self._marks))
 
     def muted(self) -> AbstractContextManager[None]:
         """Return a context manager in which operators are not counted."""
@@ -186,7 +191,7 @@ class MemoryTracker(TorchDispatchMode):
             block = self._blocks.get(storage._cdata)
             if block is not None:
                 if block.part != OPTIMIZER:  # CPU offload resizes optimizer state
-                    block.part = GATHERED  # other than that, only FSDP resizes storages
+                    block.part = GATHERED  # apart from offload, only FSDP resizes storages
                 self._set(block, size)
             return result
 
@@ -217,10 +222,11 @@ class MemoryTracker(TorchDispatchMode):
             yield
 
     def _enter(self, name: str, *_: object) -> None:
+        """Forward hook: a module starts. The empty name is the model, whose start begins the forward phase."""
         if not name:
             self._keep_gradients()
             self._turn(FORWARD)
-            self._behind = ""
+            self._backward_module = ""
         # Recomputation ends early by an exception, without leaving its modules: remove those that do not contain this
         # module.
         while self._modules and not name.startswith(self._modules[-1] and self._modules[-1] + "."):
@@ -228,23 +234,25 @@ class MemoryTracker(TorchDispatchMode):
         self._modules.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, out: object) -> None:
-        def behind(_: torch.Tensor) -> None:
+        """Forward hook: a module ends. Gradient hooks on its outputs notice when its backward pass starts."""
+
+        def enter_backward(_: torch.Tensor) -> None:
             self._turn(BACKWARD)
             self._modules.clear()
-            self._behind = name
+            self._backward_module = name
 
         while self._modules and self._modules.pop() != name:
             pass
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(behind)
+                tensor.register_hook(enter_backward)
 
     def _turn(self, phase: str) -> None:
         """Change the phase and record where it begins."""
         if phase != self.phase:
             if phase == UPDATE:
                 self._keep_gradients()
-                self._behind = ""
+                self._backward_module = ""
             self.phase = phase
             self._marks.append((len(self._events), phase))
 
@@ -263,6 +271,7 @@ class MemoryTracker(TorchDispatchMode):
             block.bytes = size
 
     def _end(self, key: int) -> None:
+        """Record the release of a storage."""
         self._set(self._blocks.pop(key), 0)
 
     def _part(self, tensor: torch.Tensor) -> str:

@@ -14,23 +14,17 @@ from omnizoo.ops.torch_private import tree_leaves, written_arguments
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 ATTENTION = ("attention", "attn")
-NOTHING_DONE = (
-    "empty",
-    "set_",
-    "resize_",
-    "record_stream",
-    "lift",
-    "device",
-    "_unsafe_view",
-)  # operators that take no time on a device
-FEW = ("scatter_", "scatter_add_", "index_add_", "index_put_", "index_copy_")  # write only as much as their source has
+# Operators that take no time on a device.
+IDLE = ("empty", "set_", "resize_", "record_stream", "lift", "device", "_unsafe_view")
+SPARSE_WRITES = (
+    "scatter_",
+    "scatter_add_",
+    "index_add_",
+    "index_put_",
+    "index_copy_",
+)  # write only as much as their source has
 OVERWRITING = ("copy_", "fill_", "zero_")  # do not read the tensor that they write to
-PICKING = (
-    "embedding",
-    "index",
-    "index_select",
-    "gather",
-)  # read as much as they write, not their full inputs
+GATHERING = ("embedding", "index", "index_select", "gather")  # read as much as they write, not their full inputs
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class OpCounter:
 def is_idle(func: Any) -> bool:
     """Whether the operator takes no time on a device: views, uninitialized allocations, and collectives."""
     name: str = func.overloadpacket.__name__
-    return func.namespace in ("c10d", "prim") or bool(func.is_view) or any(part in name for part in NOTHING_DONE)
+    return func.namespace in ("c10d", "prim") or bool(func.is_view) or any(part in name for part in IDLE)
 
 
 def tensors_of(
@@ -106,12 +100,15 @@ def tensors_of(
 
 def moved_by(name: str, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> int:
     """Return the bytes that an operator reads and writes as a separate, unfused kernel."""
-    out, given = sum(map(size_of, written)), list(map(size_of, read))
+    written_bytes = sum(size_of(tensor) for tensor in written)
+    read_bytes = [size_of(tensor) for tensor in read]
     if name == "all_gather_copy_in":  # an operator of FSDP, which writes only this rank's part of the buffer
-        return 2 * sum(given[:-1])
-    if name in FEW:
-        return 3 * sum(given[1:])
-    return out + sum(min(size, out) if name in PICKING else size for size in given)
+        return 2 * sum(read_bytes[:-1])
+    if name in SPARSE_WRITES:
+        return 3 * sum(read_bytes[1:])
+    if name in GATHERING:
+        read_bytes = [min(size, written_bytes) for size in read_bytes]
+    return written_bytes + sum(read_bytes)
 
 
 def size_of(tensor: torch.Tensor) -> int:
@@ -121,8 +118,8 @@ def size_of(tensor: torch.Tensor) -> int:
 
 def part_of(module: str) -> str:
     """Return the child of a layer that contains `module`: `model.layers.*.mlp.up` -> `model.layers.*.mlp`."""
-    found = re.match(r".*\*\.[^.]+", module)
-    return found[0] if found else module
+    match = re.match(r".*\*\.[^.]+", module)
+    return match[0] if match else module
 
 
 def flops_of(name: str, a: torch.Tensor, b: torch.Tensor) -> int:

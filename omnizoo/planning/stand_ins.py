@@ -10,6 +10,7 @@
 - Host memory: offloaded tensors are counted, but not stored.
 """
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,32 +42,35 @@ UNLIMITED = 2**62  # bytes
 def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMemory"]:
     """Context manager: install all stand-ins for a dry run, and yield the counter of host memory."""
     memory = HostMemory()
-    split, swap_tensors = Dispatch.split, torch.utils.swap_tensors
+    split = Dispatch.split
+    swap_tensors = torch.utils.swap_tensors
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         split(self, pairs, arriving)  # for its operators and its host sync; the result is not used
         count, ranks = len(pairs.order), self.group.size()
         sent = shares(count, ranks)
-        return sent, shares(int(count * imbalance), ranks)
+        received = shares(int(count * imbalance), ranks)
+        return sent, received
 
     def from_this_rank(message: bytes, group: object = None) -> list[Any]:
-        own = np.frombuffer(message, np.uint8)
-        told, (note,) = decode_messages([own])
-        nothing = PackTable(told.packs[:0], told.lengths[:0], told.items[:0], told.spans[:0])
-        empty = np.frombuffer(encode_message(nothing, note), np.uint8)
-        return [own if other == rank else empty for other in range(world)]
+        local_message = np.frombuffer(message, np.uint8)
+        table, (status,) = decode_messages([local_message])
+        empty_table = PackTable(table.packs[:0], table.lengths[:0], table.items[:0], table.spans[:0])
+        empty_message = np.frombuffer(encode_message(empty_table, status), np.uint8)
+        return [local_message if other == rank else empty_message for other in range(world)]
 
-    def to_itself(to: Sequence[Sequence[Any]], group: object = None) -> list[list[Any]]:
-        tensors = [
-            (header, {name: torch.as_tensor(array) for name, array in arrays.items()}) for header, arrays in to[rank]
-        ]
-        return [tensors if other == rank else [] for other in range(world)]
+    def to_itself(payloads_by_rank: Sequence[Sequence[Any]], group: object = None) -> list[list[Any]]:
+        received = []
+        for header, arrays in payloads_by_rank[rank]:
+            tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
+            received.append((header, tensors))
+        return [received if other == rank else [] for other in range(world)]
 
-    def swap(here: torch.Tensor, there: torch.Tensor) -> None:
+    def swap(old: torch.Tensor, new: torch.Tensor) -> None:
         # `Module.to` swaps fake parameters with their moved versions, which fails if a weak reference to them exists.
         # If neither device nor dtype changes, the swap is not needed.
-        if (here.device, here.dtype) != (there.device, there.dtype):
-            swap_tensors(here, there)  # type: ignore[no-untyped-call]  # torch's own has no types
+        if (old.device, old.dtype) != (new.device, new.dtype):
+            swap_tensors(old, new)  # type: ignore[no-untyped-call]  # the function of torch has no types
 
     with replaced(
         (torch.utils, "swap_tensors", swap),
@@ -75,11 +79,8 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         (Dispatch, "split", even_split),
         (redistribute, "gather_bytes", from_this_rank),
         (redistribute, "exchange_payloads", to_itself),
-        (
-            memory_checks,
-            "total_memory",
-            lambda device: UNLIMITED,
-        ),  # a plan reports that a step does not fit, instead of raising
+        # A plan reports that a step does not fit, instead of raising an error.
+        (memory_checks, "total_memory", lambda device: UNLIMITED),
         (offload, "HostBuffers", partial(PlannedHost, memory)),
         (offload, "available_memory", lambda: UNLIMITED),
         (memory_checks, "available_memory", lambda: UNLIMITED),
@@ -121,19 +122,22 @@ class PlannedHost:
         self.memory, self.device = memory, device
 
     def take(self, tensor: torch.Tensor) -> "FakeOffloadedTensor":
-        taken = FakeOffloadedTensor(tensor.shape, tensor.stride(), tensor.dtype)
+        """Count the bytes of a copy in host memory, until the copy is freed."""
+        offloaded = FakeOffloadedTensor(tensor.shape, tensor.stride(), tensor.dtype)
         self.memory.change(tensor.nbytes)
-        weakref.finalize(taken, self.memory.change, -tensor.nbytes)
-        return taken
+        weakref.finalize(offloaded, self.memory.change, -tensor.nbytes)
+        return offloaded
 
-    def give(self, taken: "FakeOffloadedTensor") -> DeviceCopy:
-        return DeviceCopy(torch.empty_strided(taken.shape, taken.stride, dtype=taken.dtype, device=self.device))
+    def give(self, offloaded: "FakeOffloadedTensor") -> DeviceCopy:
+        """Allocate the copy on the device."""
+        tensor = torch.empty_strided(offloaded.shape, offloaded.stride, dtype=offloaded.dtype, device=self.device)
+        return DeviceCopy(tensor)
 
-    def refill(self, taken: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
-        pass
+    def refill(self, offloaded: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
+        """Copy nothing: the sizes stay the same."""
 
-    def put_back(self, taken: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
-        pass
+    def put_back(self, offloaded: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:
+        """Copy nothing: the sizes stay the same."""
 
 
 @dataclass(eq=False)
@@ -150,7 +154,7 @@ def shares(count: int, ranks: int) -> list[int]:
     return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
 
 
-_TORCHS_OWN = F.scaled_dot_product_attention
+_TORCH_ATTENTION = F.scaled_dot_product_attention
 
 
 def attention(
@@ -165,7 +169,7 @@ def attention(
 ) -> torch.Tensor:
     """Stand-in for `F.scaled_dot_product_attention`, which calls the operators of the fused kernels."""
     if query.device.type != PLANNED:
-        return _TORCHS_OWN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _TORCH_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -188,28 +192,37 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, has_matrix: bool, runs: int, state: torch.Tensor | None, *given: torch.Tensor
+        ctx: Any, has_matrix: bool, runs: int, state: torch.Tensor | None, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (_, tokens, heads, wide), deep = given[2].shape, given[1].shape[-1]
-        matrix = [given[1].new_empty(1, tokens, heads, CHUNK)] if has_matrix else []
-        ctx.save_for_backward(*given, *matrix)
-        ctx.given, ctx.state = len(given), state
-        ctx.states = (-(-tokens // CHUNK) + runs, heads, deep, wide)
-        return torch.empty_like(given[2]), given[2].new_empty(runs, heads, deep, wide, dtype=torch.float32)
+        """Allocate output and final states. `inputs` are query, key, value, and others."""
+        _, key, value, *_ = inputs
+        _, tokens, heads, value_width = value.shape
+        key_width = key.shape[-1]
+        matrix = [key.new_empty(1, tokens, heads, CHUNK)] if has_matrix else []
+        ctx.save_for_backward(*inputs, *matrix)
+        ctx.num_inputs = len(inputs)
+        ctx.state = state
+        num_chunks = math.ceil(tokens / CHUNK)
+        ctx.states_shape = (num_chunks + runs, heads, key_width, value_width)
+        final_states = (runs, heads, key_width, value_width)
+        return torch.empty_like(value), value.new_empty(final_states, dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        given = ctx.saved_tensors[: ctx.given]
-        both = [given[1].new_empty(ctx.states) for _ in range(2)]  # states and their gradients
-        back = [torch.empty_like(x) for x in given]
-        del both
-        return None, None, None if ctx.state is None else torch.empty_like(ctx.state), *back
+        """Allocate states, their gradients, and the gradients of the inputs."""
+        inputs = ctx.saved_tensors[: ctx.num_inputs]
+        states = [inputs[1].new_empty(ctx.states_shape) for _ in range(2)]  # states and their gradients
+        input_grads = [torch.empty_like(x) for x in inputs]
+        del states
+        state_grad = None if ctx.state is None else torch.empty_like(ctx.state)
+        return None, None, state_grad, *input_grads
 
 
-def _rule(has_matrix: bool, *given: torch.Tensor, initial_state: torch.Tensor | None, **options: Any) -> Any:
+def _rule(has_matrix: bool, *inputs: torch.Tensor, initial_state: torch.Tensor | None, **options: Any) -> Any:
     """Call the stand-in with the arguments of a kernel of `fla`."""
-    return _Rule.apply(has_matrix, len(options["cu_seqlens"]) - 1, initial_state, *given)  # type: ignore[no-untyped-call]
+    runs = len(options["cu_seqlens"]) - 1
+    return _Rule.apply(has_matrix, runs, initial_state, *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Convolution(torch.autograd.Function):

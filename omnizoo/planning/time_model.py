@@ -16,14 +16,13 @@ from omnizoo.planning.memory_tracker import BACKWARD, FORWARD
 from omnizoo.planning.op_counter import ATTENTION
 from omnizoo.planning.traffic import Collective
 
-FLASH_BACKWARD = (
-    2.5  # backward / forward FLOPs of flash attention: five matmuls, as it recomputes logits, instead of two
-)
+# Backward / forward FLOPs of flash attention: five matmuls instead of two, because it recomputes logits.
+FLASH_BACKWARD = 2.5
 LAUNCH = 8e-6  # seconds of the host per operator, approximate
 SYNC = 5e-5  # seconds that the device is idle after a host sync, approximate
 MEMORY = 0.8  # fraction of the memory bandwidth that operators reach, approximate
 HALF = ("bfloat16", "float16")
-OF_WEIGHTS = ("all-gather", "reduce-scatter", "all-reduce")  # collectives of FSDP
+FSDP_COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,12 @@ class Expected:
 
     @property
     def seconds(self) -> float:
+        """Predicted duration of a step."""
         return self.matmuls + self.attention + self.memory + self.weights + self.exchanges + self.host
 
     @property
     def tokens_per_second(self) -> float:
+        """Predicted speed per device."""
         return self.tokens / self.seconds
 
 
@@ -94,38 +95,57 @@ def expect(counts: Counts, device: Device, shares: Shares = CALIBRATION.shares) 
     needed = (device.bf16_tflops, device.fp32_tflops, device.memory_gb_per_s, device.inside_gb_per_s)
     if not all((*needed, device.across_gb_per_s)):
         return None
-    half, single = device.bf16_tflops * 1e12, device.fp32_tflops * 1e12
-    ideal = sum(flops / (half if dtype in HALF else single) for dtype, flops in counts.matmuls.items())
-    matmuls, attention = ideal / shares.matmuls, counts.attention / half / shares.attention
+    half_flops = device.bf16_tflops * 1e12
+    single_flops = device.fp32_tflops * 1e12
+    ideal_matmuls = 0.0
+    for dtype, flops in counts.matmuls.items():
+        ideal_matmuls += flops / (half_flops if dtype in HALF else single_flops)
+    matmuls = ideal_matmuls / shares.matmuls
+    attention = counts.attention / half_flops / shares.attention
     memory = counts.moved / (device.memory_gb_per_s * 1e9 * MEMORY)
 
-    def on_the_way(ops: Iterable[str]) -> float:
-        chosen = ((each, size) for each, size in counts.sent.items() if each.op in ops and not each.host)
-        return sum(seconds_of(each, size, device) for each, size in chosen) / shares.links
+    def collective_seconds(ops: Iterable[str]) -> float:
+        """Return the seconds of all collectives of these kinds on the device."""
+        seconds = 0.0
+        for collective, size in counts.sent.items():
+            if collective.op in ops and not collective.host:
+                seconds += seconds_of(collective, size, device)
+        return seconds / shares.links
 
-    computing = matmuls + attention + memory
-    weights = on_the_way(OF_WEIGHTS)
-    exchanges = on_the_way(("all-to-all", "broadcast")) + max(0.0, on_the_way(("send",)) - attention)
-    host = counts.syncs * SYNC + max(0.0, counts.launched * LAUNCH - computing - weights - exchanges)
-    return Expected(matmuls, attention, memory, weights, exchanges, host, counts.tokens)
+    computation = matmuls + attention + memory
+    weights = collective_seconds(FSDP_COLLECTIVES)
+    exposed_sends = max(0.0, collective_seconds(("send",)) - attention)
+    exchanges = collective_seconds(("all-to-all", "broadcast")) + exposed_sends
+    launch_delay = max(0.0, counts.launched * LAUNCH - computation - weights - exchanges)
+    return Expected(
+        matmuls=matmuls,
+        attention=attention,
+        memory=memory,
+        weights=weights,
+        exchanges=exchanges,
+        host=counts.syncs * SYNC + launch_delay,
+        tokens=counts.tokens,
+    )
 
 
-def seconds_of(collective: Collective, put_in: float, device: Device) -> float:
-    """Return the seconds of collectives with an input of `put_in` bytes, at the full speed of the links.
+def seconds_of(collective: Collective, input_bytes: float, device: Device) -> float:
+    """Return the seconds of collectives with an input of `input_bytes`, at the full speed of the links.
 
     Gathers and reductions across nodes use the links of all participating devices of a node.
     """
-    ranks, near = collective.ranks, collective.in_a_node
-    inside, across = device.inside_gb_per_s * 1e9, device.across_gb_per_s * 1e9
+    ranks = collective.ranks
+    ranks_in_node = collective.in_a_node
+    inside = device.inside_gb_per_s * 1e9
+    across = device.across_gb_per_s * 1e9
     if ranks == 1:
         return 0.0
     if collective.op == "all-to-all":
-        return put_in * ((near - 1) / inside + (ranks - near) / across) / ranks
-    speed = inside if collective.inside_node else min(inside, near * across)
+        return input_bytes * ((ranks_in_node - 1) / inside + (ranks - ranks_in_node) / across) / ranks
     if collective.op in ("send", "broadcast"):
-        return put_in / (inside if collective.inside_node else across)
+        return input_bytes / (inside if collective.inside_node else across)
+    speed = inside if collective.inside_node else min(inside, ranks_in_node * across)
     received = {"all-gather": ranks - 1, "reduce-scatter": (ranks - 1) / ranks, "all-reduce": 2 * (ranks - 1) / ranks}
-    return put_in * received[collective.op] / speed
+    return input_bytes * received[collective.op] / speed
 
 
 def counts_of(result: Result, world: int) -> Counts:
@@ -135,15 +155,18 @@ def counts_of(result: Result, world: int) -> Counts:
     for kernel, (count, flops) in result.kernels.items():
         if flops:
             matmuls[kernel.dtype] = matmuls.get(kernel.dtype, 0) + flops
-        elif any(part in kernel.name for part in ATTENTION) and "backward" not in kernel.name and kernel.phase in calls:
+            continue
+        is_attention = any(part in kernel.name for part in ATTENTION)
+        is_forward_kernel = is_attention and "backward" not in kernel.name
+        if is_forward_kernel and kernel.phase in calls:
             calls[kernel.phase] += count
-    again = calls[BACKWARD] / calls[FORWARD] if calls[FORWARD] else 0.0
+    recomputed = calls[BACKWARD] / calls[FORWARD] if calls[FORWARD] else 0.0  # fraction of the forward pass
     forward = result.attention / 3 / world  # `result.attention` counts backward as twice forward
     return Counts(
         matmuls=matmuls,
-        attention=forward * (1 + again + FLASH_BACKWARD),
+        attention=forward * (1 + recomputed + FLASH_BACKWARD),
         moved=result.moved,
-        sent={each: size for each, (_, size) in result.collectives.items()},
+        sent={collective: size for collective, (_, size) in result.collectives.items()},
         launched=result.launched,
         syncs=sum(result.syncs.values()),
         tokens=result.tokens / world,

@@ -32,10 +32,17 @@ class Traffic(CollectiveCounter):
         self.mesh, self.per_node = mesh, per_node
 
     def add(self, name: str, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
-        nodes = Counter(rank // self.per_node for rank in dist.get_process_group_ranks(group))
-        axis = self._axis(name, group, device)
-        near = nodes[self.mesh.rank // self.per_node]
-        collective = Collective(name, axis, len(nodes) == 1, device.type == "cpu", nodes.total(), near)
+        """Count one collective with an input of `size` bytes."""
+        ranks_by_node = Counter(rank // self.per_node for rank in dist.get_process_group_ranks(group))
+        this_node = self.mesh.rank // self.per_node
+        collective = Collective(
+            op=name,
+            axis=self._axis(name, group, device),
+            inside_node=len(ranks_by_node) == 1,
+            host=device.type == "cpu",
+            ranks=ranks_by_node.total(),
+            in_a_node=ranks_by_node[this_node],
+        )
         self.calls[collective] += 1
         self.bytes[collective] += size
 

@@ -35,32 +35,42 @@ def watching(model: nn.Module, rounded: list[str]) -> Iterator[None]:
 
     Arguments are matched by name, and only floating-point tensors are compared.
     """
-    sent: dict[str, torch.dtype] = {}
+    input_dtypes: dict[str, torch.dtype] = {}
 
-    def send(_: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        sent.update({name: tensor.dtype for name, tensor in _floats(kwargs)})
+    def record_inputs(_: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        for name, tensor in _float_tensors(kwargs):
+            input_dtypes[name] = tensor.dtype
 
-    def arrive(
+    def check_inputs(
         where: str, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        for name, tensor in _floats(dict(zip(names, args, strict=False)) | dict(kwargs)):
-            if name in sent and torch.finfo(tensor.dtype).bits < torch.finfo(sent[name]).bits:
-                kinds = [str(dtype).removeprefix("torch.") for dtype in (sent[name], tensor.dtype)]
-                rounded.append(f"{name} ({kinds[0]}) reach {where} rounded to {kinds[1]}")
+        positional = dict(zip(names, args, strict=False))
+        for name, tensor in _float_tensors(positional | dict(kwargs)):
+            original = input_dtypes.get(name)
+            if original is not None and torch.finfo(tensor.dtype).bits < torch.finfo(original).bits:
+                rounded.append(f"{name} ({_dtype_name(original)}) is rounded to {_dtype_name(tensor.dtype)} in {where}")
 
     with ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(send, with_kwargs=True, prepend=True))  # before any cast
+        # The hook runs before any cast.
+        hooks.enter_context(model.register_forward_pre_hook(record_inputs, with_kwargs=True, prepend=True))
         for name, module in model.named_modules():
-            hook = partial(arrive, name or "the model", list(inspect.signature(module.forward).parameters))
+            parameters = list(inspect.signature(module.forward).parameters)
+            hook = partial(check_inputs, name or "the model", parameters)
             hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
-def _floats(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _float_tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point tensors in the arguments of a module, including those of media items, with a name."""
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield name, value
         elif isinstance(value, MediaBatch):
             for port, items in value.items.items():
                 for item in items:
-                    yield from ((f"{key} of {port}", tensor) for key, tensor in _floats(item))
+                    for key, tensor in _float_tensors(item):
+                        yield f"{key} of {port}", tensor

@@ -19,15 +19,20 @@ from omnizoo.verification.trial import Trial, run_trial
 
 @dataclass(frozen=True)
 class Tolerance:
+    """Maximum differences of a layout that passes."""
+
     loss: float  # relative
     gradient: float  # relative to the norm of each tensor
 
 
+MAX_ROUNDED = 4  # maximum number of listed inputs that lose precision
 TOLERANCE = {"fp32": Tolerance(loss=1e-6, gradient=1e-5), "fp64": Tolerance(loss=1e-9, gradient=1e-9)}
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """Result of the comparison of one layout with one process."""
+
     layout: str
     passed: bool
     loss: float  # relative difference at the first step
@@ -51,7 +56,18 @@ def verdict_of(folder: Path, layout: Layout, device: str = "cpu") -> Verdict:
 def failed(layout: Layout, reason: str) -> Verdict:
     """Return the verdict for a layout whose processes failed or did not finish."""
     unknown = float("nan")
-    return Verdict(str(layout), False, unknown, unknown, unknown, "", unknown, {}, {}, reason)
+    return Verdict(
+        layout=str(layout),
+        passed=False,
+        loss=unknown,
+        later_loss=unknown,
+        gradient=unknown,
+        worst="",
+        grad_norm=unknown,
+        calls={},
+        bytes={},
+        reason=reason,
+    )
 
 
 def try_layout(process: Process, folder: Path, layout: Layout) -> None:
@@ -61,28 +77,34 @@ def try_layout(process: Process, folder: Path, layout: Layout) -> None:
     """
     config = load_config(folder / "config.yaml", [])
     trial = run_trial(config, layout, process)
-    if process.rank == 0:
-        precision, reference = config.train.precision, load_trial(folder)
-        if precision == "bf16":
-            verdict = compare_rounded(trial, reference, load_trial(folder / ROUNDED), str(layout))
-        else:
-            verdict = compare(trial, reference, str(layout), TOLERANCE[precision])
-        (folder / "verdict.json").write_text(json.dumps(asdict(verdict)))
+    if process.rank != 0:
+        return
+    reference = load_trial(folder)
+    precision = config.train.precision
+    if precision == "bf16":
+        verdict = compare_rounded(trial, reference, load_trial(folder / ROUNDED), str(layout))
+    else:
+        verdict = compare(trial, reference, str(layout), TOLERANCE[precision])
+    (folder / "verdict.json").write_text(json.dumps(asdict(verdict)))
 
 
 def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -> Verdict:
+    """Compare a layout with one process in the same precision."""
     differences = gradient_differences(trial.gradients, reference.gradients)
     worst = max(differences, key=lambda name: differences[name])
-    losses, norms = _relative(trial.losses, reference.losses), _relative(trial.grad_norms, reference.grad_norms)
-    reasons = _not_alike(trial, reference)
-    for what, difference, limit in (
+    losses = _relative(trial.losses, reference.losses)
+    norms = _relative(trial.grad_norms, reference.grad_norms)
+
+    reasons = _mismatches(trial, reference)
+    checks = (
         ("loss", losses[0], tolerance.loss),
         ("gradient norm", norms[0], tolerance.gradient),
         # The optimizer amplifies rounding errors in later steps, so their losses get 10 times the gradients' tolerance.
         ("loss of a later step", max(losses), 10 * tolerance.gradient),
-    ):
+    )
+    for name, difference, limit in checks:
         if not difference <= limit:
-            reasons.append(f"the {what} differs by {difference:.1e}")
+            reasons.append(f"the {name} differs by {difference:.1e}")
     beyond = {name: difference for name, difference in differences.items() if not difference <= tolerance.gradient}
     if beyond:
         reasons.append(f"the gradient of {worst} differs by {differences[worst]:.1e}")
@@ -99,43 +121,48 @@ def compare_rounded(trial: Trial, reference: Trial, rounded: Trial, layout: str)
     The errors of one process in bf16 (`rounded`) determine the tolerance.
     """
     errors = gradient_differences(trial.gradients, reference.gradients)
-    usual = gradient_differences(rounded.gradients, reference.gradients)
-    middle = median(usual.values())
-    excess = {name: error / allowed(usual.get(name, 0.0), middle) for name, error in errors.items()}
+    usual_errors = gradient_differences(rounded.gradients, reference.gradients)
+    median_error = median(usual_errors.values())
+    excess = {name: error / allowed(usual_errors.get(name, 0.0), median_error) for name, error in errors.items()}
     worst = max(excess, key=lambda name: excess[name])
-    losses, own_losses = (_relative(t.losses, reference.losses) for t in (trial, rounded))
-    norms, own_norms = (_relative(t.grad_norms, reference.grad_norms) for t in (trial, rounded))
-    reasons = trial.rounded[:4]
-    if len(trial.rounded) > len(reasons):
-        reasons.append(f"and so on, {len(trial.rounded) - len(reasons)} more")
-    reasons += _not_alike(trial, reference)
-    for what, error, own, others in (
-        ("loss", losses[0], own_losses[0], 0.0),
-        ("gradient norm", norms[0], own_norms[0], 0.0),
-        ("loss of a later step", max(losses), max(own_losses), 0.0),
-        (f"gradient of {worst}", errors[worst], usual.get(worst, 0.0), middle),
-    ):
-        if not error <= allowed(own, others):
-            reasons.append(f"the {what} is {error:.1e} away from fp32 (one process in bf16: {own:.1e})")
+    losses = _relative(trial.losses, reference.losses)
+    usual_losses = _relative(rounded.losses, reference.losses)
+    norms = _relative(trial.grad_norms, reference.grad_norms)
+    usual_norms = _relative(rounded.grad_norms, reference.grad_norms)
+
+    reasons = trial.rounded[:MAX_ROUNDED]
+    if len(trial.rounded) > MAX_ROUNDED:
+        reasons.append(f"and {len(trial.rounded) - MAX_ROUNDED} more rounded inputs")
+    reasons += _mismatches(trial, reference)
+    checks = (
+        ("loss", losses[0], usual_losses[0], 0.0),
+        ("gradient norm", norms[0], usual_norms[0], 0.0),
+        ("loss of a later step", max(losses), max(usual_losses), 0.0),
+        (f"gradient of {worst}", errors[worst], usual_errors.get(worst, 0.0), median_error),
+    )
+    for name, error, usual_error, floor in checks:
+        if not error <= allowed(usual_error, floor):
+            reasons.append(f"the {name} differs from fp32 by {error:.1e} (one process in bf16: {usual_error:.1e})")
     if reasons and not trial.rounded:
         reasons.append(_first_excess(trial, reference, rounded))
     return _verdict(trial, reference, layout, worst, errors[worst], reasons)
 
 
-def _not_alike(trial: Trial, reference: Trial) -> list[str]:
+def _mismatches(trial: Trial, reference: Trial) -> list[str]:
     """Return the reasons why two trials cannot be compared: different token counts, or different sets of gradients."""
     reasons = []
     if trial.tokens != reference.tokens:
-        reasons.append(f"tokens per step are {trial.tokens}, not {reference.tokens}")
-    if set(trial.gradients) != set(reference.gradients):
-        odd = sorted(set(trial.gradients) ^ set(reference.gradients))
-        reasons.append(f"gradients that only one of them has: {', '.join(odd[:3])}")
+        reasons.append(f"tokens per step are {trial.tokens}, but {reference.tokens} in one process")
+    unmatched = sorted(set(trial.gradients) ^ set(reference.gradients))
+    if unmatched:
+        reasons.append(f"gradients on one side of the comparison only: {', '.join(unmatched[:3])}")
     return reasons
 
 
 def _verdict(
     trial: Trial, reference: Trial, layout: str, worst: str, gradient: float, reasons: Sequence[str]
 ) -> Verdict:
+    """Return the verdict, which is passed if there is no reason to fail."""
     losses = _relative(trial.losses, reference.losses)
     return Verdict(
         layout=layout,
@@ -152,16 +179,20 @@ def _verdict(
 
 
 def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return the relative difference of each value from the reference."""
     return [abs(a - b) / abs(b) for a, b in zip(values, reference, strict=True)]
 
 
 def _first_excess(trial: Trial, reference: Trial, rounded: Trial) -> str:
-    for name, whole in reference.activations.items():  # sorted by execution
-        if name in trial.activations and name in rounded.activations:
-            error, own = (relative(t.activations[name], whole) for t in (trial, rounded))
-            if not error <= allowed(own):
-                return f"first difference: the output of {name} ({error:.1e}; one process in bf16: {own:.1e})"
-    return "activations of the first pack are as near to fp32 as those of one process"
+    """Return a message about the first module whose output has a larger error than in one process in bf16."""
+    for name, expected in reference.activations.items():  # sorted by execution
+        if name not in trial.activations or name not in rounded.activations:
+            continue
+        error = relative(trial.activations[name], expected)
+        usual_error = relative(rounded.activations[name], expected)
+        if not error <= allowed(usual_error):
+            return f"first difference: the output of {name} ({error:.1e}; one process in bf16: {usual_error:.1e})"
+    return "activations of the first pack are as close to fp32 as those of one process"
 
 
 def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -177,22 +208,29 @@ def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str
     differences = {}
     for name, grad in gradients.items():
         expected = reference[name]
-        scale = squares[name.rpartition(".")[0]] ** 0.5
-        vanishes = float(expected.double().norm()) <= 100 * torch.finfo(expected.dtype).eps * scale
-        differences[name] = relative(grad, expected, scale if vanishes else None)
+        module_norm = squares[name.rpartition(".")[0]] ** 0.5
+        rounding_error = 100 * torch.finfo(expected.dtype).eps * module_norm
+        is_zero = float(expected.double().norm()) <= rounding_error
+        differences[name] = relative(grad, expected, module_norm if is_zero else None)
     return differences
 
 
 def first_difference(trial: Trial, reference: Trial, gradients: dict[str, float], tolerance: Tolerance) -> str:
     """Return a message about the first tensor that differs: activations in forward order, then gradients in reverse."""
-    for name, whole in reference.activations.items():  # sorted by execution
-        if name in trial.activations:
-            difference = relative(trial.activations[name], whole)
-            if not difference <= tolerance.gradient:
-                return f"first difference: the output of {name} ({difference:.1e})"
-    finished = {module: place for place, module in enumerate(reference.executed)}
-    backward = sorted(reference.gradients, key=lambda name: finished.get(name.rpartition(".")[0], -1), reverse=True)
-    for name in backward:
+    for name, expected in reference.activations.items():  # sorted by execution
+        if name not in trial.activations:
+            continue
+        difference = relative(trial.activations[name], expected)
+        if not difference <= tolerance.gradient:
+            return f"first difference: the output of {name} ({difference:.1e})"
+
+    forward_order = {module: position for position, module in enumerate(reference.executed)}
+
+    def position_in_forward(parameter: str) -> int:
+        module = parameter.rpartition(".")[0]
+        return forward_order.get(module, -1)
+
+    for name in sorted(reference.gradients, key=position_in_forward, reverse=True):
         if name in gradients and not gradients[name] <= tolerance.gradient:
             return f"forward agrees; first difference in backward: the gradient of {name} ({gradients[name]:.1e})"
     return "activations and gradients of the first step agree; the difference arises after the gradients"

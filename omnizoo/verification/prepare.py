@@ -33,20 +33,22 @@ TENSORS = ("gradients", "activations")  # fields of a trial
 ROUNDED = "rounded"  # subfolder with the trial of one process in bf16
 
 
-def prepare(config: Config, world: int, wanted: str, precision: str, folder: Path, device: str = "cpu") -> list[Layout]:
+def prepare(
+    config: Config, world: int, selection: str, precision: str, folder: Path, device: str = "cpu"
+) -> list[Layout]:
     """Write the scaled-down config and the one-process trial to `folder`, and return the layouts to verify.
 
     Args:
         config: The user's config.
         world: Number of ranks of each layout.
-        wanted: Layouts to verify, see `choose`.
+        selection: Layouts to verify, see `choose`.
         precision: `fp32`, `fp64` or `bf16`.
         folder: Folder to write to; created if needed.
         device: Device type of the process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     small = _with_groups(shrink(config, world, precision), config)
-    layouts = choose(small, world, wanted)
+    layouts = choose(small, world, selection)
     save_config(small, folder / "config.yaml")
     torch.set_num_threads(1)
     with process_group((0, 1, 0), device=device) as process:
@@ -71,36 +73,37 @@ def _with_groups(small: Config, config: Config) -> Config:
 
     The small copy has fewer layers than the model of `config`, so some patterns may match none of its parameters.
     """
-    groups, patterns = config.optimizer.groups, config.model.freeze
+    groups = config.optimizer.groups
+    patterns = config.model.freeze
     if patterns:
-        frozen(build_model(config.model, "fp32"), patterns)
-        left = still_frozen(build_model(small.model.model_copy(update={"freeze": []}), "fp32"), patterns)
-        small = small.changed(model={"freeze": left})
+        frozen(build_model(config.model, "fp32"), patterns)  # raises an error if a pattern matches no parameter
+        small_model = build_model(small.model.model_copy(update={"freeze": []}), "fp32")
+        small = small.changed(model={"freeze": still_frozen(small_model, patterns)})
     if not groups:
         return small
     # Raise an error if a pattern matches no parameter of the user's model.
     group_parameters(build_model(config.model, "fp32"), groups)
-    kept = matching(build_model(small.model, "fp32"), groups)
-    return small.changed(optimizer={"groups": kept})
+    small_groups = matching(build_model(small.model, "fp32"), groups)
+    return small.changed(optimizer={"groups": small_groups})
 
 
-def choose(config: Config, world: int, wanted: str) -> list[Layout]:
+def choose(config: Config, world: int, selection: str) -> list[Layout]:
     """Return the layouts of `world` ranks to verify.
 
-    `wanted` is `all` (every layout that the model supports), `few` (up to three layouts that together use every axis),
+    `selection` is `all` (every layout that the model supports), `few` (up to three layouts that use every axis),
     or a comma-separated list such as `dp2.uly2.ep4,ring8`. A listed layout that the model does not support raises a
     `UserError`.
     """
     model = build_model(config.model, config.train.precision)
-    refuse_dropout(model)
+    check_dropout(model)
     facts = read_facts(model)
-    if wanted not in ("all", "few"):
-        layouts = [parse(name, world) for name in wanted.split(",")]
+    if selection not in ("all", "few"):
+        layouts = [parse(name, world) for name in selection.split(",")]
         for layout in layouts:
             check(facts, layout, model)
         return layouts
     feasible = []
-    for layout in layouts_of(world) if wanted == "all" else few_layouts(world, bool(facts.experts)):
+    for layout in layouts_of(world) if selection == "all" else few_layouts(world, bool(facts.experts)):
         try:
             check(facts, layout, model)
         except UserError:
@@ -116,10 +119,10 @@ def few_layouts(world: int, experts: bool) -> list[Layout]:
     return [Layout(dp_replicate=world // half, dp_shard=half), Layout(ulysses=world // half, ring=half), last]
 
 
-def refuse_dropout(model: nn.Module) -> None:
+def check_dropout(model: nn.Module) -> None:
     """Raise a `UserError` if dropout is active. Its random numbers depend on the layout, so results would differ."""
     for name, p in active_dropout(model).items():
-        raise UserError(f"model: {name} drops out with p {p:g}, which no setting of the model's config turns off")
+        raise UserError(f"model: {name} has dropout with p {p:g}, which no field of the model config turns off")
 
 
 def parse(name: str, world: int) -> Layout:
@@ -132,9 +135,12 @@ def parse(name: str, world: int) -> Layout:
     for part in name.strip().split("."):
         axis = part.rstrip("0123456789")
         if axis not in axes or axis == part:
-            raise UserError(f"--layouts: {part!r} in {name!r} is not an axis with a size: rep2, dp2, uly4, ring2, ep2")
-        if not re.fullmatch("[1-9][0-9]{0,5}", size := part[len(axis) :]) or axes[axis] in sizes:
-            raise UserError(f"--layouts: {part[:40]!r}: each axis has one size, at least 1")
+            raise UserError(
+                f"--layouts: {part!r} in {name!r} is not an axis with a size, such as rep2, dp2, uly4, ring2 or ep2"
+            )
+        size = part[len(axis) :]
+        if not re.fullmatch("[1-9][0-9]{0,5}", size) or axes[axis] in sizes:
+            raise UserError(f"--layouts: {part[:40]!r} in {name!r}; expected each axis once, with a size of at least 1")
         sizes[axes[axis]] = int(size)
     try:
         return plan_layout(ParallelSection.model_validate(sizes), world)
@@ -152,15 +158,17 @@ def with_family(config: Config, family: str) -> Config:
 
 
 def check_family(family: str) -> None:
+    """Raise `UserError` if a model type is unknown, or needs media."""
     if recipe_of(family).modalities is not None:
-        raise UserError(f"--families: {family} reads more than text, and needs a config and rows of its own")
+        raise UserError(f"--families: {family} is multimodal. Verify it with a config that has rows with media.")
     if family not in CONFIG_MAPPING:
-        close = get_close_matches(family, list(CONFIG_MAPPING), n=1)
-        hint = f"did you mean {close[0]}?" if close else "this transformers has no such family"
-        raise UserError(f"--families: {family!r} is not known; {hint}")
+        similar = get_close_matches(family, list(CONFIG_MAPPING), n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "the installed transformers has no such model type"
+        raise UserError(f"--families: {family!r} is unknown; {hint}")
 
 
 def default_fields(family: str) -> dict[str, Any]:
+    """Return the fields of the default config of a model type."""
     try:
         fields: dict[str, Any] = AutoConfig.for_model(family).to_dict()
     except (ValueError, TypeError, StrictDataclassError) as error:
@@ -181,14 +189,20 @@ def few_experts(family: str) -> dict[str, int]:
     number of shared experts is set to 1.
     """
     fields = default_fields(family)
-    experts = {key: 16 for key in EXPERTS if key in fields}
-    few = next((fields[key] in (None, 1) for key in experts), False)
+    changes = {key: 16 for key in EXPERTS if key in fields}
+    has_few_by_default = next((fields[key] in (None, 1) for key in changes), False)
     if "n_shared_experts" in fields and fields["n_shared_experts"] is None:
-        experts["n_shared_experts"] = 1
-    return experts | {key: 2 for key in VISITED if key in fields and experts and (few or not fields[key])}
+        changes["n_shared_experts"] = 1
+    if not changes:
+        return {}
+    for key in VISITED:
+        if key in fields and (has_few_by_default or not fields[key]):
+            changes[key] = 2
+    return changes
 
 
 def save_trial(trial: Trial, folder: Path) -> None:
+    """Write a trial to `folder`: tensors as safetensors, other values as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = dict(vars(trial))
     for kind in TENSORS:
@@ -199,6 +213,7 @@ def save_trial(trial: Trial, folder: Path) -> None:
 
 
 def load_trial(folder: Path) -> Trial:
+    """Read a trial that `save_trial` wrote."""
     fields = json.loads((folder / "trial.json").read_text())
     for kind in TENSORS:
         tensors = load_file(folder / f"{kind}.safetensors")

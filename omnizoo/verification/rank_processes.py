@@ -46,50 +46,56 @@ def run_in_processes(
     context = get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, work.__module__])
     with tempfile.TemporaryDirectory() as folder:
-        given = [(rank, size, os.path.join(folder, "store"), device, work, args) for rank in range(size)]
-        ranks = [context.Process(target=_rank, args=rank, daemon=True) for rank in given]
-        for rank in ranks:
-            rank.start()
-        alive = {rank.sentinel: number for number, rank in enumerate(ranks)}
-        while alive:
-            ended = wait(list(alive), timeout)
+        store = os.path.join(folder, "store")
+        processes = []
+        for rank in range(size):
+            rank_args = (rank, size, store, device, work, args)
+            processes.append(context.Process(target=_run_rank, args=rank_args, daemon=True))
+        for process in processes:
+            process.start()
+
+        running = {process.sentinel: rank for rank, process in enumerate(processes)}
+        while running:
+            ended = wait(list(running), timeout)
             if not ended:
-                raise _blocked(ranks, sorted(alive.values()), timeout, folder)
+                raise _timeout_error(processes, sorted(running.values()), timeout, folder)
             for sentinel in ended:
-                number = alive.pop(sentinel)  # type: ignore[arg-type]
-                ranks[number].join()
-                if ranks[number].exitcode:
-                    for rank in ranks:
-                        rank.kill()
-                    raise RankError(f"rank {number} of {size} ended with exit code {ranks[number].exitcode}")
+                rank = running.pop(sentinel)  # type: ignore[arg-type]
+                processes[rank].join()
+                if processes[rank].exitcode:
+                    for process in processes:
+                        process.kill()
+                    raise RankError(f"rank {rank} of {size} ended with exit code {processes[rank].exitcode}")
 
 
-def _blocked(ranks: list[Any], waiting: list[int], timeout: float, folder: str) -> RankError:
-    """Kill all ranks, and return an error with the stack of each rank in `waiting`."""
+def _timeout_error(processes: list[Any], running: list[int], timeout: float, folder: str) -> RankError:
+    """Kill all ranks, and return an error with the stack of each rank in `running`."""
     stacks = []
-    for number in waiting:
-        os.kill(ranks[number].pid, signal.SIGUSR1)
-        ranks[number].join(1)  # give the rank a second to write its stack; it does not end
-        stacks.append(f"rank {number} waits here:\n{_stack(folder, number).read_text()}")
-    for rank in ranks:
-        rank.kill()
-    late = f"ranks {waiting} of {len(ranks)} did not come to an end within {timeout:g} s"
-    return RankError("\n".join([late, *stacks]))
+    for rank in running:
+        os.kill(processes[rank].pid, signal.SIGUSR1)
+        processes[rank].join(1)  # give the rank a second to write its stack; it does not end
+        stacks.append(f"stack of rank {rank}:\n{_stack_file(folder, rank).read_text()}")
+    for process in processes:
+        process.kill()
+    message = f"ranks {running} of {len(processes)} did not finish within {timeout:g} s"
+    return RankError("\n".join([message, *stacks]))
 
 
-def _stack(folder: str, rank: int) -> Path:
+def _stack_file(folder: str, rank: int) -> Path:
+    """Return the file that a rank writes its stack to."""
     return Path(folder) / f"rank{rank}.stack"
 
 
-def _rank(rank: int, size: int, store: str, device: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run_rank(rank: int, size: int, store: str, device: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Run `work` on one rank, in a new process."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()  # else every rank warns about ids outside the small vocabulary
     # faulthandler works while the rank waits inside a collective, where Python's signal handlers do not run.
-    stack = _stack(os.path.dirname(store), rank).open("w")
-    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    stack_file = _stack_file(os.path.dirname(store), rank).open("w")
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
     try:
         with process_group((rank, size, rank), torch.distributed.FileStore(store, size), device=device) as process:
             work(process, *args)
-    except BaseException:  # noqa: BLE001 - whatever it is, the rank is to end by it
+    except BaseException:  # noqa: BLE001 - any error ends the rank
         traceback.print_exc()
-        os._exit(1)  # exit at once: other ranks may wait for this one, and their errors would hide its error
+        os._exit(1)  # exit immediately: other ranks may wait for this one, and their errors would hide this error

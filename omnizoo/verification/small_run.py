@@ -29,11 +29,11 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     """
     probed = probe(config.model)
     if probed.unchecked:
-        raise UserError(f"model: nothing can be proved of it on this host: {probed.unchecked}")
+        raise UserError(f"model: cannot be probed on this host: {probed.unchecked}")
     if probed.stubborn:
         raise UserError(
-            "model: it draws random numbers in training (dropout, jitter) that no setting of its config turns off, and "
-            "they depend on the layout; verify it without them"
+            "model: training uses random numbers (dropout, jitter) that depend on the layout, and that no field of the "
+            "model config turns off. Verify the model without them."
         )
     data: dict[str, Any] = {"look_ahead": 16, "lanes": world, "workers": 0}
     if not reads_media(config.model) and config.preference_pairs == "refused":  # pairs and items must fit into a pack
@@ -58,28 +58,34 @@ def _with_adapter(small: ModelSection, model: ModelSection) -> ModelSection:
     """
     if model.adapter is None:
         return small
-    found = attached(build_model(model, "fp32"))
-    assert found is not None
-    names = dict(build_model(small.model_copy(update={"adapter": None}), "fp32").named_modules())
-    there = [*names, *(f"{name}.{own}" for name, m in names.items() for own, _ in m.named_parameters(recurse=False))]
+    adapter = attached(build_model(model, "fp32"))
+    assert adapter is not None
+    small_names = []
+    small_model = build_model(small.model_copy(update={"adapter": None}), "fp32")
+    for module_name, module in small_model.named_modules():
+        small_names.append(module_name)
+        for parameter_name, _ in module.named_parameters(recurse=False):
+            small_names.append(f"{module_name}.{parameter_name}")
 
-    def left(wanted: Iterable[str]) -> list[str]:
-        patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in wanted)
-        return [pattern for pattern in patterns if any(matches(name, pattern) for name in there)]
+    def in_small_copy(names: Iterable[str]) -> list[str]:
+        """Return patterns for `names`, with any layer number, that match a name of the small copy."""
+        patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+        return [pattern for pattern in patterns if any(matches(name, pattern) for name in small_names)]
 
     changes = {
-        "targets": left((*found.modules, *found.experts)),
-        "modules_to_save": left(found.saved),
+        "targets": in_small_copy((*adapter.modules, *adapter.experts)),
+        "modules_to_save": in_small_copy(adapter.saved),
         "exclude": [],
-        "rank": min(found.settings.rank, RANK),
+        "rank": min(adapter.settings.rank, RANK),
         "dropout": 0.0,
         "init": "random",
         "path": None,
     }
-    return small.model_copy(update={"adapter": found.settings.model_copy(update=changes)})
+    return small.model_copy(update={"adapter": adapter.settings.model_copy(update=changes)})
 
 
 def reads_media(model: ModelSection) -> bool:
+    """Whether the model has encoders or decoders for media."""
     if model.foundation is not None or is_own_module(model):
         return bool(model.modalities)
     recipe = recipe_from_config(model) or recipe_of(read_model_config(model).model_type)

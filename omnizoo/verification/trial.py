@@ -1,5 +1,6 @@
 """A trial of one layout: run three optimizer steps of a scaled-down config, and record all values to compare."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,8 @@ from omnizoo.verification.bf16_check import watching
 
 @dataclass(frozen=True)
 class Trial:
+    """Values of three steps that are compared between layouts."""
+
     losses: list[float]  # one per step
     grad_norms: list[float]  # one per step
     tokens: list[int]  # one per step, over all ranks
@@ -55,7 +58,9 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
     # Cover all recompute modes, because a memory budget may choose any of them.
     set_modes(model, dict(zip(switches(model), cycle(MODES), strict=False)))
 
-    losses, norms, tokens = [], [], []
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    tokens: list[int] = []
     counter = CollectiveCounter()
     for step in range(1, config.train.steps + 1):
         data = next_step(loader, setup.balancer)
@@ -63,29 +68,42 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
             rounded: list[str] = []
             with watching(model, rounded):
                 activations, executed = first_pack_activations(objective, data.micro_batches)
-            rounded = list(dict.fromkeys(note for notes in mesh.gather(rounded) for note in notes))
+            all_rounded = itertools.chain.from_iterable(mesh.gather(rounded))
+            rounded = list(dict.fromkeys(all_rounded))  # without duplicates
             result = train_step(objective, optimizer, data, step)
             # Undo clipping: with a wrong norm, every clipped gradient would differ, which hides the cause.
-            clipped = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6)) if config.train.grad_clip else 1.0
-            gradients = {name: grad / clipped for name, grad in whole_gradients(model, mesh.is_first).items()}
+            clip_factor = 1.0
+            if config.train.grad_clip:
+                clip_factor = min(1.0, config.train.grad_clip / (result.grad_norm + 1e-6))
+            gradients = full_gradients(model, mesh.is_first)
+            gradients = {name: grad / clip_factor for name, grad in gradients.items()}
         else:
             with CollectiveCounter() as counter:
                 result = train_step(objective, optimizer, data, step)
         losses.append(result.loss)
-        norms.append(result.grad_norm)
+        grad_norms.append(result.grad_norm)
         tokens.append(data.tokens)
-    sent = dict(counter.calls), dict(counter.bytes)
-    return Trial(losses, norms, tokens, gradients, activations, executed, *sent, rounded)
+    return Trial(
+        losses=losses,
+        grad_norms=grad_norms,
+        tokens=tokens,
+        gradients=gradients,
+        activations=activations,
+        executed=executed,
+        calls=dict(counter.calls),
+        bytes=dict(counter.bytes),
+        rounded=rounded,
+    )
 
 
-def whole_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+def full_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """Return the full gradients on the CPU if `keep` is set, else an empty dict. Collective: all ranks must call it."""
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        if keep and whole is not None:
-            gradients[name] = whole.to("cpu", copy=True)
+        full_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if keep and full_grad is not None:
+            gradients[name] = full_grad.to("cpu", copy=True)
     return gradients
 
 
@@ -96,45 +114,68 @@ def first_pack_activations(objective: Objective, batches: Sequence[Batch]) -> tu
     Rank 0 concatenates the outputs of the ranks that share the pack. Collective: all ranks must call it.
     """
     mesh = objective.mesh
-    held = [0 in batch.packs for batch in batches]
-    number = int(max(range(len(held)), key=mesh.sum([float(here) for here in held]).__getitem__))
+    has_first_pack = [0 in batch.packs for batch in batches]
+    ranks_with_pack = mesh.sum([float(flag) for flag in has_first_pack])  # for each micro-batch
+    number = int(max(range(len(batches)), key=ranks_with_pack.__getitem__))
     batch = batches[number]
-    own: dict[str, torch.Tensor] = {}
+    local_outputs: dict[str, torch.Tensor] = {}
     # Run in eager mode, because hooks would be compiled into the graphs of the blocks.
     with (
         torch.compiler.set_stance("force_eager"),
-        _recording(objective.model, own),
+        _recording(objective.model, local_outputs),
         keep_precision(objective.config.train.precision),
     ):
         objective.terms(batch)
     objective.router_stats.reset()
+
     layout = mesh.layout
-    index = slice_tokens(batch.cu_seqlens.diff().tolist(), layout.ring, layout.ulysses)[mesh.sp_rank]
-    parts = mesh.gather((index, own, batch.tokens) if held[number] else None)
-    parts = [part for part in parts if part is not None]
-    whole: dict[str, torch.Tensor] = {}
-    for name in own if parts else ():
-        tokens = parts[0][2]
-        # Modules that turn items into codes may run on some ranks only, and are skipped.
-        rows = [(index, kept[name]) for index, kept, _ in parts if len(kept.get(name, ())) == len(index) > 0]
-        if sum(len(index) for index, _ in rows) == tokens:
-            whole[name] = torch.empty(tokens, rows[0][1].shape[1], dtype=rows[0][1].dtype)
-            for index, tensor in rows:
-                whole[name][torch.as_tensor(index)] = tensor
-    return whole, list(own)
+    token_index = slice_tokens(batch.cu_seqlens.diff().tolist(), layout.ring, layout.ulysses)[mesh.sp_rank]
+    message = (token_index, local_outputs, batch.tokens) if has_first_pack[number] else None
+    messages = [message for message in mesh.gather(message) if message is not None]
+    outputs: dict[str, torch.Tensor] = {}
+    if messages:
+        num_tokens = messages[0][2]
+        for name in local_outputs:
+            shards = [(index, tensors[name]) for index, tensors, _ in messages if name in tensors]
+            output = _merge_shards(shards, num_tokens)
+            if output is not None:
+                outputs[name] = output
+    return outputs, list(local_outputs)
+
+
+def _merge_shards(shards: Sequence[tuple[Sequence[int], torch.Tensor]], num_tokens: int) -> torch.Tensor | None:
+    """Merge the outputs of a module on several ranks.
+
+    Args:
+        shards: For each rank, the positions of its tokens in the pack, and the output for these tokens.
+        num_tokens: Number of tokens of the pack.
+
+    Returns:
+        The output `[num_tokens, width]`; None if the shards do not cover the pack, such as the outputs of modules that
+        turn media items into codes and run on some ranks only.
+    """
+    shards = [(index, tensor) for index, tensor in shards if len(tensor) == len(index) > 0]
+    if sum(len(index) for index, _ in shards) != num_tokens:
+        return None
+    first = shards[0][1]
+    output = torch.empty(num_tokens, first.shape[1], dtype=first.dtype)
+    for index, tensor in shards:
+        output[torch.as_tensor(index)] = tensor
+    return output
 
 
 @contextmanager
-def _recording(model: nn.Module, into: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Context manager: store the first output of every submodule in `into`, as rows `[n, width]` on the CPU."""
+def _recording(model: nn.Module, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Context manager: store the first output of every submodule in `outputs`, as rows `[n, width]` on the CPU."""
 
-    def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
+    def record(name: str, module: nn.Module, inputs: object, output: object) -> None:
         output = output[0] if isinstance(output, tuple) else output
         if isinstance(output, torch.Tensor) and output.ndim >= 2 and output.is_floating_point():
-            into.setdefault(name, output.detach().reshape(-1, output.shape[-1]).to("cpu", copy=True))
+            rows = output.detach().reshape(-1, output.shape[-1])
+            outputs.setdefault(name, rows.to("cpu", copy=True))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
-                hooks.enter_context(module.register_forward_hook(partial(keep, name)))
+                hooks.enter_context(module.register_forward_hook(partial(record, name)))
         yield

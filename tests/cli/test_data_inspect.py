@@ -1,5 +1,4 @@
-"""`omnizoo data inspect` tells the truth: what it shows is what the loader gives to training, and nothing in the data
-can break out of the terminal or the page."""
+"""Tests of `omnizoo data inspect`: it shows the samples of training, and escapes everything in the data."""
 
 import json
 import shutil
@@ -39,12 +38,12 @@ def omni(tmp_path_factory: pytest.TempPathFactory, sensor_on_path: None) -> Path
 
 
 @pytest.fixture(scope="module")
-def pictures(omni: Path) -> Path:
-    """The same with two modalities, in only: quick to build."""
+def encoders_only(omni: Path) -> Path:
+    """Return the config with two encoders and no decoder, which is quick to build."""
     config = yaml.safe_load(omni.read_text())
     modalities = config["model"]["modalities"]
     config["model"]["modalities"] = {name: {"encoder": modalities[name]["encoder"]} for name in ("image", "series")}
-    path = omni.with_name("pictures.yaml")
+    path = omni.with_name("encoders_only.yaml")
     path.write_text(yaml.safe_dump(config))
     return path
 
@@ -68,17 +67,18 @@ def inspection(reader: Reader) -> Inspection:
 
 @pytest.fixture(scope="module")
 def packs(reader: Reader, inspection: Inspection) -> list[Pack]:
-    """As training gets them."""
+    """Return the packs of training."""
     loader = Loader(reader, LaneAssignment(0, 1, 1, 1))
     return [loader.next_step().packs[0] for _ in range(inspection.packs)]
 
 
 def decode(reader: Reader, ids: list[int]) -> str:
+    """Return the text of token ids, with special tokens."""
     return reader.renderer.backend.decode(ids, skip_special_tokens=False)
 
 
 class Page(HTMLParser):
-    """The elements of a page: tags, attributes, text."""
+    """Tags, attributes and text of an HTML page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class Page(HTMLParser):
         self.text += data
 
 
-# Facts
+# Statistics
 
 
-def test_the_figures_are_of_the_packs_that_training_gets(packs: list[Pack], inspection: Inspection) -> None:
+def test_statistics_match_the_packs_of_training(packs: list[Pack], inspection: Inspection) -> None:
     assert [name for pack in packs for name in pack.sample_ids] == [str(f.sample.id) for f in inspection.samples]
     tokens = sum(len(pack.columns["input_ids"]) for pack in packs)
     assert inspection.fill == tokens / (len(packs) * 160)
@@ -107,54 +107,56 @@ def test_the_figures_are_of_the_packs_that_training_gets(packs: list[Pack], insp
     items = [item for pack in packs for item in pack.items]
     assert {item.port for item in items} == {port.port for port in inspection.ports}
     for port in inspection.ports:
-        own = [item for item in items if item.port == port.port]
-        assert (port.items, port.tokens) == (len(own), sum(item.size.num_placeholders for item in own))
-        assert port.cost == pytest.approx(sum(item.size.cost for item in own))
-        assert port.costliest.size.cost == max(item.size.cost for item in own)
+        port_items = [item for item in items if item.port == port.port]
+        assert port.items == len(port_items)
+        assert port.tokens == sum(item.size.num_placeholders for item in port_items)
+        assert port.cost == pytest.approx(sum(item.size.cost for item in port_items))
+        assert port.costliest.size.cost == max(item.size.cost for item in port_items)
     assert inspection.longest.tokens == max(length for pack in packs for length in pack.lengths)
 
 
-def test_each_token_is_shown_once_and_as_learnt_exactly_if_training_has_a_target_there(
+def test_tokens_are_marked_as_targets_exactly_as_in_training(
     reader: Reader, packs: list[Pack], inspection: Inspection
 ) -> None:
-    found = iter(inspection.samples)
+    samples = iter(inspection.samples)
     for pack in packs:
-        learnt = np.append(False, pack.columns["labels"][:-1] != -100)
+        is_target = np.append(False, pack.columns["labels"][:-1] != -100)
         for item in pack.items:
-            for first, rows in item.spans:
-                learnt[first : first + rows] = item.targets > 0
-        at = 0
+            for first, length in item.spans:
+                is_target[first : first + length] = item.targets > 0
+        offset = 0
         for length in pack.lengths:
-            shown = list(pieces(next(found).sample, lambda ids: decode(reader, ids)))
-            assert [piece.has_loss for piece in shown for _ in range(piece.tokens)] == learnt[at : at + length].tolist()
-            ids = pack.columns["input_ids"][at : at + length].tolist()
-            places = [piece for piece in shown if piece.item is not None]
-            assert all(piece.text.startswith(f"[{piece.item.media.modality} x {piece.tokens}") for piece in places)
-            pads = {piece.text: f"<|{piece.item.media.modality}_pad|>" * piece.tokens for piece in places}
-            assert "".join(pads.get(piece.text, piece.text) for piece in shown) == decode(reader, ids)
-            at += length
+            span = slice(offset, offset + length)
+            shown = list(pieces(next(samples).sample, lambda ids: decode(reader, ids)))
+            assert [piece.has_loss for piece in shown for _ in range(piece.tokens)] == is_target[span].tolist()
+            ids = pack.columns["input_ids"][span].tolist()
+            media = [piece for piece in shown if piece.item is not None]
+            assert all(piece.text.startswith(f"[{piece.item.media.modality} x {piece.tokens}") for piece in media)
+            placeholders = {piece.text: f"<|{piece.item.media.modality}_pad|>" * piece.tokens for piece in media}
+            assert "".join(placeholders.get(piece.text, piece.text) for piece in shown) == decode(reader, ids)
+            offset += length
 
 
-def test_every_module_is_in_the_few_samples_that_are_shown(inspection: Inspection) -> None:
-    shown = {item.port for found in inspection.shown for item in found.sample.items}
+def test_shown_samples_cover_every_port(inspection: Inspection) -> None:
+    shown = {item.port for sample in inspection.shown for item in sample.sample.items}
     assert shown == {port.port for port in inspection.ports}
     assert len(shown) == 7
-    assert len({found.sample.id for found in inspection.shown}) == 4
+    assert len({sample.sample.id for sample in inspection.shown}) == 4
 
 
-def test_a_character_of_several_tokens_is_shown_whole_and_control_characters_as_escapes(text: Path) -> None:
+def test_multi_token_characters_are_complete_and_control_characters_escaped(text: Path) -> None:
     write_rows(text.parent / "texts.jsonl", [{"text": "naïve 日本 🙂\tok\x1b[31m"}] * 8)
     config = load_config(text, ["--data.sources", f"[{{path: {text.parent}/texts.jsonl}}]"])
     reader = build_reader(one_lane(config), load_tokenizer(config.model))
-    (found,) = inspect_data(reader, 1).shown
-    shown = list(pieces(found.sample, lambda ids: decode(reader, ids)))
+    (sample,) = inspect_data(reader, 1).shown
+    shown = list(pieces(sample.sample, lambda ids: decode(reader, ids)))
     assert "".join(piece.text for piece in shown) == r"naïve 日本 🙂\tok\x1b[31m" + "<|endoftext|>"
     assert max(piece.tokens for piece in shown) > 1
     assert [piece.has_loss for piece in shown] == [False] + [True] * (len(shown) - 1)
 
 
 @pytest.mark.parametrize("lengths", [[7], [7, 8], [2, 90, 91, 4000], list(range(50, 300))])
-def test_bins_of_the_histogram_touch_and_hold_every_sample(lengths: list[int]) -> None:
+def test_histogram_bins_are_adjacent_and_count_every_sample(lengths: list[int]) -> None:
     bins = histogram(lengths)
     assert (bins[0][0], bins[-1][1]) == (min(lengths), max(lengths))
     assert all(after == last + 1 for (_, last, _), (after, _, _) in pairwise(bins))
@@ -165,7 +167,7 @@ def test_bins_of_the_histogram_touch_and_hold_every_sample(lengths: list[int]) -
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_answers_of_a_row_with_preferences_are_shown_by_what_they_are(
+def test_responses_of_preference_rows_are_shown_by_role(
     kind: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"messages": [{"role": "user", "content": f"what {i}"}], "chosen": "good", "rejected": "bad"} for i in "ab"]
@@ -179,10 +181,12 @@ def test_answers_of_a_row_with_preferences_are_shown_by_what_they_are(
     for role, answer in zip(roles, ("good", "bad"), strict=True):
         assert f"\n{role}:\n{prompt}⟦{answer}<|im_end|>⟧" in said
         assert f"{role}:\n{prompt}{answer}<|im_end|>" in page.text
-    assert (f"\nmismatched:\n{prompt}good<|im_end|>" in said) == (kind == "kto")  # of the other row, and not learnt
+    assert (f"\nmismatched:\n{prompt}good<|im_end|>" in said) == (
+        kind == "kto"
+    )  # the response of the other row, without loss
 
 
-def test_terminal_and_page_show_samples_figures_and_thumbnails(
+def test_terminal_and_page_show_samples_statistics_and_thumbnails(
     omni: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "page.html"
@@ -198,15 +202,15 @@ def test_terminal_and_page_show_samples_figures_and_thumbnails(
     assert all(address.startswith("data:") for address in addresses)
 
 
-def test_no_row_is_shown_twice_and_samples_come_before_figures(text: Path, tmp_path: Path) -> None:
-    """Rows that are cut into several samples, and few of them: each is shown once, and so is the longest."""
+def test_each_row_is_shown_once_and_before_statistics(text: Path, tmp_path: Path) -> None:
+    """A few rows are split into several samples. Each row is shown once, also that of the longest sample."""
     write_rows(text.parent / "texts.jsonl", [{"text": f"row {i} " + "word " * 60} for i in range(40)])
     argv = ["data", "inspect", str(text), "--data.sources", f"[{{path: {text.parent}/texts.jsonl}}]"]
     assert main([*argv, "--samples", "10", "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     shown = [line.partition(" tokens")[0] for line in page.split("<section><small>")[1:]]
     rows = [line.partition(",")[0].partition(": ")[0] for line in shown]
-    assert len(rows) == len(set(rows)) > 1  # of more samples than rows
+    assert len(rows) == len(set(rows)) > 1  # there are more samples than rows
     assert page.index("<h2>Samples") < page.index("<h2>Figures")
     array = tmp_path / "array.json"  # all on one line
     array.write_text(json.dumps([{"text": f"row {i}"} for i in range(9)]))
@@ -217,17 +221,17 @@ def test_no_row_is_shown_twice_and_samples_come_before_figures(text: Path, tmp_p
     assert "The longest sample" not in page
 
 
-def test_nothing_in_the_data_becomes_part_of_page_or_terminal(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_data_is_escaped_on_page_and_terminal(
+    encoders_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "<b onload=x>&\x1b[2J"
-    shutil.copy(pictures.parent / "media" / "0.png", tmp_path / f"{evil}.png")
+    shutil.copy(encoders_only.parent / "media" / "0.png", tmp_path / f"{evil}.png")
     parts = [{"type": "image", "image": f"{evil}.png"}, {"type": "series", "series": [1, 2, 3, 4]}]
-    asked = {"role": "user", "content": [{"type": "text", "text": f"[red]{evil}"}, *parts]}
-    rows = [{"messages": [asked, {"role": "assistant", "content": evil}]}, {"text": [{"type": evil}]}]
+    prompt = {"role": "user", "content": [{"type": "text", "text": f"[red]{evil}"}, *parts]}
+    rows = [{"messages": [prompt, {"role": "assistant", "content": evil}]}, {"text": [{"type": evil}]}]
     source = write_rows(tmp_path / f"{evil}.jsonl", rows)
     sources = json.dumps([{"path": str(source)}])
-    argv = ["data", "inspect", str(pictures), "--data.sources", sources, "--data.on_bad_row", "skip"]
+    argv = ["data", "inspect", str(encoders_only), "--data.sources", sources, "--data.on_bad_row", "skip"]
     assert main([*argv, "--out", str(tmp_path / "page.html")]) == 0
     said, page = capsys.readouterr().out, Page(tmp_path / "page.html")
     for shown in (said, page.text):
@@ -240,20 +244,20 @@ def test_nothing_in_the_data_becomes_part_of_page_or_terminal(
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": [{"type": "image", "image": "gone.png"}]}, "gone.png does not exist"),
+        ({"text": [{"type": "image", "image": "gone.png"}]}, "gone.png"),
         ({"text": [{"type": "image", "image": "cut.png"}, {"type": "text", "text": "a"}]}, "cut.png"),  # when decoded
     ],
 )
-def test_bad_rows_stop_it_or_are_counted_as_in_training(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, object], reason: str
+def test_bad_rows_raise_or_are_counted_as_in_training(
+    encoders_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, object], reason: str
 ) -> None:
-    whole = (pictures.parent / "media" / "0.png").read_bytes()
-    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    image = (encoders_only.parent / "media" / "0.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(image[: len(image) // 2])
     source = write_rows(tmp_path / "rows.jsonl", [{"text": "good"}, row, {"text": "fine"}])
-    argv = ["data", "inspect", str(pictures), "--data.sources", json.dumps([{"path": str(source)}])]
+    argv = ["data", "inspect", str(encoders_only), "--data.sources", json.dumps([{"path": str(source)}])]
     assert main(argv) == 2
     said, error = capsys.readouterr()
-    assert f"bad row: {source}:2: " in "".join(said.split("\n"))  # listed; then it ends as training would
+    assert f"bad row: {source}:2: " in "".join(said.split("\n"))  # listed, before the error that training raises
     assert error.startswith(f"error: {source}:2: ")
     assert reason in error
     assert error.count("\n") == 1
@@ -267,22 +271,24 @@ def test_bad_rows_stop_it_or_are_counted_as_in_training(
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--samples", "-1"], "--samples is -1"),
-        (["--out", "."], "--out . is a folder"),
+        (["--samples", "-1"], "--samples: -1"),
+        (["--out", "."], "--out: . "),
         (["--data.pack_token", "64"], "did you mean data.pack_tokens?"),
         (["--pack_tokens", "64"], "did you mean --data.pack_tokens?"),
     ],
 )
-def test_a_mistake_is_one_line(text: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str) -> None:
+def test_invalid_arguments_of_inspect_print_one_line(
+    text: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str
+) -> None:
     assert main(["data", "inspect", str(text), *argv]) == 2
     said, err = capsys.readouterr()
     assert (said, err.count("\n")) == ("", 1)
     assert error in err
 
 
-def test_a_text_model_needs_no_media_and_nothing_is_written(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = [{"role": "user", "content": "What is"}, {"role": "assistant", "content": "the answer"}]
-    write_rows(text.parent / "chats.jsonl", [{"messages": said}] * 8)
+def test_inspecting_a_text_model_writes_no_file(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": "user", "content": "What is"}, {"role": "assistant", "content": "the answer"}]
+    write_rows(text.parent / "chats.jsonl", [{"messages": messages}] * 8)
     before = sorted(text.parent.rglob("*"))
     assert main(["data", "inspect", str(text), "--samples", "2"]) == 0
     shown = capsys.readouterr().out

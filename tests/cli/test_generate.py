@@ -1,4 +1,4 @@
-"""What `omnizoo generate` prints: the assistant's turn, to its end and no further, as a reader wants it."""
+"""Tests of `omnizoo generate`: it prints the response up to the end of the turn."""
 
 import json
 from collections.abc import Sequence
@@ -69,8 +69,8 @@ ADDED = [
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("is_special", [True, False])
-def test_the_end_of_a_turn_is_found_in_the_template(name: str, is_special: bool, tmp_path: Path) -> None:
-    """Whether or not the tokenizer counts its token among the special ones."""
+def test_end_of_turn_is_inferred_from_template(name: str, is_special: bool, tmp_path: Path) -> None:
+    """The end token may be a special token of the tokenizer or not."""
     template, expected = TEMPLATES[name]
     tokenizer = make_tokenizer(tmp_path, template, special_tokens=tuple(ADDED) if is_special else ())
     tokenizer.add_tokens([*ADDED, "<think>", "</think>"])
@@ -79,7 +79,8 @@ def test_the_end_of_a_turn_is_found_in_the_template(name: str, is_special: bool,
     assert expected in (None, "<|endoftext|>") or ends[0] not in tokenizer.all_special_ids
 
 
-def publish(folder: Path, template: str = CHATML, **generation: Any) -> PreTrainedTokenizerFast:
+def save_model(folder: Path, template: str = CHATML, **generation: Any) -> PreTrainedTokenizerFast:
+    """Save a small model with random weights, and return its tokenizer."""
     torch.manual_seed(0)
     fields = model_config("qwen3")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
@@ -88,97 +89,96 @@ def publish(folder: Path, template: str = CHATML, **generation: Any) -> PreTrain
     return make_tokenizer(folder, template)
 
 
-def say(model: Any, ids: Sequence[int]) -> Any:
-    """Make `model` write these, one after the other, and the last one ever after."""
-    left = list(ids)
+def force_tokens(model: Any, ids: Sequence[int]) -> Any:
+    """Make `model` generate these tokens in order, and repeat the last one."""
+    remaining = list(ids)
 
-    def speak(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-        token = left.pop(0) if len(left) > 1 else left[0]
+    def replace_logits(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        token = remaining.pop(0) if len(remaining) > 1 else remaining[0]
         return logits.index_fill(-1, torch.tensor([token]), 1e4)
 
-    return model.get_output_embeddings().register_forward_hook(speak)
+    return model.get_output_embeddings().register_forward_hook(replace_logits)
 
 
-def test_an_answer_ends_at_the_end_of_the_turn_and_shows_no_special_token(
+def test_response_ends_with_the_turn_and_has_no_special_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = publish(tmp_path)
+    tokenizer = save_model(tmp_path)
     answer = tokenizer.encode("<|pad|>The capital<|im_start|> is Paris.<|im_end|>\n<|im_start|>user\nand so on")
     writer = load_chat_model(tmp_path)
-    say(writer.model, answer)
+    force_tokens(writer.model, answer)
     pieces = writer.write("What is the capital of France?")
     assert writer.text(pieces) == "The capital is Paris."
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in pieces[0].ids
 
     monkeypatch.setattr("omnizoo.generation.chat_model.load_chat_model", lambda *_, **__: writer)
     writer.model.get_output_embeddings()._forward_hooks.clear()
-    say(writer.model, answer)
+    force_tokens(writer.model, answer)
     assert main(["generate", str(tmp_path), "--prompt", "What is the capital of France?"]) == 0
     assert capsys.readouterr().out == "The capital is Paris.\n"
 
 
 @pytest.mark.parametrize("ends", ["<|pad|>", ["<|endoftext|>", "<|pad|>"]])
-def test_every_end_that_the_generation_config_names_is_one(ends: str | list[str], tmp_path: Path) -> None:
+def test_every_eos_token_of_generation_config_ends_response(ends: str | list[str], tmp_path: Path) -> None:
     names = SPECIAL_TOKENS
     ids = names.index(ends) if isinstance(ends, str) else [names.index(end) for end in ends]
-    tokenizer = publish(tmp_path, PLAIN, eos_token_id=ids)
+    tokenizer = save_model(tmp_path, PLAIN, eos_token_id=ids)
     for end in [ends] if isinstance(ends, str) else ends:
         writer = load_chat_model(tmp_path)
-        say(writer.model, tokenizer.encode(f"yes{end} and no"))
+        force_tokens(writer.model, tokenizer.encode(f"yes{end} and no"))
         assert writer.text(writer.write("so?")) == "yes"
 
 
-def test_text_is_shown_as_it_is_written_and_never_half_a_character_or_a_control_sequence(
+def test_text_is_streamed_without_partial_or_control_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = publish(tmp_path)
+    tokenizer = save_model(tmp_path)
     writer = load_chat_model(tmp_path)
-    said = "Grüße aus \x1b[2JParis.\n\tOui €"
-    say(writer.model, tokenizer.encode(f"{said}<|im_end|>"))
-    shown: list[str] = []
-    monkeypatch.setattr("sys.stdout.write", shown.append)
+    response = "Grüße aus \x1b[2JParis.\n\tOui €"
+    force_tokens(writer.model, tokenizer.encode(f"{response}<|im_end|>"))
+    printed: list[str] = []
+    monkeypatch.setattr("sys.stdout.write", printed.append)
     terminal = Terminal(writer, tmp_path)
     writer.answer(writer.renderer.prompt("Where?"), on_piece=terminal.show)
-    before_the_end = len(shown)
+    num_prints = len(printed)
     terminal.end()
-    assert before_the_end > 5  # not all at once
-    assert "".join(shown) == said.replace("\x1b", "") + "\n"
-    assert not any("\ufffd" in text for text in shown)
+    assert num_prints > 5  # not all at once
+    assert "".join(printed) == response.replace("\x1b", "") + "\n"
+    assert not any("\ufffd" in text for text in printed)
 
 
 def read_answers(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a JSONL file of responses."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_prompts_answered_together_are_answered_as_each_is_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    publish(tmp_path / "model")
-    questions = ["What is the capital of France?", "Why?", "Say it again, and say all of it."]
-    how = ["--max-tokens", "12", "--seed", "3", "--temperature", "1.5"]
-    asked = ["generate", str(tmp_path / "model"), *how, "--out", str(tmp_path / "out.jsonl")]
-    alone = []
-    for question in questions:
-        assert main([*asked, "--prompt", question]) == 0
-        alone += read_answers(tmp_path / "out.jsonl")
+def test_responses_do_not_depend_on_other_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "model")
+    prompts = ["What is the capital of France?", "Why?", "Say it again, and say all of it."]
+    sampling = ["--max-tokens", "12", "--seed", "3", "--temperature", "1.5"]
+    command = ["generate", str(tmp_path / "model"), *sampling, "--out", str(tmp_path / "out.jsonl")]
+    separate = []
+    for prompt in prompts:
+        assert main([*command, "--prompt", prompt]) == 0
+        separate += read_answers(tmp_path / "out.jsonl")
     capsys.readouterr()
-    assert main([*asked, *(part for question in questions for part in ("--prompt", question))]) == 0
+    assert main([*command, *(f"--prompt={prompt}" for prompt in prompts)]) == 0
     out = capsys.readouterr().out
-    assert read_answers(tmp_path / "out.jsonl") == alone
-    assert [answer["prompt"] for answer in alone] == questions
-    assert len({answer["answer"] for answer in alone}) > 1
+    assert read_answers(tmp_path / "out.jsonl") == separate
+    assert [record["prompt"] for record in separate] == prompts
+    assert len({record["answer"] for record in separate}) > 1
     assert out.count("--- ") == 3
 
-    rows = [{"messages": [{"role": "user", "content": question}], "id": 7} for question in questions]
-    rows[1]["messages"] += [{"role": "assistant", "content": "Because."}]  # what is known is not shown to the model
+    rows = [{"messages": [{"role": "user", "content": prompt}], "id": 7} for prompt in prompts]
+    rows[1]["messages"] += [{"role": "assistant", "content": "Because."}]  # expected response: not part of the prompt
     write_rows(tmp_path / "rows.jsonl", rows)
-    assert main([*asked, "--messages", str(tmp_path / "rows.jsonl")]) == 0
+    assert main([*command, "--messages", str(tmp_path / "rows.jsonl")]) == 0
     together = read_answers(tmp_path / "out.jsonl")
-    assert [answer["answer"] for answer in together] == [answer["answer"] for answer in alone]
-    assert [answer.get("expected") for answer in together] == [None, "Because.", None]
+    assert [record["answer"] for record in together] == [record["answer"] for record in separate]
+    assert [record.get("expected") for record in together] == [None, "Because.", None]
 
 
-def test_a_run_or_a_checkpoint_is_asked_as_its_export_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_and_checkpoint_generate_like_their_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(write_config(tmp_path, train={"steps": 1, "packs_per_step": 1}))]) == 0
     run, exported = tmp_path / "run", tmp_path / "exported"
     assert main(["export", str(run), str(exported)]) == 0
@@ -193,8 +193,8 @@ def test_a_run_or_a_checkpoint_is_asked_as_its_export_is(tmp_path: Path, capsys:
 
 
 @pytest.mark.long
-def test_an_adapter_is_merged_to_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    publish(tmp_path / "model")
+def test_adapter_is_merged_for_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "model")
     model = {"config": None, "path": str(tmp_path / "model"), "tokenizer": None, "adapter": {"rank": 2}}
     path = write_config(tmp_path, model=model, train={"steps": 2, "packs_per_step": 1, "lr": 1.0})
     assert main(["train", str(path)]) == 0
@@ -205,32 +205,35 @@ def test_an_adapter_is_merged_to_be_asked(tmp_path: Path, capsys: pytest.Capture
         assert main(["generate", str(place), "--prompt", "What?", *out]) == 0
         answers.append((tmp_path / "out.jsonl").read_text())
     assert answers[0] == answers[1]
-    assert "its adapter merged" in capsys.readouterr().err
+    assert "adapter merged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("rows", "line"),
     [
-        ('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": 3}\n', "row 2 cannot be used: `messages`"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n{"messa', "line 2: cannot be read as JSON"),
-        ("7\n8\n", "line 1: a list of messages was expected"),
-        ("\n", "is empty"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "nobody asks anything"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": 3}\n',
+            "rows.jsonl: row 2 cannot be used: `messages`",
+        ),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n{"messa', "rows.jsonl line 2: not valid JSON"),
+        ("7\n8\n", "rows.jsonl line 1: expected"),
+        ("\n", "rows.jsonl: the file is empty"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "the prompt cannot be used"),
     ],
 )
-def test_a_bad_row_of_prompts_is_one_line(
+def test_bad_row_of_messages_prints_one_line(
     rows: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publish(tmp_path)
+    save_model(tmp_path)
     (tmp_path / "rows.jsonl").write_text(rows)
     capsys.readouterr()
-    asked = ["generate", str(tmp_path), "--messages", str(tmp_path / "rows.jsonl"), "--max-tokens", "2"]
-    assert main([*asked, "--out", str(tmp_path / "out.jsonl")]) == 2
+    command = ["generate", str(tmp_path), "--messages", str(tmp_path / "rows.jsonl"), "--max-tokens", "2"]
+    assert main([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     err = capsys.readouterr().err
     assert line in " ".join(err.split())
 
 
-def test_a_folder_that_holds_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_model_raises_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["generate", str(tmp_path / "empty"), "--prompt", "What?"]) == 2
-    assert "neither a Hugging Face folder (config.json) nor a run" in " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path / 'empty'}: neither config.json" in " ".join(capsys.readouterr().err.split())

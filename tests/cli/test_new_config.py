@@ -1,4 +1,4 @@
-"""`omnizoo new`: a config that trains as it is, for model folders and data as people have them."""
+"""Tests of `omnizoo new`: its configs train without edits, for usual model folders and data."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def model_folder(kind: str, folder: Path) -> Path:
-    """With random weights and a tokenizer, as `save_pretrained` writes it."""
+    """Save a small model with random weights and a tokenizer."""
     torch.manual_seed(0)
     if kind in MEDIA:
         fields = yaml.safe_load((ROOT / f"examples/published/{kind}.yaml").read_text())["model"]["config"]
@@ -39,16 +39,16 @@ def model_folder(kind: str, folder: Path) -> Path:
 
 
 def composed_folder(folder: Path) -> Path:
-    """An export of a composed model, with an encoder of small pictures."""
-    sides = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tower = {"model_type": "siglip_vision_model", **sides, "image_size": 16, "patch_size": 8}
+    """Export a composed model with an encoder for small images."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = {"model_type": "siglip_vision_model", **sizes, "image_size": 16, "patch_size": 8}
     run = {
         "model": {
             "foundation": {"config": {"model_type": "qwen3"} | TEXT},
             "tokenizer": str(DATA / "tokenizer"),
             "modalities": {"image": {"encoder": {"kind": "vision", "config": tower}}},
         },
-        "data": {"sources": [{"path": str(pictures(folder.parent))}], "pack_tokens": 128},
+        "data": {"sources": [{"path": str(image_rows(folder.parent))}], "pack_tokens": 128},
         "train": {"steps": 1, "packs_per_step": 1},
         "log": {"dir": str(folder.parent / "composing")},
     }
@@ -57,16 +57,20 @@ def composed_folder(folder: Path) -> Path:
     return folder
 
 
-def pictures(folder: Path) -> Path:
+def image_rows(folder: Path) -> Path:
+    """Write rows with an image and a question."""
     shutil.copy(DATA / "image0.png", folder)
-    asked = [{"type": "image", "image": "image0.png"}, {"type": "text", "text": "what is it"}]
-    rows = [[{"role": "user", "content": asked}, {"role": "assistant", "content": f"a square {i}"}] for i in range(40)]
-    path = folder / "pictures.jsonl"
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    prompt = [{"type": "image", "image": "image0.png"}, {"type": "text", "text": "what is it"}]
+    path = folder / "images.jsonl"
+    with path.open("w") as file:
+        for i in range(40):
+            response = {"role": "assistant", "content": f"a square {i}"}
+            file.write(json.dumps({"messages": [{"role": "user", "content": prompt}, response]}) + "\n")
     return path
 
 
 def data_file(kind: str, folder: Path) -> Path:
+    """Write 60 rows of a schema."""
     path = folder / {"alpaca": "rows.csv", "chats": "chats.jsonl", "text": "plain.jsonl"}[kind]
     if kind == "alpaca":
         path.write_text("instruction,input,output\n" + "".join(f"add,{i} and 1,{i + 1}\n" for i in range(60)))
@@ -79,7 +83,7 @@ def data_file(kind: str, folder: Path) -> Path:
 
 
 def trains(model: Path, data: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    """`new`, then two steps by the config as it is; the config."""
+    """Run `omnizoo new`, train two steps with its config, and return the config."""
     out = folder / "first.yaml"
     assert main(["new", str(model), str(data), "--out", str(out)]) == 0
     assert "omnizoo train" in capsys.readouterr().out
@@ -95,15 +99,16 @@ def trains(model: Path, data: Path, folder: Path, capsys: pytest.CaptureFixture[
 
 
 def cases() -> list[object]:
-    """Fifteen of them; here one of each model and each format, the others in `make verify-all`."""
-    models, formats = ("text", "moe", "qwen3_vl", "qwen3_omni", "composed"), ("alpaca", "chats", "text")
-    normal = {("text", "alpaca"), ("moe", "chats")}
+    """Return all pairs of a model and a format. Most of them are long tests."""
+    models = ("text", "moe", "qwen3_vl", "qwen3_omni", "composed")
+    formats = ("alpaca", "chats", "text")
+    short_cases = {("text", "alpaca"), ("moe", "chats")}
     all_cases = [(model, format) for model in models for format in formats]
-    return [case if case in normal else pytest.param(*case, marks=pytest.mark.long) for case in all_cases]
+    return [case if case in short_cases else pytest.param(*case, marks=pytest.mark.long) for case in all_cases]
 
 
 @pytest.mark.parametrize(("model", "format"), cases())
-def test_what_it_writes_trains_without_an_edit(
+def test_new_config_trains_without_edits(
     model: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = composed_folder if model == "composed" else lambda folder: model_folder(model, folder)
@@ -112,15 +117,15 @@ def test_what_it_writes_trains_without_an_edit(
 
 
 @pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_omni", marks=pytest.mark.long)])
-def test_media_are_found_in_rows_and_budgets_named(
+def test_new_config_lists_modalities_of_the_model(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model_folder(model, tmp_path / "model")
     trains(folder, DATA / MEDIA[model], tmp_path, capsys)
-    assert "it takes image" in (tmp_path / "first.yaml").read_text()
+    assert "accepts image" in (tmp_path / "first.yaml").read_text()
 
 
-def test_sizes_follow_from_model_data_and_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_depend_on_model_data_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data, out = model_folder("moe", tmp_path / "model"), data_file("text", tmp_path), tmp_path / "a.yaml"
     assert main(["new", str(model), str(data), "--nproc", "4", "--out", str(out)]) == 0
     config = load_config(out)
@@ -134,15 +139,15 @@ def test_sizes_follow_from_model_data_and_processes(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["gone", "rows.csv"], "gone is not a folder"),
+        (["gone", "rows.csv"], "MODEL_FOLDER: gone "),
         (["org/gone", "rows.csv"], "hf download org/gone"),
         (["model", "gone.jsonl"], "gone.jsonl does not exist"),
-        (["model", "rows.csv", "--nproc", "0"], "--nproc is 0"),
-        (["model", "rows.csv", "--out", "here.yaml"], "here.yaml exists already"),
-        (["modality", "Thermal Map"], "expected a name for a Python module"),
+        (["model", "rows.csv", "--nproc", "0"], "--nproc: 0"),
+        (["model", "rows.csv", "--out", "here.yaml"], "--out: here.yaml "),
+        (["modality", "Thermal Map"], "new modality Thermal Map: "),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_invalid_arguments_of_new_print_one_line(
     argv: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -165,10 +170,10 @@ def test_templates_are_package_data() -> None:
     assert cli / "templates/config.yaml.jinja" in files
 
 
-def test_a_new_modality_passes_its_own_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_modality_passes_its_generated_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "modality", "thermal_map", "--out", str(tmp_path)]) == 0
     assert main(["new", "modality", "thermal_map", "--out", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "thermal_map.py already exists" in capsys.readouterr().err
     ruff = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--line-length", "120", str(tmp_path)]
     assert subprocess.run(ruff, check=False).returncode == 0
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]

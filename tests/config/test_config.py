@@ -1,4 +1,4 @@
-"""Config: files and overrides give the same typed values, mistakes are named one per line, and saving round-trips."""
+"""Tests of config files and overrides: typed values, one line per mistake, and saving."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omnizoo.config import reference
 from omnizoo.config.errors import UserError
-from omnizoo.config.foreign_keys import MOVED_KEYS, OUR_KEYS
+from omnizoo.config.foreign_keys import MOVED_KEYS, NO_KEY, NOT_YET, OUR_KEYS
 from omnizoo.config.load import load_config
 from omnizoo.config.overrides import parse_overrides
 from omnizoo.config.schema import Config
@@ -53,7 +53,7 @@ def errors(load):
     return errors
 
 
-def test_a_file_without_options_has_the_defaults_of_the_schema(load):
+def test_file_without_options_has_defaults_of_schema(load):
     config = load(SMALL)
     assert config == Config(
         model=ModelSection(config={"model_type": "qwen3", "num_hidden_layers": 4}),
@@ -62,23 +62,23 @@ def test_a_file_without_options_has_the_defaults_of_the_schema(load):
 
 
 @pytest.mark.parametrize("lr", ["1e-3", "1E-3", "+1e-3", "0.001", ".001", "1.0e-3", "1.e-3", "1_0e-4"])
-def test_every_spelling_of_a_float_is_a_float_in_files_and_overrides(load, lr):
+def test_every_spelling_of_a_float_is_parsed(load, lr):
     assert load(SMALL + f"train: {{lr: {lr}}}").train.lr == 0.001
     assert load(SMALL, "--train.lr", lr).train.lr == 0.001
     assert load(SMALL, f"--model.config.rms_norm_eps={lr}").model.config["rms_norm_eps"] == 0.001
 
 
-def test_an_integer_is_fine_where_a_number_is_expected(load):
+def test_integer_is_accepted_as_number(load):
     lr = load(SMALL, "--train.lr", "1").train.lr
     assert (lr, type(lr)) == (1.0, float)
 
 
-def test_overrides_win_over_the_file_and_the_last_one_wins(load):
+def test_last_override_takes_precedence_over_file(load):
     config = load(SMALL + "train: {steps: 3}", "--train.steps", "4", "--log.dir=runs/a=b", "--train.steps=5")
     assert (config.train.steps, config.log.dir) == (5, "runs/a=b")
 
 
-def test_overrides_reach_list_items_and_inline_model_configs(load):
+def test_overrides_set_list_items_and_inline_model_configs(load):
     config = load(
         SMALL,
         *("--data.sources.0.path", "b.jsonl", "--data.sources.1.path", "c.jsonl", "--data.eval_sources.0.path", "d"),
@@ -89,7 +89,7 @@ def test_overrides_reach_list_items_and_inline_model_configs(load):
     assert config.model.config == {"model_type": "qwen3", "num_hidden_layers": 2, "rope": {"theta": 1e6}}
 
 
-def test_overrides_reach_the_parts_of_a_composed_model_whether_or_not_the_file_has_them(load):
+def test_overrides_create_missing_submodules_of_composed_model(load):
     text = SMALL.replace("config: {", "foundation: {config: {").replace("4}", "4}}")
     config = load(
         text,
@@ -102,7 +102,7 @@ def test_overrides_reach_the_parts_of_a_composed_model_whether_or_not_the_file_h
     assert config.model.modalities == {"sensor": ModalitySettings(encoder=encoder, marks=MarkSettings(begin="<s>"))}
 
 
-def test_a_whole_list_can_be_given_as_yaml(load):
+def test_override_sets_a_list_as_yaml(load):
     config = load(SMALL, "--data.sources", "[{path: x, weight: 2}, {path: y}]", "--optimizer.no_decay", "[norm]")
     assert config.data.sources == [SourceSettings(path="x", weight=2.0), SourceSettings(path="y")]
     assert config.optimizer.no_decay == ["norm"]
@@ -113,211 +113,174 @@ def test_negative_numbers_and_null_are_values(load):
     assert (config.parallel.dp_shard, config.checkpoint.dir) == (-1, None)
 
 
-def test_an_override_of_an_aliased_item_changes_that_item_only(load):
+def test_override_of_aliased_item_changes_only_that_item(load):
     text = "model: {path: m}\ndata:\n  sources: &s [{path: a}]\n  eval_sources: *s\n"
     config = load(text, "--data.eval_sources.0.path", "b")
     assert (config.data.sources[0].path, config.data.eval_sources[0].path) == ("a", "b")
 
 
-def test_merge_keys_may_be_overridden_without_counting_as_repeated(load):
+def test_merged_key_can_be_overridden(load):
     text = "model: {path: m}\ndata:\n  sources: [&s {path: a, weight: 2}, {<<: *s, path: b}]\n"
     assert load(text).data.sources == [SourceSettings(path="a", weight=2.0), SourceSettings(path="b", weight=2.0)]
 
 
 @pytest.mark.parametrize("word", ["yes", "on", "010", "1:30", "2024-01-01", "="])
-def test_words_that_yaml_1_1_would_convert_are_text(load, word):
+def test_words_that_yaml_1_1_converts_are_text(load, word):
     assert load(SMALL, "--log.dir", word).log.dir == word
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["--train.stpes", "3"], "command line: train.stpes is not a key; did you mean train.steps?"),
-        (["--train.pack_tokens", "3"], "command line: train.pack_tokens is not a key; did you mean data.pack_tokens?"),
-        (["--trian.steps", "3"], "command line: trian.steps is not a key; did you mean train.steps?"),
-        (
-            ["--train.packs-per-step", "3"],
-            "command line: train.packs-per-step is not a key; did you mean train.packs_per_step?",
-        ),
-        (
-            ["--data.sources.0.pth", "b"],
-            "command line: data.sources.0.pth is not a key; did you mean data.sources.0.path?",
-        ),
-        (["--train.dir", "b"], "command line: train.dir is not a key; did you mean checkpoint.dir or log.dir?"),
-        (["--train.num_train_epochs", "3"], "train.num_train_epochs is not a key; here it is train.epochs"),
-        (["--train.learning_rate", "1e-4"], "command line: train.learning_rate is not a key; here it is train.lr"),
-        (["--data.cutoff_len", "9"], "data.cutoff_len is not a key; here it is data.pack_tokens, and data.overlong"),
-        (["--model.lora_rank", "8"], "model.lora_rank is not a key; here it is model.adapter.rank"),
-        (["--train.neftune_noise_alpha", "5"], "it is known from other tools, and not supported yet"),
-        (["--data.packing", "true"], "data.packing is not a key; no key is needed: samples are always packed"),
-        (["--train.epochs", "2", "--train.steps", "3"], "train.epochs and train.steps are both set"),
-        (["--train.warmup_ratio", "0.1", "--train.warmup_steps", "3"], "train.warmup_ratio and train.warmup_steps"),
+        (["--train.stpes", "3"], ["train.stpes", "train.steps?"]),
+        (["--train.pack_tokens", "3"], ["train.pack_tokens", "data.pack_tokens?"]),
+        (["--trian.steps", "3"], ["trian.steps", "train.steps?"]),
+        (["--train.packs-per-step", "3"], ["train.packs-per-step", "train.packs_per_step?"]),
+        (["--data.sources.0.pth", "b"], ["data.sources.0.pth", "data.sources.0.path?"]),
+        (["--train.dir", "b"], ["train.dir", "checkpoint.dir or log.dir?"]),
+        (["--train.num_train_epochs", "3"], ["train.num_train_epochs", "train.epochs"]),
+        (["--train.learning_rate", "1e-4"], ["train.learning_rate", "train.lr"]),
+        (["--data.cutoff_len", "9"], ["data.cutoff_len", "data.pack_tokens, and data.overlong"]),
+        (["--model.lora_rank", "8"], ["model.lora_rank", "model.adapter.rank"]),
+        (["--train.neftune_noise_alpha", "5"], ["train.neftune_noise_alpha", NOT_YET]),
+        (["--data.packing", "true"], ["data.packing", NO_KEY]),
+        (["--train.epochs", "2", "--train.steps", "3"], ["train.epochs:", "train.steps"]),
+        (["--train.warmup_ratio", "0.1", "--train.warmup_steps", "3"], ["train.warmup_ratio:", "train.warmup_steps"]),
         (
             ["--train.tokens_per_step", "4096", "--train.packs_per_step", "2"],
-            "train.tokens_per_step and train.packs_per_step",
+            ["train.tokens_per_step:", "train.packs_per_step"],
         ),
-        (["--train.tokens_per_step", "5000"], "train.tokens_per_step is 5000, and a step has whole packs"),
-        (["--data.sources.0.format", "sharegpt"], 'data.sources.0.format is "sharegpt"; expected messages or text'),
-        (["--data.sources.0.columns", "{text: a, messages: a}"], "columns reads 'a' under two names"),
-        (["--train.xyzzy", "b"], "command line: train.xyzzy is not a key; `omnizoo train --help` lists all keys"),
-        (["--train.steps", '"10"'], 'command line: train.steps is "10"; expected integer >= 1'),
-        (["--train.steps", "1.5"], "command line: train.steps is 1.5; expected integer >= 1"),
-        (["--train.steps", "true"], "command line: train.steps is true; expected integer >= 1"),
-        (["--train.lr", "true"], "command line: train.lr is true; expected number > 0"),
-        (["--train.lr", "0"], "command line: train.lr is 0; expected number > 0"),
-        (["--data.pack_tokens", "1"], "command line: data.pack_tokens is 1; expected integer >= 2"),
-        (["--data.shuffle", "yes"], 'command line: data.shuffle is "yes"; expected true or false'),
-        (["--data.shuffle", "1"], "command line: data.shuffle is 1; expected true or false"),
-        (
-            ["--data.overlong", "cut"],
-            'command line: data.overlong is "cut"; expected truncate or drop or split',
-        ),
-        (["--optimizer.weight_decay", "-1"], "command line: optimizer.weight_decay is -1; expected number >= 0"),
-        (
-            ["--optimizer.options.betas", "[0.9]"],
-            "command line: optimizer.options.betas is [0.9]; expected list of 2: number >= 0, < 1",
-        ),
-        (
-            ["--optimizer.options.eps", "9e99"],
-            "command line: optimizer.options.eps is 9e+99; expected number > 0",
-        ),
-        (["--optimizer.no_decay", "[x]"], 'optimizer.no_decay is ["x"]; expected list of norm or bias or embedding'),
-        (
-            ["--train.eps", "1", "--optimizer.options.eps", "1"],
-            "command line: train.eps is now optimizer.options.eps",
-        ),
-        (
-            ["--model.config", "5"],
-            "command line: model.config is 5; expected text or mapping or null; put it in quotes",
-        ),
-        (
-            ["--model.foundation.pth", "x"],
-            "command line: model.foundation.pth is not a key; did you mean model.foundation.path?",
-        ),
+        (["--train.tokens_per_step", "5000"], ["train.tokens_per_step: 5000", "data.pack_tokens 2048", "4096 or 6144"]),
+        (["--data.sources.0.format", "sharegpt"], ['data.sources.0.format is "sharegpt"', "messages or text"]),
+        (["--data.sources.0.columns", "{text: a, messages: a}"], ["data.sources.0: columns:", "'a'"]),
+        (["--train.xyzzy", "b"], ["train.xyzzy", "omnizoo train --help"]),
+        (["--train.steps", '"10"'], ['train.steps is "10"', "integer >= 1"]),
+        (["--train.steps", "1.5"], ["train.steps is 1.5", "integer >= 1"]),
+        (["--train.steps", "true"], ["train.steps is true", "integer >= 1"]),
+        (["--train.lr", "true"], ["train.lr is true", "number > 0"]),
+        (["--train.lr", "0"], ["train.lr is 0", "number > 0"]),
+        (["--data.pack_tokens", "1"], ["data.pack_tokens is 1", "integer >= 2"]),
+        (["--data.shuffle", "yes"], ['data.shuffle is "yes"', "true or false"]),
+        (["--data.shuffle", "1"], ["data.shuffle is 1", "true or false"]),
+        (["--data.overlong", "cut"], ['data.overlong is "cut"', "truncate or drop or split"]),
+        (["--optimizer.weight_decay", "-1"], ["optimizer.weight_decay is -1", "number >= 0"]),
+        (["--optimizer.options.betas", "[0.9]"], ["optimizer.options.betas is [0.9]", "list of 2: number >= 0, < 1"]),
+        (["--optimizer.options.eps", "9e99"], ["optimizer.options.eps is 9e+99", "number > 0"]),
+        (["--optimizer.no_decay", "[x]"], ['optimizer.no_decay is ["x"]', "list of norm or bias or embedding"]),
+        (["--train.eps", "1", "--optimizer.options.eps", "1"], ["train.eps", "optimizer.options.eps"]),
+        (["--model.config", "5"], ["model.config is 5", "text or mapping or null", "quotes"]),
+        (["--model.foundation.pth", "x"], ["model.foundation.pth", "model.foundation.path?"]),
         (
             ["--model.modalities.sensor.encoder.freze", "true"],
-            "model.modalities.sensor.encoder.freze is not a key; did you mean model.modalities.sensor.encoder.freeze?",
+            ["model.modalities.sensor.encoder.freze", "model.modalities.sensor.encoder.freeze?"],
         ),
         (
             ["--model.modalities.sensor.encodr.freeze", "true"],
-            "model.modalities.sensor.encodr.freeze is not a key; did you mean model.modalities.sensor.encoder.freeze?",
+            ["model.modalities.sensor.encodr.freeze", "model.modalities.sensor.encoder.freeze?"],
         ),
         (
             ["--model.modalites.sensor.encoder.freeze", "true"],
-            "model.modalites.sensor.encoder.freeze is not a key; did you mean model.modalities.sensor.encoder.freeze?",
+            ["model.modalites.sensor.encoder.freeze", "model.modalities.sensor.encoder.freeze?"],
         ),
         (
             ["--model.modalities.sensor.begin", "<s>"],
-            "model.modalities.sensor.begin is not a key; did you mean model.modalities.sensor.marks.begin?",
+            ["model.modalities.sensor.begin", "model.modalities.sensor.marks.begin?"],
         ),
-        (["--train.path", "x"], "command line: train.path is not a key; did you mean model.path?"),
+        (["--train.path", "x"], ["train.path", "model.path?"]),
         (
             ["--model.modalities.sensor.encoder.lr", "0"],
-            "command line: model.modalities.sensor.encoder.lr is 0; expected number > 0, <= 1000 or null",
+            ["model.modalities.sensor.encoder.lr is 0", "number > 0, <= 1000 or null"],
         ),
         (
             ["--model.modalities.sensor.marks", "<s>"],
-            'command line: model.modalities.sensor.marks is "<s>"; expected {begin, placeholder, end}',
+            ['model.modalities.sensor.marks is "<s>"', "{begin, placeholder, end}"],
         ),
         (
             ["--model.modalities.sensor.encoder", "{path: a, config: b}"],
-            "command line: model.modalities.sensor.encoder: give one of path (weights) and config (random init)",
+            ["model.modalities.sensor.encoder:", "path and config"],
         ),
-        (["--log.dir", "2024"], "command line: log.dir is 2024; expected text; put it in quotes, '\"...\"'"),
-        (["--parallel.dp_shard", "0"], "command line: parallel.dp_shard is 0; give a positive number, or -1"),
-        (["--model.path", "x"], "my.yaml:1 and command line: give exactly one of model.path"),
-        (
-            ["--data.sources.2.path", "b"],
-            "command line: data.sources.2.path: data.sources is a list; expected an index from",
-        ),
-        (["--model.config.model_type.x", "1"], 'model.config.model_type is "qwen3"; expected a mapping'),
-        (["--log.dir", "[a"], 'command line: --log.dir "[a": not valid YAML: expected'),
-        (["--data.sources", "[{path: a, path: b}]"], "data.sources.0.path is set twice"),
-        (["--data.shuffle"], "command line: --data.shuffle needs a value"),
-        (["--data.shuffle", "--train.steps", "3"], "command line: --data.shuffle needs a value"),
-        (["steps", "3"], "command line: unexpected argument 'steps'; overrides are written --section.key value"),
+        (["--log.dir", "2024"], ["log.dir is 2024", "text", "'\"...\"'"]),
+        (["--parallel.dp_shard", "0"], ["parallel.dp_shard is 0", "-1"]),
+        (["--model.path", "x"], ["my.yaml:1 and command line: model: 2", "model.path"]),
+        (["--data.sources.2.path", "b"], ["data.sources.2.path", "from 0 to 1", '"2"']),
+        (["--model.config.model_type.x", "1"], ['model.config.model_type is "qwen3"', "mapping"]),
+        (["--log.dir", "[a"], ['--log.dir "[a"', "YAML"]),
+        (["--data.sources", "[{path: a, path: b}]"], ["data.sources.0.path", "twice"]),
+        (["--data.shuffle"], ["--data.shuffle VALUE"]),
+        (["--data.shuffle", "--train.steps", "3"], ["--data.shuffle VALUE"]),
+        (["steps", "3"], ["'steps'", "--section.key value"]),
     ],
 )
-def test_a_wrong_override_is_one_line_that_names_key_value_and_way_out(errors, overrides, expected):
+def test_wrong_override_is_one_line_with_key_value_and_fix(errors, overrides, expected):
     (line,) = errors(SMALL, *overrides)
-    assert expected in line
+    assert "command line: " in line
+    for fragment in expected:
+        assert fragment in line
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "line_number", "expected"),
     [
-        ("", "my.yaml: the config is empty; expected the sections model, data"),
-        ("# nothing\n", "my.yaml: the config is empty"),
-        ("- a\n", 'my.yaml: the config is ["a"]; expected the sections model, data'),
-        ("model: [\n", "my.yaml:2: not valid YAML: "),
-        ("model:\n\tpath: x\n", "my.yaml:2: not valid YAML: found character '\\t'"),
-        ("a: 1\n---\nb: 2\n", "my.yaml:2: not valid YAML: but found another document"),
-        ("a: \x01\n", "my.yaml: not valid YAML: unacceptable character"),
-        ("a: !!python/object/apply:os.getcwd []\n", "my.yaml:1: a has the YAML tag !!python/object/apply:os.getcwd"),
-        (SMALL + "model: {path: b}\n", "my.yaml:5: model is set twice, first on line 1; keep one of them"),
-        (SMALL + "train:\n  lr: 1\n  lr: 2\n", "my.yaml:7: train.lr is set twice, first on line 6"),
-        (SMALL + "log: &a {dir: [*a]}\n", "my.yaml:5: log.dir.0 contains itself through a YAML alias"),
-        (SMALL + "train:\n  steps: '10'\n", 'my.yaml:6: train.steps is "10"; expected integer >= 1'),
-        (SMALL + "trian: {}\n", "my.yaml:5: trian is not a key; did you mean train?"),
-        (
-            SMALL + "train.lr: 3\n",
-            "my.yaml:5: train.lr is not a key; in a file, keys are nested: `train:` and below it `lr:",
-        ),
-        (SMALL + "3: 4\n", "my.yaml:5: 3 is not a key"),
-        (SMALL + "log:\n", "my.yaml:5: log is null; expected mapping"),
-        ("model: {path: x}\n", "my.yaml: data is missing; expected mapping: sources of rows"),
-        ("model: {path: x}\ndata: {}\n", "my.yaml:2: data.sources is missing; expected list of {path, weight, split, "),
-        ("model: {path: x}\ndata: {sources: []}\n", "my.yaml:2: data.sources is []; expected list of"),
-        (
-            "model: {path: x}\ndata:\n  sources:\n  - weight: 1\n",
-            "my.yaml:4: data.sources.0: path is missing, and so is rows; expected a file or folder",
-        ),
-        ("model: {path: x}\ndata: {sources: [a]}\n", 'my.yaml:2: data.sources is ["a"]; expected list of {path'),
-        ("model: {}\ndata: {sources: [{path: a}]}\n", "my.yaml:1: give exactly one of model.path"),
-        (
-            "model: {config: {a: 1}}\ndata: {sources: [{path: a}]}\n",
-            "my.yaml:1: model.config as a mapping needs a `model_type`",
-        ),
+        ("", None, ["empty", "model, data"]),
+        ("# nothing\n", None, ["empty"]),
+        ("- a\n", None, ['["a"]', "model, data"]),
+        ("model: [\n", 2, ["YAML"]),
+        ("model:\n\tpath: x\n", 2, ["YAML", "'\\t'"]),
+        ("a: 1\n---\nb: 2\n", 2, ["YAML", "another document"]),
+        ("a: \x01\n", None, ["YAML", "unacceptable character"]),
+        ("a: !!python/object/apply:os.getcwd []\n", 1, ["a ", "!!python/object/apply:os.getcwd"]),
+        (SMALL + "model: {path: b}\n", 5, ["model ", "line 1"]),
+        (SMALL + "train:\n  lr: 1\n  lr: 2\n", 7, ["train.lr ", "line 6"]),
+        (SMALL + "log: &a {dir: [*a]}\n", 5, ["log.dir.0 ", "alias"]),
+        (SMALL + "train:\n  steps: '10'\n", 6, ['train.steps is "10"', "integer >= 1"]),
+        (SMALL + "trian: {}\n", 5, ["trian ", "train?"]),
+        (SMALL + "train.lr: 3\n", 5, ["train.lr ", "`train:`", "`lr:"]),
+        (SMALL + "3: 4\n", 5, ["3 "]),
+        (SMALL + "log:\n", 5, ["log is null", "mapping"]),
+        ("model: {path: x}\n", None, ["data ", "mapping: sources of rows"]),
+        ("model: {path: x}\ndata: {}\n", 2, ["data.sources ", "list of {path, weight, split, "]),
+        ("model: {path: x}\ndata: {sources: []}\n", 2, ["data.sources is []", "list of"]),
+        ("model: {path: x}\ndata:\n  sources:\n  - weight: 1\n", 4, ["data.sources.0: path and rows", "missing"]),
+        ("model: {path: x}\ndata: {sources: [a]}\n", 2, ['data.sources is ["a"]', "list of {path"]),
+        ("model: {}\ndata: {sources: [{path: a}]}\n", 1, ["model: 0", "model.path"]),
+        ("model: {config: {a: 1}}\ndata: {sources: [{path: a}]}\n", 1, ["model.config:", "`model_type`"]),
         (
             "model:\n  foundation: {path: a}\n  modalities:\n    sensor: {encoder: {}}\ndata: {sources: [{path: a}]}\n",
-            "my.yaml:4: model.modalities.sensor.encoder needs a kind: a built-in name, or `package.module:Class`",
+            4,
+            ["model.modalities.sensor.encoder: kind ", "`package.module:Class`"],
         ),
-        (
-            "model:\n  foundation: {freeze: true}\ndata: {sources: [{path: a}]}\n",
-            "my.yaml:2: model.foundation needs a path (weights) or a config (random init)",
-        ),
+        ("model:\n  foundation: {freeze: true}\ndata: {sources: [{path: a}]}\n", 2, ["model.foundation:", "config"]),
     ],
 )
-def test_a_wrong_file_is_one_line_that_names_line_key_value_and_way_out(errors, text, expected):
+def test_wrong_file_is_one_line_with_key_value_and_fix(errors, text, line_number, expected):
     (line,) = errors(text)
-    assert expected in line
+    origin = "my.yaml: " if line_number is None else f"my.yaml:{line_number}: "
+    assert line.startswith(origin)
+    for fragment in expected:
+        assert fragment in line
 
 
 def test_all_mistakes_are_reported_at_once(errors):
-    found = errors(SMALL + "train: {steps: 0, lrr: 1}\n", "--log.every", "0")
-    assert [line.split(" is ")[0] for line in found] == [
+    lines = errors(SMALL + "train: {steps: 0, lrr: 1}\n", "--log.every", "0")
+    assert [line.split(" is ")[0] for line in lines] == [
         "my.yaml:5: train.steps",
         "my.yaml:5: train.lrr",
         "command line: log.every",
     ]
 
 
-def test_a_long_value_is_shortened_in_the_message(errors):
+def test_long_value_is_shortened_in_message(errors):
     (line,) = errors(SMALL, "--train.steps", "[" + "1, " * 1000 + "]")
     assert len(line) < 160
 
 
-def test_missing_and_unreadable_files_are_named(tmp_path):
+@pytest.mark.parametrize("name", ["nope.yaml", "", "latin.yaml"])
+def test_unreadable_file_raises_with_its_path(tmp_path, name):
     (tmp_path / "latin.yaml").write_bytes(b"\xff")
-    for path, reason in [
-        ("nope.yaml", "no such config file"),
-        ("", "cannot be read"),
-        ("latin.yaml", "cannot be read"),
-    ]:
-        with pytest.raises(UserError, match=reason) as caught:
-            load_config(tmp_path / path)
-        assert str(tmp_path / path) in str(caught.value)
-        assert "\n" not in str(caught.value)
+    path = tmp_path / name
+    with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: ") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_overrides_are_parsed_in_both_spellings():
@@ -337,7 +300,7 @@ nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(wor
     | st.sampled_from(["1e-3", "yes", "null", "~", "2024-01-01", "0x1F", "1_000", ".inf", "<<", "010", "="]),
     lr=st.floats(min_value=0, max_value=1000, exclude_min=True),
 )
-def test_a_saved_config_loads_to_an_equal_one(tmp_path_factory, inline, name, lr):
+def test_saved_config_round_trips(tmp_path_factory, inline, name, lr):
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     config = Config(
         model=ModelSection(config=inline | {"model_type": name}),
@@ -349,7 +312,7 @@ def test_a_saved_config_loads_to_an_equal_one(tmp_path_factory, inline, name, lr
     assert load_config(path) == config
 
 
-def test_a_failed_save_leaves_the_old_file_and_no_other(load, tmp_path, monkeypatch):
+def test_failed_save_keeps_old_file_only(load, tmp_path, monkeypatch):
     config = load(SMALL)
     before = Path("my.yaml").read_text()
 
@@ -357,12 +320,12 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(load, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(UserError, match="No space left on device"):
+    with pytest.raises(UserError, match=r"^my\.yaml: .*No space left on device"):
         save_config(config, "my.yaml")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"my.yaml": before}
 
 
-def test_loading_a_config_imports_neither_torch_nor_transformers(load):
+def test_loading_a_config_does_not_import_torch_or_transformers(load):
     load(SMALL)
     code = (
         "import sys; from omnizoo.config.load import load_config; load_config('my.yaml'); "
@@ -371,58 +334,60 @@ def test_loading_a_config_imports_neither_torch_nor_transformers(load):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_every_key_has_a_description_and_can_be_set_to_its_default(load):
+def test_every_key_has_a_description_and_accepts_its_default(load):
     data = "data: {sources: [{path: a}], eval_sources: [{path: b}]}\noptimizer: {groups: [{match: c}], ema: {}}\n"
-    whole = "model: {path: a, adapter: {}, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
     composed = "model: {foundation: {path: a}}\n" + data
-    whole += 'log: {callbacks: [{kind: "a:B"}]}\nevaluation: {metrics: [{kind: accuracy}]}\n'
-    evaluated = whole.replace("evaluation: {", "evaluation: {every: 1, early_stop: {}, ")
+    complete = "model: {path: a, adapter: {}, modalities: {sensor: {encoder: {}, projector: {}, decoder: {}}}}\n" + data
+    complete += 'log: {callbacks: [{kind: "a:B"}]}\nevaluation: {metrics: [{kind: accuracy}]}\n'
+    evaluated = complete.replace("evaluation: {", "evaluation: {every: 1, early_stop: {}, ")
     keys = reference.all_keys()
     assert {"model.foundation.path", "model.modalities.NAME.encoder.kind"} <= {key.key for key in keys}
     for key in keys:
         assert key.description, key.key
         if key.default == "required" or key.key.endswith(("model.path", "model.foundation.path", "sources.N.path")):
             continue
-        text = composed if key.key.startswith("model.foundation.") else whole
-        text = evaluated if key.key.startswith("evaluation.early_stop.") else text
-        changed = load(text, f"--{key.key.replace('.N.', '.0.').replace('.NAME.', '.sensor.')}", key.default)
-        holds_others = any(other.key.startswith(f"{key.key}.") for other in keys)
-        assert changed == load(text) or holds_others, key.key
+        text = complete
+        if key.key.startswith("model.foundation."):
+            text = composed
+        elif key.key.startswith("evaluation.early_stop."):
+            text = evaluated
+        flag = key.key.replace(".N.", ".0.").replace(".NAME.", ".sensor.")
+        changed = load(text, f"--{flag}", key.default)
+        has_nested_keys = any(other.key.startswith(f"{key.key}.") for other in keys)
+        assert changed == load(text) or has_nested_keys, key.key
 
 
-def test_the_configuration_page_is_up_to_date():
+def test_configuration_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text() == reference.markdown(), "run `python -m omnizoo.config.reference > docs/configuration.md`"
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED_KEYS.items())
-def test_a_moved_key_is_an_error_that_names_the_new_key(load, old, new):
+def test_moved_key_raises_with_new_key(load, old, new):
     section, _, name = old.partition(".")
-    message = f"{old} is now {new}"
-    with pytest.raises(UserError) as in_file:
+    keys = rf"{re.escape(old)}\b.* {re.escape(new)}"
+    line = len(SMALL.splitlines()) + 1
+    with pytest.raises(UserError, match=rf"^my\.yaml:{line}: {keys}"):
         load(SMALL + f"{section}: {{{name}: 1}}\n")
-    assert str(in_file.value).endswith(f".yaml:{len(SMALL.splitlines()) + 1}: {message}")
-    with pytest.raises(UserError) as on_command_line:
+    with pytest.raises(UserError, match=f"^command line: {keys}"):
         load(SMALL, f"--{old}", "1")
-    assert str(on_command_line.value) == f"command line: {message}"
-    with pytest.raises(UserError) as in_python:
+    with pytest.raises(UserError, match=f"^config: {keys}"):
         load_config(yaml.safe_load(SMALL) | {section: {name: 1}})
-    assert str(in_python.value) == f"config: {message}"
 
 
-def test_keys_below_a_moved_key_move_with_it(load):
+def test_key_below_moved_key_raises_with_new_key(load):
     with pytest.raises(
-        UserError, match=r"^command line: train.early_stop.patience is now evaluation.early_stop.patience$"
+        UserError, match=r"^command line: train\.early_stop\.patience .*evaluation\.early_stop\.patience$"
     ):
         load(SMALL, "--train.early_stop.patience", "3")
 
 
-def test_weights_in_checkpoint_resume_are_now_model_init_from(load):
-    with pytest.raises(UserError, match=r"^command line: checkpoint.resume: weights:a/b is now model.init_from: a/b"):
+def test_resume_from_weights_raises_with_init_from(load):
+    with pytest.raises(UserError, match=r"^command line: checkpoint\.resume: weights:a/b .*model\.init_from: a/b"):
         load(SMALL, "--checkpoint.resume", "weights:a/b")
 
 
-def test_new_keys_are_the_targets_of_moved_ones():
+def test_moved_keys_lead_to_existing_keys():
     keys = {key.key for key in reference.all_keys()}
     for new in MOVED_KEYS.values():
         key = new.partition(":")[0]
@@ -437,38 +402,38 @@ def test_new_keys_are_the_targets_of_moved_ones():
             + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
             "aliases",
         ),
-        ("train: {steps: " + "[" * 100_000, "nested more than 64 deep"),
-        ("train: {steps: " + "9" * 5000 + "}\n", "train.steps is a number of 5,000 digits"),
-        ('log: {dir: "a\\0b"}\n', "log.dir has a character"),
+        ("train: {steps: " + "[" * 100_000, "64 levels"),
+        ("train: {steps: " + "9" * 5000 + "}\n", "train.steps has 5,000 digits"),
+        ('log: {dir: "a\\0b"}\n', "log.dir .*NUL"),
         ("# " + "x" * 2**20, "bytes"),
     ],
 )
-def test_a_file_that_would_take_time_without_end_is_refused_at_once(tmp_path, text, reason):
+def test_oversized_file_raises_quickly(tmp_path, text, reason):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(UserError, match=reason) as caught:
         load_config(tmp_path / "bad.yaml")
     assert "\n" not in str(caught.value)
 
 
-def test_a_pipe_is_refused_without_waiting_for_who_writes_to_it(tmp_path):
+def test_pipe_raises_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(UserError, match="not an ordinary file"):
+    with pytest.raises(UserError, match=r"pipe\.yaml: not a regular file"):
         load_config(tmp_path / "pipe.yaml")
 
 
-def test_names_of_other_tools_lead_to_keys_that_exist():
+def test_keys_of_other_trainers_lead_to_existing_keys():
     keys = {key.key for key in reference.all_keys()} | set(reference.sections())
     sections = "|".join(reference.sections())
     assert len(OUR_KEYS) >= 40
-    for name, said in OUR_KEYS.items():
-        assert reference.schema_key(f"train.{name}") not in keys or said == f"train.{name}", name
-        for key in re.findall(rf"\b(?:{sections})\.[a-zA-Z_.]+", said):
+    for name, replacement in OUR_KEYS.items():
+        assert reference.schema_key(f"train.{name}") not in keys or replacement == f"train.{name}", name
+        for key in re.findall(rf"\b(?:{sections})\.[a-zA-Z_.]+", replacement):
             known = key.rstrip(".:")
             assert known in keys or ".options" in known, f"{name}: {known}"
 
 
 @pytest.mark.parametrize("train", ["{epochs: 2.5, warmup_ratio: 0.1}", "{tokens_per_step: 16384}"])
-def test_what_follows_from_another_key_is_not_saved_with_it(load, tmp_path, train):
+def test_derived_keys_are_not_saved(load, tmp_path, train):
     config = load(SMALL + f"train: {train}\n")
     save_config(config, tmp_path / "saved.yaml")
     again = load_config(tmp_path / "saved.yaml")
@@ -477,7 +442,8 @@ def test_what_follows_from_another_key_is_not_saved_with_it(load, tmp_path, trai
     assert again.data.lanes == config.data.lanes
 
 
-def test_epochs_and_weights_of_sources_contradict_each_other(errors):
+def test_epochs_with_weighted_sources_raise(errors):
     sources = "[{path: a, weight: 2}, {path: b}]"
     (line,) = errors(SMALL, "--train.epochs", "1", "--data.sources", sources)
-    assert "train.epochs reads every row equally often, but data.sources have the weights 2, 1" in line
+    assert "train.epochs: " in line
+    assert "weights 2, 1" in line

@@ -47,7 +47,7 @@ def source(path: Path) -> list[str]:
     return ["--data.sources", f"[{{path: {path}}}]"]
 
 
-def test_a_missing_file_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+def test_missing_file_raises_with_its_path(fails: Callable[..., str], tmp_path: Path) -> None:
     assert f"{tmp_path / 'nowhere.jsonl'}" in fails(*source(tmp_path / "nowhere.jsonl"))
     assert f"{tmp_path / 'nowhere'}" in fails("--model.tokenizer", tmp_path / "nowhere")
     assert f"{tmp_path / 'nowhere'}" in fails("--model.config", tmp_path / "nowhere")
@@ -55,7 +55,7 @@ def test_a_missing_file_is_named(fails: Callable[..., str], tmp_path: Path) -> N
     assert f"{tmp_path / 'nowhere.jsonl'}" in fails("--data.eval_sources", held_out, "--evaluation.every", "1")
 
 
-def test_an_empty_dataset_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+def test_empty_dataset_raises_with_its_path(fails: Callable[..., str], tmp_path: Path) -> None:
     for name, content in (("empty.jsonl", ""), ("blank.jsonl", "\n\n")):
         (tmp_path / name).write_text(content)
         assert f"{tmp_path / name}" in fails(*source(tmp_path / name))
@@ -75,7 +75,7 @@ def test_an_empty_dataset_is_named(fails: Callable[..., str], tmp_path: Path) ->
         ("[1, 2]", "object"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(fails: Callable[..., str], tmp_path: Path, line: str, reason: str) -> None:
+def test_bad_row_raises_with_file_and_line(fails: Callable[..., str], tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(['{"text": "good"}', line, '{"text": "good"}']) + "\n")
     message = fails(*source(path))
@@ -84,7 +84,7 @@ def test_a_bad_row_is_named_by_file_and_line(fails: Callable[..., str], tmp_path
     assert "data.on_bad_row: skip" in message
 
 
-def test_bad_rows_can_be_skipped_and_are_then_counted_and_listed(config: Path, tmp_path: Path) -> None:
+def test_skipped_bad_rows_are_counted_and_listed(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good = ['{"text": "a good row"}'] * 8
     path.write_text("\n".join([*good, "{", *good, '{"body": 1}', *good]) + "\n")
@@ -95,13 +95,13 @@ def test_bad_rows_can_be_skipped_and_are_then_counted_and_listed(config: Path, t
     assert {entry["row"].split(": ")[0] for entry in listed} == {f"{path}:9", f"{path}:18"}
 
 
-def test_a_tokenizer_without_a_chat_template_cannot_take_messages(fails: Callable[..., str], tmp_path: Path) -> None:
+def test_messages_without_chat_template_raise(fails: Callable[..., str], tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "plain", chat_template=None)
     message = fails("--model.tokenizer", tmp_path / "plain", *source(tmp_path / "chats.jsonl"))
     assert "chat template" in message
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(fails: Callable[..., str]) -> None:
+def test_tokenizer_larger_than_vocabulary_raises(fails: Callable[..., str]) -> None:
     assert "vocabulary of 100" in fails("--model.config.vocab_size", "100")
 
 
@@ -125,16 +125,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(fails: Callable[..., str])
         (["--checkpoint.resume", "nowhere"], ["checkpoint.resume", "nowhere"]),
     ],
 )
-def test_values_that_cannot_work_are_named_with_what_would(
+def test_invalid_values_raise_with_valid_alternatives(
     fails: Callable[..., str], args: list[str], expected: list[str]
 ) -> None:
     message = fails(*args)
     assert [part for part in expected if part not in message] == []
 
 
-def test_a_finished_run_says_so_instead_of_training_on(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_does_not_train_further(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(config)]) == 0
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     capsys.readouterr()
@@ -160,7 +158,7 @@ def trained(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ({"tie_word_embeddings": False}, "it has no model.lm_head.weight"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_the_first_key_that_differs(
+def test_checkpoint_of_another_model_raises_with_differing_key(
     config: Path, trained: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], key: str
 ) -> None:
     fields = json.dumps(model_config("qwen3") | changes)
@@ -194,7 +192,7 @@ def empty_folder(step: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, lose_file, lose_manifest, break_manifest, empty_folder])
-def test_a_half_written_checkpoint_is_passed_over_with_a_warning(
+def test_incomplete_checkpoint_is_skipped_with_a_warning(
     config: Path, trained: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     first = read_steps(trained.parent)
@@ -207,7 +205,7 @@ def test_a_half_written_checkpoint_is_passed_over_with_a_warning(
     assert [row["step"] for row in again] == [1, 2]
 
 
-def test_a_damaged_checkpoint_that_is_asked_for_by_name_is_refused(
+def test_resuming_from_damaged_checkpoint_raises(
     config: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     truncate(trained / "step_00000001")
@@ -242,7 +240,7 @@ def full_disk(rank: int | None = None) -> Iterator[None]:
 FULL = ["--train.steps", "4", "--checkpoint.every", "1", "--checkpoint.keep", "9"]
 
 
-def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before_intact(
+def test_full_disk_stops_run_and_keeps_earlier_checkpoint(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with full_disk():
@@ -257,7 +255,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before_intact(
     assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_a_full_disk_is_survived_if_the_config_says_so(
+def test_run_continues_on_full_disk_if_configured(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with full_disk():
@@ -283,7 +281,7 @@ def two_ranks(process: Process, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_on_one_rank_goes_wrong_on_all_of_them_in_the_same_way(tmp_path: Path) -> None:
+def test_error_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     write_config(tmp_path, train=SHORT)
     bad_file(tmp_path)
     result = run_on_ranks(two_ranks, 2, str(tmp_path))
@@ -301,7 +299,7 @@ def bad_file(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_bad_row_that_one_rank_finds_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+def test_bad_row_on_one_rank_prints_one_message(tmp_path: Path) -> None:
     config = write_config(tmp_path, train=SHORT)
     result = run_omnizoo(["train", config, "--nproc", 2, "--data.lanes", 2, *source(bad_file(tmp_path))])
     assert result.code == 2, result.stdout + result.stderr

@@ -26,7 +26,7 @@ def finish(running: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_omni_run_goes_on_exactly_and_on_another_layout_with_the_same_samples(tmp_path: Path) -> None:
+def test_killed_omni_run_resumes_exactly_on_any_layout(tmp_path: Path) -> None:
     config = write_omni_config(tmp_path, train={"steps": STEPS, "warmup_steps": 2}, checkpoint={"every": 2})
     two = ("--nproc", 2, "--parallel.ulysses", 2, "--parallel.ep", 2)
     finish(start(config, tmp_path / "whole", 0, *two))

@@ -14,13 +14,13 @@ CORPORA = sorted(path.stem for path in (Path(__file__).parents[1] / "support").g
 @pytest.mark.timeout(1800)  # hundreds of commands; each has a limit of its own
 @pytest.mark.parametrize("name", CORPORA)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
-def test_every_case_is_refused_in_one_line_or_ends_well(name: str, part: int, tmp_path: Path) -> None:
+def test_every_case_succeeds_or_prints_one_line(name: str, part: int, tmp_path: Path) -> None:
     outcomes = run_cases(import_module(name).CASES[part::PARTS], tmp_path)
     print(f"{name}: {report(outcomes)}")
     assert not any(outcome.wrong for outcome in outcomes), report(outcomes)
 
 
-def test_the_corpora_hold_at_least_400_cases_with_names_of_their_own() -> None:
+def test_corpora_have_400_uniquely_named_cases() -> None:
     names = [(corpus, case.name) for corpus in CORPORA for case in import_module(corpus).CASES]
     print(f"{len(names)} cases")
     assert len(set(names)) == len(names) >= 400

@@ -11,7 +11,7 @@ from tiny import read_steps, write_config
 
 from omnizoo.cli.main import main
 from omnizoo.data.loading.workers import told
-from omnizoo.launch.rank_failure import foreseen
+from omnizoo.launch.rank_failure import expected_failure
 
 OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "width": 16, "heads": 2, "layers": 1}}
 
@@ -27,7 +27,7 @@ OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "w
         ("bug", ("rank 1 failed: IndexError: row 7 of a table of 5",), True),
     ],
 )
-def test_a_rank_that_fails_is_named_in_the_last_line_with_the_cause(
+def test_last_line_names_failed_rank_and_cause(
     failure: str, expected: tuple[str, ...], has_traceback: bool, tmp_path: Path
 ) -> None:
     path = write_config(tmp_path, model=OWN, train={"steps": 3, "packs_per_step": 2})
@@ -41,15 +41,15 @@ def test_a_rank_that_fails_is_named_in_the_last_line_with_the_cause(
 
 
 @pytest.mark.parametrize("failure", ["memory", "device", "allocator"])
-def test_whatever_says_that_memory_ran_out_is_one_line_with_a_way_out(failure: str) -> None:
-    line = foreseen(3, FAILURES[failure])
+def test_out_of_memory_errors_are_one_line_with_advice(failure: str) -> None:
+    line = expected_failure(3, FAILURES[failure])
     assert line is not None
     assert "\n" not in line
     assert line.startswith("rank 3 is out of memory")
     assert "parallel.dp_shard" in line
 
 
-def test_one_process_out_of_memory_is_one_line_without_a_traceback(
+def test_one_process_out_of_memory_prints_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -70,7 +70,7 @@ def worker_of(run: Running, rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path: Path) -> None:
+def test_last_line_names_killed_loader_worker_and_rank(tmp_path: Path) -> None:
     path = write_config(tmp_path, train={"steps": 100_000, "packs_per_step": 2}, data={"workers": 1})
     run = start_omnizoo(["train", path, "--nproc", 2])
     assert run.wait_until(lambda: len(read_steps(tmp_path / "run")) > 2, 240)
@@ -91,6 +91,6 @@ def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path
         (1, "a loader worker ended without a word; data.workers: 0"),
     ],
 )
-def test_every_end_of_a_worker_is_told_with_a_way_out(code: int, expected: str) -> None:
+def test_every_exit_of_a_worker_is_explained(code: int, expected: str) -> None:
     assert expected in told(code)
     assert "fewer data.workers" in told(code)

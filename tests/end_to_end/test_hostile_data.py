@@ -54,7 +54,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> bytes:
     return path.read_bytes()
 
 
-def test_no_cut_of_a_tar_loses_a_sample_in_silence(tmp_path: Path) -> None:
+def test_truncated_tar_never_loses_samples_silently(tmp_path: Path) -> None:
     long = f"{'folder/' * 20}c.txt"  # takes a header of its own
     whole = write_tar(tmp_path / "a.tar", [("a.txt", b"words"), ("b.txt", b"y" * 700), (long, b"more")])
     expected = [opened(tmp_path / "a.tar").read(row) for row in range(3)]
@@ -73,7 +73,7 @@ def test_no_cut_of_a_tar_loses_a_sample_in_silence(tmp_path: Path) -> None:
                 opened(tmp_path / "a.tar")
 
 
-def test_a_tar_that_shrinks_while_it_is_read_gives_bad_rows(tmp_path: Path) -> None:
+def test_tar_that_shrinks_during_reading_gives_bad_rows(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("a.txt", b"words")])
     source = opened(tmp_path / "a.tar")
     os.truncate(tmp_path / "a.tar", 514)
@@ -84,7 +84,7 @@ def test_a_tar_that_shrinks_while_it_is_read_gives_bad_rows(tmp_path: Path) -> N
 # Lines and tables
 
 
-def test_a_line_larger_than_what_is_read_at_once_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_longer_than_read_buffer_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "MOST_BYTES", 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 200}) + '\n{"text": "b"}\n')
     source = opened(tmp_path / "a.jsonl")
@@ -103,7 +103,7 @@ def test_a_line_larger_than_what_is_read_at_once_is_a_bad_row(tmp_path: Path, mo
         (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
     ],
 )
-def test_a_hostile_line_is_a_bad_row(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_hostile_line_is_a_bad_row(tmp_path: Path, line: bytes, reason: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine \\ud83d\\ude00"}\n' + line + b"\n")
     source = opened(tmp_path / "a.jsonl")
     assert source.read(0) == {"text": "fine 😀"}
@@ -111,7 +111,7 @@ def test_a_hostile_line_is_a_bad_row(tmp_path: Path, line: bytes, reason: str) -
         source.read(1)
 
 
-def test_only_the_rows_of_a_damaged_parquet_group_are_bad_and_it_is_decoded_once(tmp_path: Path) -> None:
+def test_only_rows_of_damaged_parquet_group_are_bad(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(100)]}), path, row_group_size=50)
     data = bytearray(path.read_bytes())
@@ -128,7 +128,7 @@ def test_only_the_rows_of_a_damaged_parquet_group_are_bad_and_it_is_decoded_once
 # Files that are none
 
 
-def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+def test_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.png")
     with pytest.raises(BadMedia, match="a pipe"):
         MediaFolder(tmp_path, None).find("x.png")
@@ -154,7 +154,7 @@ def read(item: Media) -> None:
 
 
 @pytest.mark.parametrize("medium", [pytest.param(medium, id=medium.title) for medium in media()])
-def test_media_are_read_or_refused_by_name_in_time(tmp_path: Path, medium: Medium) -> None:
+def test_media_are_decoded_or_rejected_quickly(tmp_path: Path, medium: Medium) -> None:
     path = tmp_path / medium.file
     path.write_bytes(medium.data)
     item, started = Media(medium.modality, path, {}), time.process_time()
@@ -167,7 +167,7 @@ def test_media_are_read_or_refused_by_name_in_time(tmp_path: Path, medium: Mediu
     assert time.process_time() - started < 2
 
 
-def test_a_whole_png_is_read_whatever_its_last_row(tmp_path: Path) -> None:
+def test_complete_png_is_read_whatever_its_last_row(tmp_path: Path) -> None:
     for mode in ("RGB", "L", "1", "P", "LA", "RGBA"):
         for image in (Image.new(mode, (13, 9)), noise(9, 13).convert(mode)):
             assert read_image(Media("image", picture("PNG", image), {})).size == (13, 9)
@@ -176,7 +176,7 @@ def test_a_whole_png_is_read_whatever_its_last_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["WAV", "FLAC", "OGG", "AIFF", "AU", "CAF", "W64", "RF64", "NIST"])
-def test_no_cut_of_a_sound_is_taken_for_a_shorter_one(format: str) -> None:
+def test_truncated_audio_raises(format: str) -> None:
     whole = sound(format, rate=8000)
     read_audio(Media("audio", whole, {}), 8000)
     for part in range(1, 20):
@@ -184,7 +184,7 @@ def test_no_cut_of_a_sound_is_taken_for_a_shorter_one(format: str) -> None:
             read_audio(Media("audio", whole[: len(whole) * part // 20], {}), 8000)
 
 
-def test_the_pixels_decoded_for_a_clip_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoded_video_pixels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     item = Media("video", clip(frames=8), {})
     read(item)
     monkeypatch.setattr(video, "MOST_CLIP_PIXELS", 16 * 16 * 2)
@@ -201,7 +201,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_template_without_end_is_at_fault_itself(tmp_path: Path) -> None:
+def test_endless_template_raises(tmp_path: Path) -> None:
     """And no row is blamed for it: each would take as long."""
     with pytest.raises(UserError, match=r"more than 0\.2 s of computing, whatever it is given"):
         ChatTemplate(LOOPS, None, {}).render(TURNS)
@@ -210,7 +210,7 @@ def test_a_template_without_end_is_at_fault_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_template_without_end_for_one_row_makes_it_a_bad_row(tmp_path: Path) -> None:
+def test_row_with_endless_template_is_a_bad_row(tmp_path: Path) -> None:
     template = "{% if 'bomb' in messages[0].content %}" + LOOPS + "{% endif %}" + CHATML
     renderer = Renderer(make_tokenizer(tmp_path, template), append_eos=True)
     with pytest.raises(BadRow, match="of computing for it"):
@@ -218,25 +218,25 @@ def test_a_template_without_end_for_one_row_makes_it_a_bad_row(tmp_path: Path) -
     assert renderer.render({"messages": TURNS}).is_target.any()
 
 
-def test_what_templates_raise_is_about_their_row(tmp_path: Path) -> None:
+def test_template_errors_name_the_row(tmp_path: Path) -> None:
     for body in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):
         renderer = Renderer(make_tokenizer(tmp_path, body), append_eos=True)
         with pytest.raises(BadRow, match="Error"):
             renderer.render({"messages": TURNS})
 
 
-def test_a_template_may_write_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MOST_TEXT", 1000)
     with pytest.raises(BadRow, match="1,001 characters"):
         ChatTemplate("{{ 'a' * 1001 }}", None, {}).render(TURNS)
 
 
-def test_a_template_that_is_no_template_is_one_clear_error() -> None:
+def test_invalid_template_raises() -> None:
     with pytest.raises(UserError, match=r"not valid, line 1"):
         ChatTemplate("{% for %}", None, {}).render(TURNS)
 
 
-def test_limits_leave_other_threads_alone() -> None:
+def test_limits_do_not_affect_other_threads() -> None:
     """Signals reach the main thread only, and a limit of memory would be that of the whole process."""
     ended: list[str] = []
 
@@ -254,7 +254,7 @@ def test_limits_leave_other_threads_alone() -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_jinja_does_not_swallow_the_end_of_time() -> None:
+def test_jinja_does_not_catch_the_timeout() -> None:
     """Between two lines, where it trips over its own report of an error; and while it folds constants."""
     empties = "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}"
     for template in (empties, "{{ 9 ** (9 ** 9) }}"):
@@ -262,7 +262,7 @@ def test_jinja_does_not_swallow_the_end_of_time() -> None:
             ChatTemplate(template, None, {}).render(TURNS)
 
 
-def test_the_end_of_time_comes_again_if_a_finalizer_swallows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeout_repeats_if_a_finalizer_catches_it(capsys: pytest.CaptureFixture[str]) -> None:
     class Slow:
         def __del__(self) -> None:
             end = time.thread_time() + 0.3
@@ -279,7 +279,7 @@ def test_the_end_of_time_comes_again_if_a_finalizer_swallows_it(capsys: pytest.C
     assert not capsys.readouterr().err
 
 
-def test_an_alarm_of_somebody_else_is_still_set_after_the_limits() -> None:
+def test_limits_restore_an_existing_alarm() -> None:
     handler = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     before = signal.setitimer(signal.ITIMER_REAL, 1000, 7)
     try:

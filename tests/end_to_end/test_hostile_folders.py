@@ -57,7 +57,7 @@ def remote(tmp_path: Path) -> tuple[Path, Path]:
     return folder, trace
 
 
-def test_code_inside_a_folder_runs_only_if_the_command_line_or_the_config_trusts_it(
+def test_code_in_a_folder_runs_only_if_trusted(
     remote: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a checkpoint: that its own config.yaml trusted the code says nothing about who exports it."""
@@ -93,7 +93,7 @@ def own_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def test_a_module_that_a_folder_names_is_imported_only_if_it_is_allowed(
+def test_module_named_in_a_folder_needs_permission(
     own_kind: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -120,7 +120,7 @@ def test_a_module_that_a_folder_names_is_imported_only_if_it_is_allowed(
     assert main([*map(str, again), "--model.allow_code", "[sensor]"]) == 0
 
 
-def test_what_a_file_says_of_allowed_code_is_not_heard_and_never_written(
+def test_permissions_in_files_are_ignored_and_not_written(
     own_kind: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -135,9 +135,7 @@ def test_what_a_file_says_of_allowed_code_is_not_heard_and_never_written(
     assert "sensor" not in sys.modules
 
 
-def test_resuming_reads_numbers_from_a_checkpoint_and_nothing_that_names_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_never_imports_code_named_in_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint's settings are someone else's; the run goes on by the user's config, or not at all."""
     monkeypatch.syspath_prepend(str(tmp_path / "evil"))
     (tmp_path / "evil").mkdir()
@@ -156,9 +154,7 @@ def test_resuming_reads_numbers_from_a_checkpoint_and_nothing_that_names_code(
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_checkpoint_of_a_composed_model_needs_no_other_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_of_composed_model_is_self_contained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its encoders were told is saved with it; a path to elsewhere is one that an export would have to follow."""
     monkeypatch.syspath_prepend(str(SENSOR))
     seen = tmp_path / "seen"
@@ -177,7 +173,7 @@ def test_a_checkpoint_of_a_composed_model_needs_no_other_folder(
     assert load_chat_model(tmp_path / "out", allow_code=["sensor"]).write("so", max_tokens=1) is not None
 
 
-def test_a_chat_template_cannot_reach_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_template_cannot_access_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, trace = publish(tmp_path / "model"), tmp_path / "executed"
     reach = "{{ cycler.__init__.__globals__.os.system('touch " + str(trace) + "') }}"
     make_tokenizer(folder, reach)
@@ -185,7 +181,7 @@ def test_a_chat_template_cannot_reach_python(tmp_path: Path, capsys: pytest.Capt
     assert not trace.exists()
 
 
-def test_names_in_a_run_folder_are_text_in_its_report(tmp_path: Path) -> None:
+def test_names_in_a_run_folder_are_escaped_in_the_report(tmp_path: Path) -> None:
     attack = "<script>alert(1)</script><img src=x onerror=alert(2)>"
     run = RunFolder(tmp_path / "run")
     run.root.mkdir()
@@ -198,7 +194,7 @@ def test_names_in_a_run_folder_are_text_in_its_report(tmp_path: Path) -> None:
     assert page.count("<script") == 1  # the page's own
 
 
-def test_nothing_of_omnizoo_can_unpickle_or_load_yaml_objects() -> None:
+def test_package_never_unpickles_or_loads_yaml_objects() -> None:
     """By name, in every source file: no torch.load, pickle, numpy's allow_pickle, yaml.load, eval or exec.
 
     But for what a rank gives its own loader workers, in a file without a name that nobody else can write.

@@ -227,13 +227,13 @@ def samples_of(folder: Path, name: str) -> dict[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_every_layout_has_the_losses_and_gradient_norms_of_one_process(folder: Path) -> None:
+def test_every_layout_matches_one_process(folder: Path) -> None:
     names = [name for name in ALL if "fp64" not in name]
     assert_same(folder, "one", names, first=1e-6, every=1e-5)
 
 
 @pytest.mark.slow
-def test_in_float64_every_layout_is_one_process_to_1e_9(folder: Path) -> None:
+def test_every_layout_matches_one_process_in_float64(folder: Path) -> None:
     names = [name for name in ALL if "fp64" in name]
     assert_same(folder, "one fp64", names, first=1e-9, every=1e-9)
 
@@ -245,7 +245,7 @@ def test_the_model_learns(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_layout_trains_on_the_same_samples_at_the_same_step_each_once(folder: Path) -> None:
+def test_every_layout_trains_on_the_same_samples(folder: Path) -> None:
     expected = samples_of(folder, "one")
     assert sorted(expected) == list(range(1, STEPS + 1))
     seen = [sample for step in expected.values() for sample in step]
@@ -257,7 +257,7 @@ def test_every_layout_trains_on_the_same_samples_at_the_same_step_each_once(fold
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["fsdp", "one"])
-def test_a_checkpoint_of_hsdp_goes_on_under_another_layout_as_if_nothing_had_happened(folder: Path, other: str) -> None:
+def test_hsdp_checkpoint_resumes_on_another_layout(folder: Path, other: str) -> None:
     assert_same(folder, "hsdp", [f"hsdp, then {other}"], first=1e-6, every=1e-5, start=SAVED)
     assert_same(folder, "hsdp fp64", [f"hsdp fp64, then {other}"], first=1e-9, every=1e-9, start=SAVED)
     uninterrupted, after = samples_of(folder, "hsdp"), samples_of(folder, f"hsdp, then {other}")
@@ -267,13 +267,13 @@ def test_a_checkpoint_of_hsdp_goes_on_under_another_layout_as_if_nothing_had_hap
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
-def test_sharded_gradients_are_those_of_samples_trained_alone(folder: Path, layout: str, precision: str) -> None:
+def test_sharded_gradients_match_separate_samples(folder: Path, layout: str, precision: str) -> None:
     assert_gradients_equal(folder / f"gradients {layout} {precision}", folder / "published", precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_packs_are_those_of_samples_trained_alone(family: str, precision: str, tmp_path: Path) -> None:
+def test_gradients_of_packs_match_separate_samples(family: str, precision: str, tmp_path: Path) -> None:
     config = published_config(tmp_path, family)
     args = [str(config), "--train.precision", precision, "--train.micro_batch", "2"]
     with process_group() as process:

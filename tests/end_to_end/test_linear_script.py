@@ -24,7 +24,7 @@ SMALL = {
 }
 
 
-def test_the_script_has_less_than_80_lines_and_uses_public_names_only() -> None:
+def test_script_is_short_and_uses_public_names_only() -> None:
     source = SCRIPT.read_text()
     assert len(source.splitlines()) < 80
     tree = ast.parse(source)
@@ -48,7 +48,7 @@ def train(process: Process, args: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_script_has_the_losses_of_the_command(
+def test_script_has_the_losses_of_the_command(
     nproc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

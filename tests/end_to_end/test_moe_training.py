@@ -109,7 +109,7 @@ def count(process: Process, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_sends_what_theory_says_and_nothing_more(tmp_path: Path) -> None:
+def test_collectives_of_a_step_match_theory(tmp_path: Path) -> None:
     run_in_processes(4, count, tmp_path)
     layers, width, kv_width, hidden, experts, choices, fp32 = 2, 8 * 16, 2 * 16, 64, 8, 2, 4
     for rank in range(4):
@@ -157,7 +157,7 @@ def keep(process: Process, folder: Path, layout: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-def test_four_ulysses_ranks_keep_less_than_a_third_of_the_activations_each(tmp_path: Path) -> None:
+def test_four_ulysses_ranks_store_under_a_third_of_activations(tmp_path: Path) -> None:
     run_in_processes(1, keep, tmp_path, {})
     run_in_processes(4, keep, tmp_path, {"ulysses": 4})
     alone = json.loads((tmp_path / "1.0.json").read_text())

@@ -55,9 +55,7 @@ def train(process: Process, folder: Path, options: list[str]) -> None:
 
 @pytest.mark.slow
 @some
-def test_a_resumed_run_is_bit_for_bit_the_one_that_went_on(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_is_bit_identical(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     result = run_on_ranks(train, 2, tmp_path, OPTIONS[option], timeout=600)
     assert result.code == 0, result.stdout + result.stderr

@@ -59,7 +59,7 @@ def table() -> list[list[str]]:
     return found
 
 
-def test_the_table_has_every_plugin_with_a_key_a_public_contract_and_a_short_example_that_tests_use() -> None:
+def test_plugin_table_lists_keys_contracts_and_tested_examples() -> None:
     assert {plugin for plugin, *_ in table()} == PLUGINS
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for plugin, key, contract, example in table():
@@ -73,7 +73,7 @@ def test_the_table_has_every_plugin_with_a_key_a_public_contract_and_a_short_exa
             assert name in omnizoo.__all__, name
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in omnizoo.__all__:
         assert getattr(omnizoo, name) is not None
     assert {"Encoder", "Decoder", "MediaSize", "BadMedia", "Recipe", "Loss", "Callback", "Logger"} <= set(
@@ -82,7 +82,7 @@ def test_every_public_name_is_there() -> None:
     assert {"RowSource", "BadRow", "load_config", "train"} <= set(omnizoo.__all__)
 
 
-def test_a_module_rows_a_schedule_and_a_callback_of_ones_own_train_together(tmp_path: Path, rows: list[str]) -> None:
+def test_module_rows_schedule_and_callback_plugins_train_together(tmp_path: Path, rows: list[str]) -> None:
     callback = '[{kind: "time_budget:TimeBudget", options: {minutes: 600}}]'
     given = ["--train.schedule", "restarts:restarts", "--log.callbacks", callback, "--data.workers", "1"]
     assert main(["train", TEXT, *SMALL, *MODULE, *rows, *given, f"--log.dir={tmp_path / 'run'}"]) == 0
@@ -97,16 +97,14 @@ def test_a_module_rows_a_schedule_and_a_callback_of_ones_own_train_together(tmp_
 
 
 @pytest.mark.slow
-def test_a_module_and_rows_of_ones_own_are_verified(rows: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_module_and_rows_plugins_are_verified(rows: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     given = [*MODULE, *rows, "--train.schedule", "restarts:restarts"]
     assert main(["verify", TEXT, *given, "--world", "4", "--layouts", "uly2.ring2"]) == 0
     assert "1 of 1 layouts of 4 ranks agree" in capfd.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_recipe_of_ones_own_decides_what_is_sharded_and_is_verified(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_plugin_determines_sharding(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = build_bundle(load_config(TEXT, RECIPE)).model
     assert {type(model.get_submodule(name)).__name__ for name in read_facts(model).blocks} == {
         *("Qwen3Attention", "Qwen3MLP")
@@ -135,7 +133,7 @@ def test_a_recipe_of_ones_own_decides_what_is_sharded_and_is_verified(
         (["--model.recipe", "fine blocks"], "model.recipe: 'fine blocks' is not the name of a recipe"),
     ],
 )
-def test_a_recipe_that_is_none_is_one_line(
+def test_invalid_recipe_plugin_prints_one_line(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -148,7 +146,7 @@ def test_a_recipe_that_is_none_is_one_line(
 
 
 @pytest.mark.slow
-def test_the_notebook_is_killed_goes_on_bit_for_bit_and_is_exported(tmp_path: Path) -> None:
+def test_killed_notebook_resumes_exactly_and_is_exported(tmp_path: Path) -> None:
     script = ROOT / "examples" / "notebook.py"
     assert len([line for line in script.read_text().splitlines() if line.strip()]) < 30
     whole = Running([sys.executable, str(script), str(tmp_path / "whole")], {}).wait(240)

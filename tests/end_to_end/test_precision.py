@@ -51,7 +51,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2.ep2", pytest.param("uly2", marks=pytest.mark.long)])
-def test_published_omni_model_in_bf16_is_as_near_to_fp32_on_a_layout_as_in_one_process(
+def test_bf16_error_of_omni_model_is_independent_of_layout(
     layout: str, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -61,29 +61,27 @@ def test_published_omni_model_in_bf16_is_as_near_to_fp32_on_a_layout_as_in_one_p
 
 
 @pytest.mark.slow
-def test_positions_that_are_cast_on_entry_are_found_and_named(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_positions_are_reported(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run_in_processes(2, try_with_cast, published, parse("dp2", 2))
     verdict = json.loads((published / "verdict.json").read_text())
     assert not verdict["passed"]
-    assert "position_ids (float32) reach the model rounded to bfloat16" in verdict["reason"]
-    assert "position_ids (float32) reach model.language_model.rotary_emb rounded to bfloat16" in verdict["reason"]
+    assert "position_ids (float32) is rounded to bfloat16 in the model" in verdict["reason"]
+    assert "position_ids (float32) is rounded to bfloat16 in model.language_model.rotary_emb" in verdict["reason"]
 
 
 @pytest.mark.slow
-def test_faults_are_found_in_bf16_too(tmp_path: Path) -> None:
+def test_faults_are_detected_in_bf16(tmp_path: Path) -> None:
     prepare(load_config(ROOT / "examples/qwen3_moe_tiny.yaml", []), 4, "dp2.uly2.ep2", "bf16", tmp_path)
     for fault in ("wrong_divide_factor_on_experts", "packed_samples_see_each_other"):
         assert fault in FAULTS
         run_in_processes(4, try_with_fault, tmp_path, parse("dp2.uly2.ep2", 4), fault)
         verdict = json.loads((tmp_path / "verdict.json").read_text())
         assert not verdict["passed"], fault
-        assert "away from fp32 (one process in bf16:" in verdict["reason"], fault
+        assert "(one process in bf16:" in verdict["reason"], fault
 
 
-def test_targets_of_a_decoder_reach_its_loss_with_all_their_digits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoder_targets_reach_the_loss_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SENSOR))
     path = write_omni_config(tmp_path, "qwen3", train={"steps": 1, "packs_per_step": 8})
     config = load_config(path, ["--train.precision", "bf16", "--data.lanes", "1"])
@@ -125,7 +123,7 @@ class Block(nn.Module):
         return hidden.dtype, position_ids
 
 
-def test_a_block_takes_its_hidden_states_in_bf16_and_everything_else_as_it_comes() -> None:
+def test_block_casts_only_hidden_states_to_bf16() -> None:
     block, positions = Block(), torch.arange(257, 264) + 0.5
     cast_activations(block, torch.bfloat16)
     for args, kwargs in (((torch.ones(2),), {}), ((), {"hidden": torch.ones(2)})):
@@ -143,19 +141,19 @@ class Rounding(nn.Module):
         return self.block(input_ids.float(), position_ids.bfloat16())
 
 
-def test_a_model_that_rounds_positions_deep_inside_is_found() -> None:
+def test_positions_rounded_in_a_submodule_are_reported() -> None:
     found: list[str] = []
     model = Rounding()
     with watching(model, found):
         model(input_ids=torch.ones(1, 2, dtype=torch.int64), position_ids=torch.ones(1, 2))
-    assert found == ["position_ids (float32) reach block rounded to bfloat16"]
+    assert found == ["position_ids (float32) is rounded to bfloat16 in block"]
 
 
 class Reading(nn.Module):
     def forward(self, media: MediaBatch) -> None: ...
 
 
-def test_media_that_are_cast_on_entry_are_found() -> None:
+def test_rounded_media_are_reported() -> None:
     def cast(_: nn.Module, args: Any, kwargs: dict[str, MediaBatch]) -> Any:
         items = {
             port: [{"noise": item["noise"].bfloat16()} for item in of] for port, of in kwargs["media"].items.items()
@@ -194,7 +192,7 @@ def train_and_die(process: Process, config: Path, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_bf16_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_killed_bf16_run_resumes_exactly(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "train": {"steps": STEPS, "packs_per_step": 4, "precision": "bf16"},
         "checkpoint": {"every": 2},
@@ -227,7 +225,7 @@ COVERING = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "ernie
 @pytest.mark.parametrize(
     "family", [f if f in COVERING else pytest.param(f, marks=pytest.mark.long) for f in WITH_DIGITS]
 )
-def test_no_family_computes_with_fewer_digits_than_transformers_does_in_bf16(
+def test_bf16_precision_matches_transformers_for_every_family(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What transformers keeps in fp32 when it loads a model in bf16 (inverse frequencies, correction biases, some
@@ -270,7 +268,7 @@ def dtypes_in_a_step(config: Config, process: Process) -> dict[str, torch.dtype]
 
 
 @pytest.mark.slow
-def test_parameters_that_stay_in_fp32_are_whole_on_every_rank_and_learn_as_in_one_process(
+def test_fp32_parameters_are_replicated_and_train_as_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

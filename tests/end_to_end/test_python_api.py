@@ -95,7 +95,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_any_kind_are_those_of_a_list(kind: str) -> None:
+def test_every_kind_of_rows_equals_a_list(kind: str) -> None:
     source = opened(KINDS[kind]())
     assert [source.read(row) for row in range(len(source))] == ROWS
     assert (source.extents[0], source.extents[-1]) == (0, 60)
@@ -105,7 +105,7 @@ def test_rows_of_any_kind_are_those_of_a_list(kind: str) -> None:
     assert content_of(source) == again
 
 
-def test_rows_are_known_by_what_is_in_them() -> None:
+def test_rows_are_identified_by_content() -> None:
     def digest(**changes: Any) -> str:
         return content_of(opened([{"text": "a", "depth": np.zeros(3000), "meta": {"x": [1, 2]}} | changes]))["content"]
 
@@ -124,7 +124,7 @@ def test_rows_are_known_by_what_is_in_them() -> None:
     assert digests == [digest(**changes) for changes in different]
 
 
-def test_media_of_rows_are_found_from_the_working_directory_or_media_dir(
+def test_media_of_rows_are_relative_to_working_directory_or_media_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "inner").mkdir()
@@ -159,7 +159,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_rows_that_cannot_be_used_are_one_line(
+def test_invalid_rows_print_one_line(
     name: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(python_rows, "MOST_IN_MEMORY", 1000)
@@ -171,7 +171,7 @@ def test_rows_that_cannot_be_used_are_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_generator_used_twice_and_a_run_without_its_objects_are_one_line(tokenizer: Path, tmp_path: Path) -> None:
+def test_reused_generator_and_missing_objects_raise(tokenizer: Path, tmp_path: Path) -> None:
     rows = own_rows.stream()
     config = settings(tokenizer, tmp_path, train={"steps": 2, "packs_per_step": 1}, evaluation={"every": 1})
     with pytest.raises(UserError, match=r"eval_data= \(generator\) gave no rows; .*was it used before"):
@@ -192,7 +192,7 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another signature": (
         {"model": own_rows.Model()},
         {},
-        "model=: Model: forward(tokens) does not take what it is given",
+        "model=: Model: forward(tokens)",
     ),
     "no logits": (
         {"model": own_rows.NoLogits()},
@@ -200,12 +200,12 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "model=: NoLogits: forward gives a Tensor; expected an object with",
     ),
     "on meta": ({"model": TinyModel(512, 32, 4, 2).to("meta")}, {}, "model=: tokens.weight is on the meta device"),
-    "a path as well": ({}, {"model": {"path": "x"}}, "config: model.path is set, and model= was given to train"),
+    "a path as well": ({}, {"model": {"path": "x"}}, "config: model.path is set, and model="),
     "a module as well": ({}, {"model": {"module": "a:b", "config": {}}}, "model.module is set, and model="),
     "sources as well": (
         {},
         {"data": {"sources": [{"path": "x"}]}},
-        "data.sources is set, and data= was given to train",
+        "config: data.sources is set, and data=",
     ),
     "no tokenizer": (
         {},
@@ -217,7 +217,7 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_MODELS)
-def test_models_that_cannot_be_used_are_one_line(name: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_models_raise_one_line(name: str, tokenizer: Path, tmp_path: Path) -> None:
     objects, sections, message = BAD_MODELS[name]
     with pytest.raises(UserError) as caught:
         omnizoo.train(settings(tokenizer, tmp_path, **sections), **{"model": own_model(), "data": ROWS} | objects)
@@ -225,7 +225,7 @@ def test_models_that_cannot_be_used_are_one_line(name: str, tokenizer: Path, tmp
     assert "\n" not in str(caught.value)
 
 
-def test_a_config_is_a_mapping_a_path_or_a_config_and_nothing_else(tokenizer: Path, tmp_path: Path) -> None:
+def test_config_must_be_a_mapping_path_or_config(tokenizer: Path, tmp_path: Path) -> None:
     given = settings(tokenizer, tmp_path, model={"config": model_config("qwen3")}, data={"sources": [{"path": "x"}]})
     before = json.dumps(given)
     config = load_config(given, ["--train.lr", "1e-2"])
@@ -238,7 +238,7 @@ def test_a_config_is_a_mapping_a_path_or_a_config_and_nothing_else(tokenizer: Pa
         load_config(given | {"train": {"stepz": 3}})
 
 
-def test_a_run_on_rows_in_python_is_that_on_a_file_and_resumes_only_with_them(tokenizer: Path, tmp_path: Path) -> None:
+def test_run_on_python_rows_equals_run_on_file(tokenizer: Path, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", ROWS)
     every = {"every": 2}
     config = settings(tokenizer, tmp_path / "file", model={"config": model_config("qwen3")}, evaluation=every)
@@ -259,7 +259,7 @@ def test_a_run_on_rows_in_python_is_that_on_a_file_and_resumes_only_with_them(to
     ]
 
 
-def test_rows_named_in_a_config_are_trained_on_and_inspected(
+def test_rows_plugin_is_trained_and_inspected(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(tokenizer, tmp_path / "run", model={"config": model_config("qwen3")})
@@ -282,17 +282,17 @@ def test_rows_named_in_a_config_are_trained_on_and_inspected(
     ("source", "message"),
     [
         ({"rows": "own_rows:made"}, "own_rows has no 'made'; did you mean make?"),
-        ({"rows": "own_rows:make", "options": {"words": 1}}, "own_rows:make(count, word) does not take"),
-        ({"rows": "own_rows:fails"}, "own_rows:fails fails: RuntimeError: no disk"),
-        ({"rows": "own_rows:NoRead"}, "own_rows:NoRead fails: TypeError: Can't instantiate abstract class NoRead"),
+        ({"rows": "own_rows:make", "options": {"words": 1}}, "own_rows:make(count, word)"),
+        ({"rows": "own_rows:fails"}, "own_rows:fails failed: RuntimeError: no disk"),
+        ({"rows": "own_rows:NoRead"}, "own_rows:NoRead failed: TypeError: Can't instantiate abstract class NoRead"),
         ({"rows": "own_rows:ROWS"}, "own_rows has no 'ROWS'"),
-        ({"rows": "own_rows"}, "is not the name of a callable that gives rows"),
-        ({"rows": "own_rows:make", "path": "x"}, "data.sources.0: a source has one of path and rows; expected"),
-        ({"path": "x", "options": {"a": 1}}, "options are arguments of the callable in rows"),
-        ({}, "data.sources.0: path is missing, and so is rows; expected a file or folder"),
+        ({"rows": "own_rows"}, "data.sources.0.rows: 'own_rows'"),
+        ({"rows": "own_rows:make", "path": "x"}, "data.sources.0: path and rows are both set"),
+        ({"path": "x", "options": {"a": 1}}, "data.sources.0: options"),
+        ({}, "data.sources.0: path and rows are both missing"),
     ],
 )
-def test_rows_named_wrongly_in_a_config_are_one_line(
+def test_invalid_rows_plugin_raises_one_line(
     source: dict[str, Any], message: str, tokenizer: Path, tmp_path: Path
 ) -> None:
     config = settings(tokenizer, tmp_path, model={"config": model_config("qwen3")}, data={"sources": [source]})
@@ -302,7 +302,7 @@ def test_rows_named_wrongly_in_a_config_are_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_published_model_as_an_object_is_trained_as_its_folder_is(tokenizer: Path, tmp_path: Path) -> None:
+def test_model_object_trains_like_its_folder(tokenizer: Path, tmp_path: Path) -> None:
     """Also from a tokenizer as an object; and the object itself stays as it was."""
     model = published_model()
     model.save_pretrained(tmp_path / "model")
@@ -322,9 +322,7 @@ def test_a_published_model_as_an_object_is_trained_as_its_folder_is(tokenizer: P
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_a_module_as_an_object_keeps_its_weights_resumes_bit_for_bit_and_is_exported(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_module_object_keeps_weights_resumes_and_is_exported(tokenizer: Path, tmp_path: Path) -> None:
     def start(run: str, steps: int) -> int:
         model = own_model()
         model.positions.requires_grad_(False)
@@ -393,7 +391,7 @@ def refused_together(process: Process, tokenizer: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_objects_on_four_ranks_give_the_gradients_of_one(tokenizer: Path, tmp_path: Path) -> None:
+def test_objects_on_four_ranks_match_one_process(tokenizer: Path, tmp_path: Path) -> None:
     for nproc in (1, 4):
         done = run_on_ranks(try_models, nproc, tokenizer, tmp_path)
         assert done.code == 0, done.stdout + done.stderr
@@ -408,7 +406,7 @@ def test_objects_on_four_ranks_give_the_gradients_of_one(tokenizer: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_objects_that_differ_between_ranks_are_refused_on_all(tokenizer: Path, tmp_path: Path) -> None:
+def test_objects_that_differ_between_ranks_raise_on_all_ranks(tokenizer: Path, tmp_path: Path) -> None:
     done = run_on_ranks(refused_together, 2, tokenizer, tmp_path)
     assert done.code == 0, done.stdout + done.stderr
     assert omnizoo.train(settings(tokenizer, tmp_path / "one"), model=own_model(), data=ROWS) == 0

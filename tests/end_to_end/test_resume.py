@@ -69,9 +69,7 @@ def ask_to_stop(running: Running, number: signal.Signals, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_and_stopped_at_random_moments_is_bit_for_bit_the_undisturbed_one(
-    config: Path, undisturbed: list[list[float]], tmp_path: Path
-) -> None:
+def test_killed_and_stopped_run_is_bit_identical(config: Path, undisturbed: list[list[float]], tmp_path: Path) -> None:
     """Five starts by the same command, but for the number of loader workers, which changes nothing."""
     dice = random.Random(0)
 

@@ -63,7 +63,7 @@ def test_two_models_teach_each_other_in_turn(
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_match_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_script(monkeypatch)
     alone = read_lines(capsys.readouterr().out)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -75,7 +75,7 @@ def test_two_ranks_have_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
         assert two[2:] == pytest.approx(one[2:], rel=1e-4)
 
 
-def test_norm_and_update_are_of_the_parameters_of_the_optimizer(tmp_path: Path) -> None:
+def test_norm_and_update_cover_the_parameters_of_the_optimizer(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path), ["--train.grad_clip", "1000"])
     with process_group() as process:
         mesh = omnizoo.build_mesh(config, process)

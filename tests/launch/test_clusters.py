@@ -36,11 +36,11 @@ def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a-b-1,a-b-[2-4]", "a-b-1"),
     ],
 )
-def test_the_first_node_of_a_list_as_slurm_writes_it(nodes: str, first: str) -> None:
+def test_first_node_of_slurm_node_list_is_parsed(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_ranks_of_a_slurm_step_meet_on_its_first_node_at_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_step_derives_rendezvous_from_node_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (STEP | {"SLURM_JOB_NODELIST": "n[01-09]", "SLURM_STEP_NODELIST": "n[02-03]"}).items():
         monkeypatch.setenv(name, value)
     assert place_in_world() == (1, 2, 1)
@@ -57,17 +57,17 @@ def test_ranks_of_a_slurm_step_meet_on_its_first_node_at_a_port_of_its_own(monke
         meeting_point(2)
 
 
-def test_a_batch_script_that_forgot_srun_is_told_so(
+def test_batch_script_without_srun_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("SLURM_PROCID", "SLURM_NTASKS"):  # as in the script itself: no step
         monkeypatch.setenv(name, {"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}[name])
     assert main(["train", str(write_config(tmp_path))]) == 2
-    assert "this is the batch script of a Slurm job of 16 tasks: `srun omnizoo train" in capsys.readouterr().err
+    assert "error: Slurm: the job has 16 tasks" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_two_processes_that_know_nothing_but_slurms_variables_train_together(tmp_path: Path) -> None:
+def test_two_ranks_with_slurm_variables_train_together(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     command = [sys.executable, "-m", "omnizoo", "train", str(config), "--train.steps", "2"]
 
@@ -84,7 +84,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_job_file_for_slurm_has_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_job_file_contains_the_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path))
     argv = ["--slurm", "--nodes", "2", "--nproc", "2", "--partition", "gpu", "--train.lr", "1e-3", "--log.dir", "a b"]
     text = printed(capsys, config, *argv)
@@ -100,15 +100,15 @@ def test_the_job_file_for_slurm_has_what_was_asked_for(tmp_path: Path, capsys: p
     ("argv", "error"),
     [
         ([], "one of the arguments --slurm --kubernetes is required"),
-        (["--slurm", "--nodes", "0"], "--nodes is 0"),
+        (["--slurm", "--nodes", "0"], "--nodes: 0"),
         (["--slurm", "--nproc", "3"], "train.packs_per_step"),
         (["--slurm", "--nproc", "2", "--parallel.ulysses", "3"], "parallel.ulysses"),
-        (["--slurm", "--nproc", "2", "--time", "a day"], "--time is 'a day'"),
-        (["--slurm", "--nproc", "2", "--partition", "x\ny"], "--partition is"),
+        (["--slurm", "--nproc", "2", "--time", "a day"], "--time: 'a day'"),
+        (["--slurm", "--nproc", "2", "--partition", "x\ny"], "--partition: "),
         (["--slurm", "--nproc", "2", "--train.lrr", "1"], "did you mean"),
     ],
 )
-def test_a_job_that_could_not_run_is_refused_in_one_line(
+def test_invalid_arguments_of_launch_print_one_line(
     argv: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", str(write_config(tmp_path)), *argv]) == 2
@@ -119,9 +119,7 @@ def test_a_job_that_could_not_run_is_refused_in_one_line(
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_command_of_the_kubernetes_job_trains_in_two_pods(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kubernetes_command_trains_in_two_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two torchruns on this machine stand for the pods; but for the host's name the command is the one printed."""
     config = str(write_config(tmp_path))
     text = printed(capsys, config, "--kubernetes", "--nodes", "2", "--nproc", "1", "--no-gpus", "--train.steps", "2")

@@ -47,11 +47,11 @@ def run(nproc: int, rank: str, grace: float = FOREVER, **env: str) -> tuple[int,
         return launcher.returncode, out, err
 
 
-def test_ranks_that_all_succeed_give_exit_code_0_and_no_message():
+def test_successful_ranks_exit_with_0_silently():
     assert run(3, "pass") == (0, "", "")
 
 
-def test_every_rank_knows_its_place_and_its_threads():
+def test_every_rank_gets_rank_and_thread_variables():
     code, out, _ = run(2, "say(json.dumps(dict(os.environ)))")
     ranks = sorted((json.loads(line) for line in out.splitlines()), key=lambda env: env["RANK"])
     assert code == 0
@@ -62,7 +62,7 @@ def test_every_rank_knows_its_place_and_its_threads():
         assert ("OMNIZOO_STORE_FD" in env) == (i == 0)
 
 
-def test_a_number_of_threads_that_is_set_stays():
+def test_existing_thread_setting_is_kept():
     assert run(2, "assert os.environ['OMP_NUM_THREADS'] == '7'", OMP_NUM_THREADS="7")[0] == 0
 
 
@@ -80,7 +80,7 @@ def test_rank_0_owns_the_listening_socket_behind_the_master_port():
     assert run(3, CONNECT + talk) == (0, "hello\nhello\n", "")
 
 
-def test_the_exit_code_is_that_of_the_first_rank_that_fails():
+def test_exit_code_is_that_of_first_failed_rank():
     rank = """
 if rank == 0:
     connections[0].sendall(str(os.getpid()).encode())
@@ -94,27 +94,27 @@ sys.exit(1)
     assert run(2, CONNECT + rank) == (3, "", "error: rank 0 exited with code 3\n")
 
 
-def test_ranks_that_wait_for_a_failed_one_are_ended_after_the_grace_time():
+def test_waiting_ranks_are_killed_after_grace_time():
     assert run(3, "if rank == 1: sys.exit(5)\nwait()", grace=0.1) == (5, "", "error: rank 1 exited with code 5\n")
 
 
-def test_a_user_error_on_every_rank_is_shown_once_and_gives_2():
+def test_user_error_on_every_rank_is_printed_once():
     rank = "from omnizoo.launch.stderr import report_error\nreport_error('a.jsonl:3: no text\\nb: too')\nsys.exit(2)"
     assert run(3, rank) == (2, "", "error: a.jsonl:3: no text\nerror: b: too\n")
 
 
-def test_what_a_failing_rank_says_replaces_the_note_of_its_exit_code():
+def test_message_of_failed_rank_replaces_exit_code_message():
     rank = (
         "from omnizoo.launch.stderr import report_error\nif rank: sys.exit(1)\nreport_error('disk full')\nsys.exit(1)"
     )
     assert run(2, rank) == (1, "", "error: disk full\n")
 
 
-def test_a_user_error_is_the_cause_even_if_another_rank_ends_before_it():
+def test_user_error_takes_precedence_over_earlier_failure():
     assert run(2, CONNECT + "\nif rank: peer.recv(1); sys.exit(2)\nsys.exit(1)")[0] == 2
 
 
-def test_a_killed_rank_is_named_and_ends_the_others():
+def test_killed_rank_is_named_and_ends_other_ranks():
     with launched(3, "say(rank, os.getpid())\nwait()", grace=0.1) as launcher:
         pids = dict(launcher.stdout.readline().split() for _ in range(3))
         os.kill(int(pids["2"]), signal.SIGKILL)
@@ -123,7 +123,7 @@ def test_a_killed_rank_is_named_and_ends_the_others():
     assert err == "error: rank 2 was killed by SIGKILL (out of memory?)\n"
 
 
-def test_ranks_are_out_of_reach_of_the_terminal():
+def test_terminal_signals_do_not_reach_ranks():
     assert run(2, "assert os.getsid(0) == os.getpid()")[0] == 0
 
 
@@ -139,7 +139,7 @@ wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_stop_reaches_every_rank_and_a_graceful_end_gives_0(number):
+def test_stop_signal_reaches_every_rank_and_exits_with_0(number):
     with launched(3, GRACEFUL) as launcher:
         assert [launcher.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
         launcher.send_signal(number)
@@ -147,7 +147,7 @@ def test_a_signal_to_stop_reaches_every_rank_and_a_graceful_end_gives_0(number):
     assert (launcher.returncode, out.split()) == (0, [number.name] * 3)
 
 
-def test_the_second_ctrl_c_kills_ranks_that_do_not_stop():
+def test_second_ctrl_c_kills_ranks():
     with launched(2, "signal.signal(signal.SIGINT, lambda *_: say('no'))\nsay('ready')\nwait()") as launcher:
         assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         launcher.send_signal(signal.SIGINT)
@@ -155,10 +155,10 @@ def test_the_second_ctrl_c_kills_ranks_that_do_not_stop():
         launcher.send_signal(signal.SIGINT)
         out, err = launcher.communicate()
     assert (launcher.returncode, out) == (128 + signal.SIGINT, "")
-    assert err == "stopping; Ctrl-C again ends all ranks at once, without saving\n"
+    assert err == "stopping; press Ctrl-C again to end all ranks without saving\n"
 
 
-def test_a_second_sigterm_is_not_passed_on():
+def test_second_sigterm_is_not_forwarded():
     rank = """
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
 say(os.getpid())
@@ -185,7 +185,7 @@ def test_ranks_end_when_the_launcher_is_killed():
         assert launcher.stdout.read() == ""  # returns at the end of the pipe: no rank holds it any more
 
 
-def test_watching_is_nothing_where_there_is_no_launcher(monkeypatch):
+def test_watch_launcher_without_launcher_does_nothing(monkeypatch):
     from omnizoo.launch.launcher import watch_launcher
 
     monkeypatch.delenv("OMNIZOO_LAUNCHER_FD", raising=False)

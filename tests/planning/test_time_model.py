@@ -16,7 +16,7 @@ NODE, FAR = {"inside_node": True, "host": False}, {"inside_node": False, "host":
 NOTHING = Counts(matmuls={}, attention=0, moved=0, sent={}, launched=0, syncs=0, tokens=1000)
 
 
-def test_parts_are_counts_divided_by_what_a_device_does() -> None:
+def test_parts_are_counts_divided_by_device_speeds() -> None:
     counts = replace(NOTHING, matmuls={"bfloat16": 1e15, "float32": 1e13}, attention=5e14, moved=int(2e12))
     found = expect(counts, DEVICE, SHARES)
     assert found is not None
@@ -27,7 +27,7 @@ def test_parts_are_counts_divided_by_what_a_device_does() -> None:
     assert found.tokens_per_second == pytest.approx(1000 / found.seconds)
 
 
-def test_weights_and_all_to_alls_on_their_way_add_to_the_step() -> None:
+def test_weight_collectives_and_all_to_alls_add_to_the_step() -> None:
     gather = Collective("all-gather", "shard", ranks=16, in_a_node=8, **FAR)  # 15 parts arrive, by 8 links of 50
     route = Collective("all-to-all", "ep", ranks=8, in_a_node=8, **NODE)
     found = expect(replace(NOTHING, sent={gather: 1e9, route: 8e9}, matmuls={"bfloat16": 1e15}), DEVICE, SHARES)
@@ -37,7 +37,7 @@ def test_weights_and_all_to_alls_on_their_way_add_to_the_step() -> None:
     assert found.seconds == pytest.approx(found.matmuls + found.weights + found.exchanges)
 
 
-def test_keys_of_a_ring_travel_beside_attention_only() -> None:
+def test_ring_sends_overlap_with_attention_only() -> None:
     send = Collective("send", "ring", ranks=4, in_a_node=1, **FAR)
     counts = replace(NOTHING, sent={send: 50e9}, matmuls={"bfloat16": 1e16}, attention=1e14)
     found = expect(counts, DEVICE, SHARES)
@@ -45,14 +45,14 @@ def test_keys_of_a_ring_travel_beside_attention_only() -> None:
     assert found.exchanges == pytest.approx(1 / 0.5 - 0.1 / 0.25)
 
 
-def test_what_is_sent_between_hosts_takes_no_time_of_devices() -> None:
+def test_cpu_collectives_take_no_device_time() -> None:
     told = Collective("all-gather", "world", inside_node=False, host=True, ranks=16, in_a_node=8)
     found = expect(replace(NOTHING, sent={told: 1e12}, moved=1), DEVICE, SHARES)
     assert found is not None
     assert found.weights == 0
 
 
-def test_a_host_that_is_slower_than_the_device_is_waited_for() -> None:
+def test_device_waits_for_a_slower_host() -> None:
     slow = expect(replace(NOTHING, launched=1000, syncs=3), DEVICE, SHARES)
     assert slow is not None
     assert slow.host == pytest.approx(1000 * LAUNCH + 3 * SYNC)
@@ -73,17 +73,17 @@ def test_a_host_that_is_slower_than_the_device_is_waited_for() -> None:
         ("all-gather", 1, 1, 0.0),
     ],
 )
-def test_a_collective_takes_as_long_as_its_slowest_link(op: str, ranks: int, near: int, seconds: float) -> None:
+def test_collective_takes_as_long_as_its_slowest_link(op: str, ranks: int, near: int, seconds: float) -> None:
     collective = Collective(op, "any", ranks == near, False, ranks, near)
     assert seconds_of(collective, 1e9, DEVICE) == pytest.approx(seconds)
 
 
-def test_a_device_without_figures_has_no_time() -> None:
+def test_device_without_speeds_has_no_prediction() -> None:
     assert expect(NOTHING, Device(80), SHARES) is None
     assert all(expect(NOTHING, device, SHARES) is not None for device in DEVICES.values())
 
 
-def test_bytes_of_operators_are_what_they_read_and_write() -> None:
+def test_operator_bytes_are_reads_plus_writes() -> None:
     aten, work = torch.ops.aten, OpCounter(torch.device("cpu"))
     a, b = torch.zeros(6, 4), torch.zeros(6, 4)
     own = a.nbytes

@@ -26,21 +26,21 @@ def send(*axes_of_group: str, device: torch.device = DEVICE) -> str:
     return collective.axis
 
 
-def test_a_collective_on_ranks_of_one_axis_needs_no_tag() -> None:
+def test_collective_on_one_axis_needs_no_tag() -> None:
     assert send("ring") == "ring"
 
 
-def test_an_untagged_collective_on_ranks_of_several_axes_is_an_error() -> None:
+def test_untagged_collective_on_several_axes_raises() -> None:
     with pytest.raises(UserError, match=r"^plan: all-reduce on ranks that the axes shard, world"):
         send("shard", "world")
 
 
-def test_a_tag_that_names_none_of_the_axes_is_an_error() -> None:
+def test_tag_of_another_axis_raises() -> None:
     with sent_along("ring"), pytest.raises(UserError, match=r"^plan: all-reduce"):
         send("shard", "world")
 
 
-def test_the_innermost_tag_counts() -> None:
+def test_innermost_tag_applies() -> None:
     with sent_along("world"):
         with sent_along("replicate", "shard"):
             assert send("shard", "world") == "shard"
@@ -48,13 +48,13 @@ def test_the_innermost_tag_counts() -> None:
     assert tagged_axes() == ()
 
 
-def test_a_tag_ends_with_an_error() -> None:
+def test_tag_ends_when_an_error_is_raised() -> None:
     with pytest.raises(ZeroDivisionError), sent_along("world"):
         _ = 1 / 0
     assert tagged_axes() == ()
 
 
-def test_collectives_between_hosts_are_along_the_world() -> None:
+def test_cpu_collectives_are_on_the_world_axis() -> None:
     assert send("shard", "world", device=CPU) == "world"
 
 

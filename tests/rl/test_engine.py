@@ -23,7 +23,7 @@ from omnizoo.parallel.process import Process
 from omnizoo.rl.engine import Engine
 from omnizoo.rl.rollouts import Rollout
 from omnizoo.training.loop import train
-from omnizoo.verification.trial import whole_gradients
+from omnizoo.verification.trial import full_gradients
 
 MOE = {"model_type": "qwen3_moe", **SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOSSES = [
@@ -116,7 +116,7 @@ def test_log_probabilities_and_a_step_are_those_of_transformers_one_rollout_at_a
             torch.testing.assert_close(values, of_transformers(model, rollout).detach(), rtol=1e-6, atol=1e-6)
         rollouts = near(rollouts, found)
         metrics = engine.step(rollouts)
-        gradients = whole_gradients(engine.model, keep=True)
+        gradients = full_gradients(engine.model, keep=True)
         loss = loss_by_hand(model, rollouts)
         loss.backward()
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -190,7 +190,7 @@ def play(process: Process, given: str, out: str) -> None:
         engine = Engine(config, mesh)
         scores = engine.log_probabilities(make_rollouts())
         metrics = engine.step(near(make_rollouts(), scores))
-        gradients = whole_gradients(engine.model, keep=mesh.is_first)
+        gradients = full_gradients(engine.model, keep=mesh.is_first)
         after = engine.log_probabilities(make_rollouts())
         weights = dict(engine.weights())
         assert bool(weights) == mesh.is_first

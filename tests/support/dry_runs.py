@@ -26,7 +26,7 @@ from omnizoo.parallel.fsdp.cpu_collectives import DirectReduceScatter
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallelize.parallelize import parallelize_model
 from omnizoo.planning.devices import DEVICES
-from omnizoo.planning.dry_run import Place, draw, simulate, vocabulary_of
+from omnizoo.planning.dry_run import Place, choose_packs, simulate, vocabulary_of
 from omnizoo.planning.memory_tracker import MemoryTracker
 from omnizoo.planning.traffic import Collective, Traffic
 from omnizoo.training.objective import build_objective
@@ -71,7 +71,7 @@ def measure(config: Config, process: Any) -> dict[str, Any]:
         objective = build_objective(model, mesh, config)
         balancer = Balancer(model, mesh, config)
         with ledger.muted():
-            drawn = draw(config, model, balancer, media)
+            drawn = choose_packs(config, model, balancer, media)
             own = [pack for pack in drawn.packs if pack.index % mesh.layout.world == mesh.rank]
             data = next_step(replace(drawn, packs=own), balancer)
         with ledger.following(model, optimizer):

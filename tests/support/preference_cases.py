@@ -23,7 +23,7 @@ from omnizoo.training.losses.preference import ORPO, PairLoss, SimPO
 from omnizoo.training.objective import build_objective
 from omnizoo.training.optimizers.build import build_optimizer
 from omnizoo.training.step import train_step
-from omnizoo.verification.trial import whole_gradients
+from omnizoo.verification.trial import full_gradients
 
 USER = {"role": "user", "content": "question"}
 
@@ -123,7 +123,7 @@ def one_step(path: Path, *overrides: str) -> tuple[Any, dict[str, torch.Tensor],
         )
         model.train()
         result = train_step(objective, build_optimizer(model, config), data, 1)
-        return result, whole_gradients(model, keep=True), data
+        return result, full_gradients(model, keep=True), data
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -40,7 +40,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught_and_named(fault: str, prepared: Path) -> None:
+def test_injected_fault_is_detected_and_located(fault: str, prepared: Path) -> None:
     run_in_processes(4, try_with_fault, prepared, parse(LAYOUT, 4), fault)
     verdict = json.loads((prepared / "verdict.json").read_text())
     assert not verdict["passed"]
@@ -48,7 +48,7 @@ def test_a_planted_fault_is_caught_and_named(fault: str, prepared: Path) -> None
 
 
 @pytest.mark.slow
-def test_without_a_fault_the_same_layout_passes(prepared: Path) -> None:
+def test_layout_without_fault_passes(prepared: Path) -> None:
     assert verdict_of(prepared, parse(LAYOUT, 4)).passed
 
 
@@ -64,12 +64,12 @@ def wait_for_nobody(process: Process) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_each_other_say_where() -> None:
+def test_deadlocked_ranks_report_their_stacks() -> None:
     for seconds in (3, 20, 120):  # a busy machine needs more to bring them to where they wait
-        said = rf"ranks \[0, 1\] of 2 did not come to an end within {seconds} s"
+        said = rf"ranks \[0, 1\] of 2 did not finish within {seconds} s"
         with pytest.raises(RankError, match=said) as caught:
             run_in_processes(2, wait_for_nobody, timeout=seconds)
-        _, first, second = re.split(r"rank \d waits here:", str(caught.value))
+        _, first, second = re.split(r"stack of rank \d:", str(caught.value))
         if "in forward" in first and "in forward" in second:
             break
     assert re.search(r"in barrier(.|\n)*in forward", first)
@@ -77,9 +77,7 @@ def test_ranks_that_wait_for_each_other_say_where() -> None:
 
 
 @pytest.mark.slow
-def test_a_users_own_module_is_verified_by_import_path(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_plugin_is_verified(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=":")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
     arguments = [
@@ -100,7 +98,7 @@ def test_a_users_own_module_is_verified_by_import_path(
     assert "1 of 1 layouts of 4 ranks agree with one process (fp64)" in capfd.readouterr().out
 
 
-def test_layouts_are_parsed_and_wrong_ones_refused() -> None:
+def test_layout_names_are_parsed_and_invalid_ones_raise() -> None:
     assert parse("dp2.uly2.ep4", 4) == Layout(dp_shard=2, ulysses=2, ep=4)
     assert parse("ring4", 8) == Layout(dp_shard=2, ring=4)
     for wrong in ("dp3", "uly2.ep3", "fsdp2", "dp"):
@@ -108,7 +106,7 @@ def test_layouts_are_parsed_and_wrong_ones_refused() -> None:
             parse(wrong, 4)
 
 
-def test_layouts_of_a_world_are_all_different_and_fill_it() -> None:
+def test_layouts_of_a_world_are_distinct_and_use_all_ranks() -> None:
     layouts = list(layouts_of(8))
     assert len(set(layouts)) == len(layouts)
     assert all(layout.world == 8 and layout.fsdp % layout.ep == 0 for layout in layouts)

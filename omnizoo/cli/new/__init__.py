@@ -8,18 +8,22 @@ from omnizoo.cli.parser import path_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL_FOLDER", help="Hugging Face folder; or the word `modality`")
-    parser.add_argument("data", metavar="DATA", help="file or folder of rows; after `modality`: its name")
+    """Add the arguments of `omnizoo new`."""
+    parser.add_argument("model", metavar="MODEL_FOLDER", help="Hugging Face folder, or the word `modality`")
+    parser.add_argument("data", metavar="DATA", help="file or folder of rows, or the name of the modality")
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="processes that will train on this machine (default: one per device)"
+        "--nproc", metavar="N", type=int, help="number of ranks that train on this machine (default: one per device)"
     )
     parser.add_argument(
         "--out",
         metavar="PATH",
         type=path_argument,
-        help="file of the config (default: first.yaml), or folder of the modality (default: the current one)",
+        help="file for the config (default: first.yaml), or folder for the modality (default: the working directory)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    return new_modality(args) if args.model == "modality" else new_config(args)
+    """Write a config or a modality, and return 0."""
+    if args.model == "modality":
+        return new_modality(args)
+    return new_config(args)

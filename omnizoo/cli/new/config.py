@@ -19,8 +19,8 @@ from omnizoo.config.hub import hub_hint
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
-LONGEST = 2**15  # maximum length, in tokens, up to which the lengths of samples are measured exactly
-LEAST_HELD_OUT = 20  # minimum number of rows of a source to hold some of them out
+MAX_MEASURED = 2**15  # maximum length, in tokens, up to which the lengths of samples are measured exactly
+MIN_ROWS_TO_SPLIT = 20  # minimum number of rows of a source to hold some of them out
 STATE_BYTES = 16  # per trained parameter: fp32 weight, gradient and two moments
 
 
@@ -47,14 +47,17 @@ class NewConfigFacts:
 
     @property
     def mean(self) -> float:
+        """Mean length of the inspected samples, in tokens."""
         return sum(self.lengths) / len(self.lengths)
 
     @property
     def median(self) -> int:
+        """Median length of the inspected samples, in tokens."""
         return self.lengths[len(self.lengths) // 2]
 
     @property
     def is_plain_text(self) -> bool:
+        """Whether the rows are texts without prompts, as in pretraining."""
         return self.format in ("text", "document")
 
 
@@ -62,32 +65,34 @@ def new_config(args: argparse.Namespace) -> int:
     """Write a config for a model folder and data."""
     out = args.out or Path("first.yaml")
     if out.exists():
-        raise UserError(f"--out: {out} exists already; it is left as it is")
+        raise UserError(f"--out: {out} already exists. Delete it, or choose another file.")
     check_nproc(args.nproc)
-    facts = look(args.model, args.data, args.nproc)
-    text = write(facts, out.stem)
-    settings = load_config(yaml.safe_load(text))
-    micro_batches(
-        plan_layout(settings.parallel, facts.nproc), settings.train.packs_per_step, settings.train.micro_batch
-    )
+    facts = collect_facts(args.model, args.data, args.nproc)
+    text = render_config(facts, out.stem)
+
+    # Check that the written config is valid, and that its batch fits the layout.
+    config = load_config(yaml.safe_load(text))
+    layout = plan_layout(config.parallel, facts.nproc)
+    micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
+
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--out: {out} cannot be written: {error.strerror}") from None
-    print(f"{facts.family}, {facts.parameters / 1e6:,.1f} M parameters; {facts.rows:,} rows, taken as: {facts.format}")
-    print(f"written: {out}. Look at the data and train:")
-    print(f"  omnizoo data inspect {out}\n  omnizoo train {out}{nproc_flag(facts)}")
+        raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
+    print(f"{facts.family}, {facts.parameters / 1e6:,.1f} M parameters; {facts.rows:,} rows, schema: {facts.format}")
+    print(f"written: {out}. Inspect the data, then train:")
+    print(f"  omnizoo data inspect {out}")
+    print(f"  omnizoo train {out}{nproc_flag(facts)}")
     return 0
 
 
-def look(model: str, data: str, nproc: int | None) -> NewConfigFacts:
+def collect_facts(model: str, data: str, nproc: int | None) -> NewConfigFacts:
     """Build the model on the meta device, render some samples, and return the facts that the config depends on."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        raise UserError(
-            f"new: {model} is not a folder; expected one with a Hugging Face model{hub_hint(model, 'model')}"
-        )
+        hint = hub_hint(model, "model")
+        raise UserError(f"MODEL_FOLDER: {model} is not a folder; expected a folder with a Hugging Face model{hint}")
     import torch
 
     from omnizoo.data.loading.inspection import inspect_data, one_lane
@@ -98,9 +103,14 @@ def look(model: str, data: str, nproc: int | None) -> NewConfigFacts:
 
     part = _part(folder)
     splits = _splits(data)
-    source: dict[str, Any] = {"path": data} | ({"split": splits[0]} if splits else {})
-    spec = {"path": model} | ({"part": part} if part else {})
-    settings: dict[str, Any] = {"model": spec, "data": {"sources": [source], "pack_tokens": LONGEST}}
+    source: dict[str, Any] = {"path": data}
+    if splits:
+        source["split"] = splits[0]
+    model_section = {"path": model}
+    if part:
+        model_section["part"] = part
+    settings: dict[str, Any] = {"model": model_section, "data": {"sources": [source], "pack_tokens": MAX_MEASURED}}
+
     with memory_limits():
         bundle = build_bundle(one_lane(load_config(settings)))
         reader = bundle.reader()
@@ -110,9 +120,10 @@ def look(model: str, data: str, nproc: int | None) -> NewConfigFacts:
             reader = bundle.reader()
         inspection = inspect_data(reader, 0)
     if inspection.bad_rows:
-        raise UserError(f"{inspection.bad_rows[0]}; `data.on_bad_row: skip` would go on without such rows")
+        raise UserError(f"{inspection.bad_rows[0]}. Fix the row, or set `data.on_bad_row: skip` to skip such rows.")
+
     device = pick_device(0)
-    count = 1 if is_host(device) else torch.accelerator.device_count()
+    num_devices = 1 if is_host(device) else torch.accelerator.device_count()
     return NewConfigFacts(
         model=model,
         part=part,
@@ -126,7 +137,7 @@ def look(model: str, data: str, nproc: int | None) -> NewConfigFacts:
         rows=len(reader.sources[0]),
         lengths=sorted(inspection.lengths),
         splits=splits,
-        nproc=nproc or count,
+        nproc=nproc or num_devices,
         is_host=is_host(device),
         memory=total_memory(device),
         device=device_name(device),
@@ -134,22 +145,23 @@ def look(model: str, data: str, nproc: int | None) -> NewConfigFacts:
 
 
 def _part(folder: Path) -> str | None:
-    """Return the name of the submodel that has a recipe, if the model as a whole has none."""
+    """Return the name of the first submodel with a recipe, if the complete model has no recipe."""
     from transformers import AutoConfig, PretrainedConfig
 
     from omnizoo.models.recipe import recipe_of
     from omnizoo.models.untrusted_folders import read_json
 
-    kind = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
-    if not isinstance(kind, str) or recipe_of(kind).about:
+    config_file = folder / "config.json"
+    model_type = read_json(config_file).get("model_type") if config_file.is_file() else None
+    if not isinstance(model_type, str) or recipe_of(model_type).about:
         return None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError):
         return None  # building the model reports the error
     for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(part, PretrainedConfig) and recipe_of(part.model_type).modalities is not None:
+        submodel = getattr(config, name, None)
+        if isinstance(submodel, PretrainedConfig) and recipe_of(submodel.model_type).modalities is not None:
             return str(name)
     return None
 
@@ -161,10 +173,10 @@ def _splits(data: str) -> tuple[str, str] | None:
     path = Path(data).expanduser()
     if not path.is_dir():
         return None
-    for held_out in ("validation", "test"):
+    for eval_split in ("validation", "test"):
         try:
-            if data_files(path, "train") != data_files(path, held_out):
-                return "train", held_out
+            if data_files(path, "train") != data_files(path, eval_split):
+                return "train", eval_split
         except UserError:
             continue
     return None
@@ -177,74 +189,94 @@ def power_above(value: float) -> int:
 
 def pack_tokens(facts: NewConfigFacts) -> int:
     """Return a pack length that fits 99 % of the samples, and several samples of median length."""
-    nearly_all = facts.lengths[min(len(facts.lengths) - 1, int(0.99 * len(facts.lengths)))]
-    usual = 1024 if facts.is_host else 8192
-    wanted = max(power_above(nearly_all), min(usual, power_above(8 * facts.median)))
-    return min(wanted, facts.positions or wanted)
+    num_samples = len(facts.lengths)
+    percentile_99 = facts.lengths[min(num_samples - 1, int(0.99 * num_samples))]
+    usual_tokens = 1024 if facts.is_host else 8192
+    tokens = max(power_above(percentile_99), min(usual_tokens, power_above(8 * facts.median)))
+    return min(tokens, facts.positions or tokens)
 
 
 def held_out(facts: NewConfigFacts) -> int:
     """Return n if every n-th row is held out for evaluation, or 0 if no row is."""
-    if facts.splits or facts.rows < LEAST_HELD_OUT:
+    if facts.splits or facts.rows < MIN_ROWS_TO_SPLIT:
         return 0
     return 50 if facts.rows >= 1000 else 10
 
 
-def packs_per_step(facts: NewConfigFacts, packs: float) -> int:
+def packs_per_step(facts: NewConfigFacts, num_packs: float) -> int:
     """Return the packs per step: about 50 steps per epoch, limited by a usual number of tokens, a multiple of nproc."""
-    most = max(1, (2**14 if facts.is_host else 2**18) // pack_tokens(facts))
-    wanted = max(1, min(most, round(packs / 50)))
-    return facts.nproc * max(1, round(wanted / facts.nproc))
+    usual_tokens = 2**14 if facts.is_host else 2**18
+    max_packs = max(1, usual_tokens // pack_tokens(facts))
+    packs = max(1, min(max_packs, round(num_packs / 50)))
+    return facts.nproc * max(1, round(packs / facts.nproc))
 
 
 def learning_rate(facts: NewConfigFacts) -> float:
-    return 1e-5 if facts.parameters > 3e9 else 2e-5 if facts.parameters > 3e8 else 3e-4
+    """Return a usual learning rate for full fine-tuning of a model of this size."""
+    if facts.parameters > 3e9:
+        return 1e-5
+    if facts.parameters > 3e8:
+        return 2e-5
+    return 3e-4
 
 
 def expert_ranks(facts: NewConfigFacts) -> int:
-    return max((n for n in range(1, facts.nproc + 1) if facts.nproc % n == 0 and facts.experts % n == 0), default=1)
+    """Return the largest number of ranks that divides both the ranks and the experts."""
+    return math.gcd(facts.nproc, facts.experts)
 
 
-def write(facts: NewConfigFacts, name: str) -> str:
-    """Return the config as YAML with comments."""
-    pack, every = pack_tokens(facts), held_out(facts)
-    num_rows = facts.rows - (facts.rows // every if every else 0)
-    packs = num_rows * facts.mean / pack
-    batch = packs_per_step(facts, packs)
-    epochs = 1 if facts.is_plain_text else 3
-    need = facts.parameters * STATE_BYTES / facts.nproc
-    have = facts.memory / (facts.nproc if facts.is_host else 1)
-    fits = need < 0.7 * have
-    train_rows, eval_rows = "", ""
+def source_options(facts: NewConfigFacts, every: int) -> tuple[str, str]:
+    """Return the YAML options of the training source and of the evaluation source that select their rows."""
     if facts.splits:
-        train_rows, eval_rows = (f", split: {split}" for split in facts.splits)
-    elif every:
-        train_rows, eval_rows = f", take: all but every {every}th", f", take: every {every}th"
+        train_split, eval_split = facts.splits
+        return f", split: {train_split}", f", split: {eval_split}"
+    if every:
+        return f", take: all but every {every}th", f", take: every {every}th"
+    return "", ""
+
+
+def render_config(facts: NewConfigFacts, name: str) -> str:
+    """Return the config as YAML with comments."""
+    tokens = pack_tokens(facts)
+    every = held_out(facts)
+    num_held_out = facts.rows // every if every else 0
+    num_packs = (facts.rows - num_held_out) * facts.mean / tokens
+    step_packs = packs_per_step(facts, num_packs)
+    epochs = 1 if facts.is_plain_text else 3
+    train_options, eval_options = source_options(facts, every)
+
+    required_memory = facts.parameters * STATE_BYTES / facts.nproc
+    rank_memory = facts.memory / facts.nproc if facts.is_host else facts.memory
+    fits = required_memory < 0.7 * rank_memory
+    lr = learning_rate(facts)
+    if not fits:
+        lr *= 10  # adapters need a higher learning rate than full fine-tuning
     return render_file(
         "config.yaml.jinja",
         facts=facts,
         name=name,
         nproc_flag=nproc_flag(facts),
         million_parameters=f"{facts.parameters / 1e6:,.1f}",
-        memory=f"{need / 2**30:,.1f} of {have / 2**30:,.1f} GiB on each process",
+        memory=f"{required_memory / 2**30:,.1f} of {rank_memory / 2**30:,.1f} GiB on each rank",
         fits=fits,
-        train_rows=train_rows,
-        eval_rows=eval_rows,
-        pack_tokens=pack,
-        num_overlong=sum(length > pack for length in facts.lengths),
+        train_options=train_options,
+        eval_options=eval_options,
+        pack_tokens=tokens,
+        num_overlong=sum(length > tokens for length in facts.lengths),
         expert_ranks=expert_ranks(facts),
         epochs=epochs,
-        steps=max(1, math.ceil(packs / batch)) * epochs,
-        packs_per_step=batch,
-        lr=number(learning_rate(facts) * (1 if fits else 10)),
+        steps=max(1, math.ceil(num_packs / step_packs)) * epochs,
+        packs_per_step=step_packs,
+        lr=yaml_float(lr),
     )
 
 
 def nproc_flag(facts: NewConfigFacts) -> str:
+    """Return the flag `--nproc` for `omnizoo train`, or an empty text for one rank."""
     return f" --nproc {facts.nproc}" if facts.nproc > 1 else ""
 
 
-def number(value: float) -> str:
+def yaml_float(value: float) -> str:
     """Format a number so that YAML parses it as a float: 3.0e-4."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"

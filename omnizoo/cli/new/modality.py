@@ -16,11 +16,13 @@ def new_modality(args: argparse.Namespace) -> int:
     name = args.data
     folder = args.out or Path()
     if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():
-        raise UserError(f"new modality {name}: expected a name for a Python module, in small letters, such as thermal")
+        raise UserError(
+            f"new modality {name}: not a valid name. Use the name of a Python module in lower case, such as thermal."
+        )
     templates = {folder / f"{name}.py": "modality.py.jinja", folder / f"test_{name}.py": "test_modality.py.jinja"}
     for path in templates:
         if path.exists():
-            raise UserError(f"new modality {name}: {path} exists already; it is left as it is")
+            raise UserError(f"new modality {name}: {path} already exists. Delete it, or choose another name or --out.")
     class_name = "".join(word.capitalize() for word in name.split("_"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,5 +30,5 @@ def new_modality(args: argparse.Namespace) -> int:
             path.write_text(render_file(template, name=name, Name=class_name), encoding="utf-8")
             print(f"written: {path}")
     except OSError as error:
-        raise UserError(f"new modality {name}: {error.filename} cannot be written: {error.strerror}") from None
+        raise UserError(f"new modality {name}: cannot write {error.filename}: {error.strerror}") from None
     return 0

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 
-LONGEST_TEXT = 4096  # characters, the longest path of Linux
-Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
+MAX_TEXT_LENGTH = 4096  # characters, the longest path of Linux
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_LENGTH)]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]
 LossWeight = Annotated[float, Field(ge=0, le=1e6)]
 WeightDecay = Annotated[float, Field(ge=0, le=1000)]
@@ -16,8 +16,9 @@ PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 
 
 def _check_identifier(value: str) -> str:
+    """Return `value` if it is a valid name of a metric."""
     if not value.isidentifier():
-        raise ValueError(f"{value!r} cannot be the name of a metric; use letters, digits and _")
+        raise ValueError(f"{value!r} is not a valid name of a metric. Use letters, digits and _.")
     return value
 
 
@@ -55,7 +56,7 @@ class ConfigSection(BaseModel):
 
 
 class NamedSettings(ConfigSection):
-    """Settings that can also be given as plain text, which is then the `kind`."""
+    """Settings that can be abbreviated to the text of `kind`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,24 +71,26 @@ class SubmoduleSettings(ConfigSection):
     """HF folder with pretrained weights"""
 
     config: Text | dict[str, Any] | None = None
-    """HF folder or inline mapping (with `model_type`); weights are initialized from `train.seed`"""
+    """HF folder, or inline mapping with `model_type`, for random initialization from `train.seed`"""
 
     freeze: bool = False
-    """do not train these weights"""
+    """whether the weights stay fixed; default: trained"""
 
     lr: LearningRate | None = None
     """peak learning rate; default: `train.lr`"""
 
     dtype: Literal["fp32", "bf16"] | None = None
-    """dtype of the weights; only frozen submodules may differ from the rest of the model"""
+    """dtype of the weights, for frozen submodules only; default: that of the model"""
 
     recompute: Literal["none", "full", "selective"] | None = None
-    """recompute activations in backward; default: `parallel.recompute`"""
+    """activations to recompute in backward; default: `parallel.recompute`"""
 
     @model_validator(mode="after")
     def _check_weight_source(self) -> "SubmoduleSettings":
         if self.path is not None and self.config is not None:
-            raise ValueError("give one of path (weights) and config (random init), not both")
+            raise ValueError(
+                "path and config are both set. Keep path for pretrained weights, or config for random initialization."
+            )
         if isinstance(self.config, dict) and "model_type" not in self.config:
-            raise ValueError("config as a mapping needs a `model_type`; arguments of a class go into `options`")
+            raise ValueError("config has no `model_type`. Add it; arguments of a plugin class belong to `options`.")
         return self

@@ -26,12 +26,14 @@ def check_options(kind: str, known: Mapping[str, Any], options: Mapping[str, Any
     """
     for name, value in options.items():
         if name not in known:
-            listed = ", ".join(known) or "it has none"
-            raise ValueError(f"{key}.{name} is no option of {kind} ({listed}){nearest(str(name), known)}")
+            listed = ", ".join(known) or "none"
+            hint = nearest(str(name), known)
+            raise ValueError(f"{key}.{name}: unknown option of {kind}; options: {listed}{hint}")
         try:
             TypeAdapter(known[name], config=STRICT).validate_python(to_tuple(value))
         except ValidationError:
-            raise ValueError(f"{key}.{name} is {show_value(value)}; expected {annotation_text(known[name])}") from None
+            expected = annotation_text(known[name])
+            raise ValueError(f"{key}.{name} is {show_value(value)}; expected {expected}") from None
 
 
 def to_tuple(value: Any) -> Any:

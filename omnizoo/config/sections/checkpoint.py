@@ -10,8 +10,10 @@ OLD_WEIGHTS_PREFIX = "weights:"  # in run.json of a run that started from weight
 
 
 class CheckpointSection(ConfigSection):
+    """Keys of `checkpoint`."""
+
     every: Steps = 0
-    """steps between checkpoints; 0: only at the end of the run"""
+    """number of steps between checkpoints; 0: only at the end of the run"""
 
     keep: PositiveInt = 2
     """number of newest complete checkpoints to keep"""
@@ -20,20 +22,21 @@ class CheckpointSection(ConfigSection):
     """folder of the checkpoints; default: `<log.dir>/checkpoints`"""
 
     resume: Text = "auto"
-    """`auto`: resume from the newest intact checkpoint in `dir`; `never`: start a new run; or a checkpoint folder to
-    resume from"""
+    """checkpoint to resume from: `auto` for the newest intact one in `dir`, `never` for a new run, or a checkpoint
+    folder"""
 
     best: Text | None = None
-    """a metric of evaluations, such as `eval/loss`: save after each evaluation that improves it, and keep that
-    checkpoint in addition to the newest `keep`"""
+    """evaluation metric, such as `eval/loss`, whose best checkpoint is saved and kept in addition to the newest `keep`;
+    default: none"""
 
     on_save_error: Literal["stop", "continue"] = "stop"
-    """when saving fails (such as a full disk): `stop` with an error, or warn and `continue` to train; earlier
+    """action if saving fails, for example on a full disk: `stop` with an error, or `continue` with a warning; earlier
     checkpoints stay intact"""
 
     @field_validator("resume")
     @classmethod
     def _check_resume(cls, value: str) -> str:
+        """Reject `weights:PATH`, the form of earlier versions."""
         if value.startswith(OLD_WEIGHTS_PREFIX):
             path = value.removeprefix(OLD_WEIGHTS_PREFIX) or "PATH"
             raise ValueError(f"{value} is now model.init_from: {path}, which starts a new run")

@@ -1,5 +1,6 @@
 """Keys of `data`: sources of rows, and how rows become packs."""
 
+import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
@@ -8,8 +9,8 @@ from pydantic import Field, model_validator
 from omnizoo.config.plugins import plugin
 from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, to_plain
 
-FEWEST_LANES = 8
-MOST_FITTING_LANES = 64  # each lane buffers a few hundred samples
+MIN_LANES = 8
+MAX_FITTING_LANES = 64  # each lane buffers a few hundred samples
 # Schemas of rows: which fields contain prompts, responses, texts and media.
 RowFormat = Literal[
     "messages",
@@ -26,42 +27,44 @@ ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 
 
 class SourceSettings(ConfigSection):
+    """Settings of one source of rows."""
+
     path: Text | None = None
-    """JSONL, CSV, Parquet or WebDataset tar file, a folder of them, or a local `datasets` folder; or an fsspec address,
-    `hf://datasets/...` or `s3://...`, which is copied to `data.cache_dir`"""
+    """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, or an fsspec
+    address (`hf://datasets/...`, `s3://...`) to copy to `data.cache_dir`"""
 
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """relative share of samples among the sources"""
 
     split: Text = "train"
-    """split to read if the path is a `datasets` folder"""
+    """split to read, if the path is a `datasets` folder"""
 
     take: Text | None = None
-    """subset of the rows: `every 50th`, or the other rows, `all but every 50th`; one file can contain training data
-    and, in `data.eval_sources`, held-out data"""
+    """subset of the rows, `every 50th` or `all but every 50th`, to split one file into training and held-out data;
+    default: all rows"""
 
     format: RowFormat | None = None
-    """schema of the rows, if their fields are ambiguous (docs/data.md)"""
+    """schema of the rows (docs/data.md); default: inferred from the fields"""
 
     columns: dict[Text, Text] = Field({})
-    """renamed fields, as `{our name: name in the rows}`: `{text: body}`"""
+    """renamed fields as `{our name: name in the rows}`, such as `{text: body}`"""
 
     json_columns: list[Text] | None = None
-    """fields that contain JSON as text; default: `messages`, `conversations`, `history`, `tools`, media"""
+    """fields that contain JSON as text; default: `messages`, `conversations`, `history`, `tools`, media fields"""
 
     media_dir: Text | None = None
     """folder for relative media paths in the rows; default: the folder of the data file, or the working directory for
     rows from Python"""
 
-    rows: Annotated[Text, plugin("a callable that gives rows; expected `package.module:callable`")] | None = None
-    """instead of path: your own `package.module:callable` that returns a list of dicts, a `datasets.Dataset`, a torch
-    dataset or an `omnizoo.RowSource` (docs/extending.md)"""
+    rows: Annotated[Text, plugin("a callable that returns rows; expected `package.module:callable`")] | None = None
+    """`package.module:callable` of a plugin, instead of `path`, that returns a list of dicts, a `datasets.Dataset`, a
+    torch dataset or an `omnizoo.RowSource` (docs/extending.md)"""
 
     options: dict[str, Any] = Field({})
     """arguments of the callable in `rows`"""
 
     given: Object = None
-    """set by `omnizoo.train(data=...)`: the class of the rows; not set by hand"""
+    """class of the rows that were passed to `omnizoo.train(data=...)`; set automatically"""
 
     @property
     def name(self) -> str:
@@ -70,22 +73,27 @@ class SourceSettings(ConfigSection):
 
     @model_validator(mode="after")
     def _check_source(self) -> "SourceSettings":
-        origins = sum(origin is not None for origin in (self.path, self.rows, self.given))
-        if origins != 1:
-            what = "path is missing, and so is" if not origins else "a source has one of path and"
-            raise ValueError(f"{what} rows; expected a file or folder as path, or `package.module:callable` as rows")
+        num_origins = sum(origin is not None for origin in (self.path, self.rows, self.given))
+        if num_origins != 1:
+            mistake = "path and rows are both set" if num_origins else "path and rows are both missing"
+            raise ValueError(f"{mistake}. Set a file or folder as path, or `package.module:callable` as rows.")
         if self.options and self.rows is None:
-            raise ValueError("options are arguments of the callable in rows, which is not set")
+            raise ValueError("options are arguments of the callable in rows, but rows is not set. Remove options.")
         if self.take is not None and not re.fullmatch("(all but )?every [1-9][0-9]{0,8}(st|nd|rd|th)", self.take):
-            raise ValueError(f"take is {self.take!r}; expected `every 50th` or `all but every 50th`, of any number")
+            raise ValueError(f"take is {self.take!r}; expected a form such as `every 50th` or `all but every 50th`")
         if self.take is not None and re.search(" 1[a-z]+$", self.take):
-            raise ValueError(f"take is {self.take!r}: all rows, or none; expected a number from 2 on")
-        if twice := [name for name in self.columns.values() if list(self.columns.values()).count(name) > 1]:
-            raise ValueError(f"columns reads {twice[0]!r} under two names; a field has one")
+            raise ValueError(f"take is {self.take!r}, which selects all rows or none; expected a number from 2")
+
+        field_names = list(self.columns.values())
+        repeated = [name for name in field_names if field_names.count(name) > 1]
+        if repeated:
+            raise ValueError(f"columns: the field {repeated[0]!r} is used under two names. Keep one of them.")
         return self
 
 
 class DataSection(ConfigSection):
+    """Keys of `data`."""
+
     sources: Annotated[list[SourceSettings], Field(min_length=1)]
     """training data, mixed by weight"""
 
@@ -93,48 +101,48 @@ class DataSection(ConfigSection):
     """held-out data for evaluations"""
 
     pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = 2048
-    """maximum number of tokens in a pack, and so of a sample"""
+    """maximum number of tokens of a pack, and of the longest sample"""
 
-    lanes: Annotated[int, Field(ge=1, le=2**16)] = FEWEST_LANES
-    """number of independent streams of packs, which make the order of the data independent of the world size; best a
-    multiple of it. Default: fits `train.packs_per_step` (docs/data.md)"""
+    lanes: Annotated[int, Field(ge=1, le=2**16)] = MIN_LANES
+    """number of independent streams of packs, which make the order of the data independent of the world size; should be
+    a multiple of the world size; default: fits `train.packs_per_step` (docs/data.md)"""
 
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = None
-    """number of samples from which a lane fills a pack. Default: 256, or more if samples are short: those of two packs;
-    the first packs of a lane use fewer, so that a run starts soon"""
+    """number of samples from which a lane chooses those of a pack; default: 256, or the samples of two packs if that is
+    more, and fewer for the first packs of a lane, so that a run starts quickly"""
 
     overlong: Literal["truncate", "drop", "split"] | None = None
-    """samples longer than a pack: `truncate` at the end (without splitting media), `drop`, or `split` into several
-    samples; they are counted. Default: `split` for plain text, `truncate` for chats and prompts"""
+    """treatment of samples longer than a pack: `truncate` at the end (without splitting media), `drop`, or `split` into
+    several samples; default: `split` for plain text, `truncate` for chats and prompts"""
 
     min_targets: Annotated[int, Field(ge=0, le=2**30)] = 0
-    """minimum number of target tokens; samples with fewer are dropped and counted"""
+    """minimum number of target tokens of a sample; samples with fewer targets are dropped and counted"""
 
     shuffle: bool = True
-    """shuffle the rows in each epoch, with random numbers from `train.seed`"""
+    """whether to shuffle the rows in each epoch, with random numbers from `train.seed`"""
 
     shuffle_rows: PositiveInt = 4096
     """number of rows in the shuffle buffer of a lane"""
 
     append_eos: bool = True
-    """end every `text` row with the tokenizer's end-of-sequence token"""
+    """whether to end every `text` row with the tokenizer's end-of-sequence token"""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """on a row that cannot be used: stop, or count it, list it in `bad_rows.jsonl` and continue"""
+    """action on a bad row: `error` stops the run, `skip` counts the row, lists it in `bad_rows.jsonl` and continues"""
 
     ignore: list[str] = Field([])
-    """fields of rows, messages and content parts to ignore, by name or glob pattern; a pattern does not apply to fields
+    """names or glob patterns of fields of rows, messages and content parts to ignore; a pattern does not match fields
     that are used"""
 
     media_outside: bool = False
-    """allow media files outside the folder of their source (`media_dir`)"""
+    """whether media files may be outside the folder of the source (`media_dir`); default: an error"""
 
     cache_dir: Text | None = None
     """folder for copies of remote sources (`hf://...`); default: `~/.cache/omnizoo`"""
 
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
-    """loader processes per rank; packs do not depend on it. Default: one for every four cores of the rank, at most 4;
-    0: rows are read between steps"""
+    """number of loader processes per rank, which does not change the packs; default: one for every four cores of the
+    rank, at most 4; 0: rows are read between steps"""
 
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     """number of steps that each loader worker prepares in advance"""
@@ -145,5 +153,6 @@ def fitting_lanes(packs_per_step: int) -> int:
 
     It depends only on the config, because the order of the data must not depend on the world size.
     """
-    divisor = max(n for n in range(1, MOST_FITTING_LANES + 1) if packs_per_step % n == 0)
-    return divisor * -(-FEWEST_LANES // divisor)
+    largest_divisor = max(n for n in range(1, MAX_FITTING_LANES + 1) if packs_per_step % n == 0)
+    factor = math.ceil(MIN_LANES / largest_divisor)
+    return largest_divisor * factor

@@ -11,59 +11,67 @@ METRICS = ("accuracy", "exact_match")
 
 
 class MetricSettings(NamedSettings):
+    """Settings of a metric."""
+
     kind: Annotated[str, built_in_or_plugin(METRICS, "metric")]
-    """`accuracy` of the next token, `exact_match` of responses, or your own `package.module:function` of an
-    `omnizoo.Answer` (docs/evaluation.md)"""
+    """`accuracy` of the next token, `exact_match` of responses, or `package.module:function` of a plugin that receives
+    an `omnizoo.Answer` (docs/evaluation.md)"""
 
     options: dict[str, Any] = Field({})
-    """further arguments of your function"""
+    """further arguments of the plugin function"""
 
     name: MetricName | None = None
-    """the metric is `eval/NAME`; default: the kind, or the name of your function"""
+    """NAME in the name of the metric, `eval/NAME`; default: the kind, or the name of the plugin function"""
 
     higher_is_better: bool = True
-    """direction of the metric for `checkpoint.best` and `evaluation.early_stop`"""
+    """whether higher values are better, for `checkpoint.best` and `evaluation.early_stop`"""
 
     @property
     def label(self) -> str:
+        """Name of the metric in logs: `eval/NAME`."""
         return f"eval/{self.name or self.kind.rpartition(':')[2]}"
 
     @property
     def is_of_answers(self) -> bool:
+        """Whether the metric needs generated responses. `accuracy` is computed from the loss on held-out packs."""
         return self.kind != "accuracy"
 
     @model_validator(mode="after")
     def _check_options(self) -> "MetricSettings":
         if self.options and self.kind in METRICS:
-            raise ValueError(f"options are arguments of a function of your own; {self.kind} has none")
+            raise ValueError(f"options: {self.kind} has no options. Remove them.")
         return self
 
 
 class EarlyStopSettings(ConfigSection):
+    """Settings of early stopping."""
+
     metric: Text = "eval/loss"
-    """metric of evaluations that must improve; lower is better, unless `evaluation.metrics` sets `higher_is_better`"""
+    """evaluation metric that must improve; lower values are better, unless the metric has `higher_is_better`"""
 
     patience: PositiveInt = 3
-    """number of evaluations in a row without improvement that ends the run"""
+    """number of consecutive evaluations without improvement after which the run ends"""
 
     min_delta: Annotated[float, Field(ge=0, le=1e12)] = 0.0
     """minimum change that counts as an improvement"""
 
 
 class EvaluationSection(ConfigSection):
+    """Keys of `evaluation`."""
+
     every: Steps = 0
     """steps between evaluations on `data.eval_sources`; 0: never"""
 
     packs: PositiveInt = 16
-    """number of held-out packs, the same ones at each evaluation; divided between sources by weight, at least one
-    each"""
+    """number of held-out packs, the same at each evaluation, divided among the sources by weight, at least one per
+    source"""
 
     early_stop: EarlyStopSettings | None = None
-    """end the run when evaluations stop improving: `{patience: 3}`; default: never"""
+    """condition to end the run when evaluations stop improving, such as `{patience: 3}`; default: never"""
 
     samples: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """number of held-out rows for which the model generates a response at each evaluation; responses are written to
-    `samples.jsonl` and to the report (docs/evaluation.md)"""
+    """number of held-out rows to generate responses for at each evaluation, written to `samples.jsonl` and the report
+    (docs/evaluation.md); 0: none"""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
     """maximum number of tokens of a generated response"""
@@ -72,7 +80,7 @@ class EvaluationSection(ConfigSection):
     """sampling temperature, with random numbers from `train.seed`; 0: greedy decoding"""
 
     metrics: list[MetricSettings] = Field([])
-    """metrics in addition to the losses: `accuracy`, `exact_match`, your own `package.module:function`, or `{kind,
+    """metrics in addition to the losses: `accuracy`, `exact_match`, `package.module:function` of a plugin, or `{kind,
     options, name, higher_is_better}`"""
 
     @model_validator(mode="after")
@@ -80,11 +88,12 @@ class EvaluationSection(ConfigSection):
         for i, metric in enumerate(self.metrics):
             if metric.is_of_answers and not self.samples:
                 raise ValueError(
-                    f"evaluation.metrics.{i} ({metric.kind}) needs generated responses, but evaluation.samples is 0; "
-                    "set the number of held-out rows to generate responses for"
+                    f"evaluation.metrics.{i}: {metric.kind} needs generated responses, but evaluation.samples is 0. "
+                    "Set evaluation.samples to the number of rows to generate responses for."
                 )
-            if metric.label == "eval/loss" or metric.label in [other.label for other in self.metrics[:i]]:
-                raise ValueError(f"evaluation.metrics.{i}: {metric.label} is there already; give it another `name`")
+            earlier_labels = [other.label for other in self.metrics[:i]]
+            if metric.label in ("eval/loss", *earlier_labels):
+                raise ValueError(f"evaluation.metrics.{i}: {metric.label} is already used. Set another `name`.")
         return self
 
     def is_due(self, step: int) -> bool:

@@ -8,10 +8,12 @@ from pydantic import Field, field_validator
 from omnizoo.config.plugins import plugin
 from omnizoo.config.sections.base import ConfigSection, NamedSettings, PositiveInt, Text
 
-MOST_PROFILED = 50  # maximum number of profiled steps; browsers do not open larger traces
+MAX_PROFILED = 50  # maximum number of profiled steps; browsers do not open larger traces
 
 
 class CallbackSettings(NamedSettings):
+    """Settings of a callback plugin."""
+
     kind: Annotated[str, plugin("a class; expected `package.module:Class`")]
     """`package.module:Class`, a subclass of `omnizoo.Callback`"""
 
@@ -20,27 +22,29 @@ class CallbackSettings(NamedSettings):
 
 
 class LogSection(ConfigSection):
+    """Keys of `log`."""
+
     dir: Text = "runs/default"
-    """the run folder, with config, metrics, TensorBoard events, checkpoints and report"""
+    """run folder, with config, metrics, TensorBoard events, checkpoints and report"""
 
     every: PositiveInt = 1
-    """steps between console lines if the output is not a terminal"""
+    """number of steps between console lines, if the output is not a terminal"""
 
     profile: Text | None = None
-    """steps to profile as `first:last`, such as 10:12; results are in `profile/` of the run folder
-    (docs/profiling.md)"""
+    """steps to profile as `first:last`, such as 10:12, with results in `profile/` of the run folder
+    (docs/profiling.md); default: none"""
 
     profile_ranks: Literal["first", "all"] = "first"
-    """ranks that record a trace: rank 0 or all; the summary is that of rank 0"""
+    """ranks that record a trace: rank 0 (`first`) or `all`; the summary always describes rank 0"""
 
     tensorboard: bool = True
-    """write TensorBoard events"""
+    """whether to write TensorBoard events"""
 
     wandb: Text | None = None
-    """W&B project to log to (needs `pip install omnizoo[wandb]`)"""
+    """W&B project to log to, which needs `pip install omnizoo[wandb]`; default: none"""
 
     callbacks: list[CallbackSettings] = Field([])
-    """your own callbacks (docs/callbacks.md): `package.module:Class`, or with arguments `{kind, options}`"""
+    """callback plugins (docs/callbacks.md): `package.module:Class`, or `{kind, options}` with arguments"""
 
     @field_validator("profile")
     @classmethod
@@ -48,9 +52,10 @@ class LogSection(ConfigSection):
         if value is None:
             return None
         steps = _parse_range(value)
-        if not steps or steps.start < 1 or len(steps) > MOST_PROFILED:
+        if not steps or steps.start < 1 or len(steps) > MAX_PROFILED:
             raise ValueError(
-                f"profile is {value!r}; expected `first:last`, such as 10:12: steps from 1 on, at most {MOST_PROFILED}"
+                f"{value!r} is not a range of steps. Use `first:last` from step 1, such as 10:12, with at most "
+                f"{MAX_PROFILED} steps."
             )
         return value
 

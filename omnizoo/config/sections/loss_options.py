@@ -60,7 +60,7 @@ LOSSES |= {
 }
 PAIRWISE = ("dpo", "orpo", "simpo")  # losses for preference pairs
 PREFERENCES = (*PAIRWISE, "kto")  # KTO uses labeled responses; a pair counts as two
-OF_ROUTERS = ("balance", "router_z")
+ROUTER_LOSSES = ("balance", "router_z")
 
 
 def default_name(kind: str) -> str:

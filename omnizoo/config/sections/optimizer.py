@@ -15,65 +15,73 @@ class ParameterGroupSettings(ConfigSection):
     """Settings for a group of parameters. Keys that are not set use the values of the run."""
 
     match: Text | Annotated[list[Text], Field(min_length=1)]
-    """glob pattern, or a list of them, over names of parameters: `model.layers.0.*`; the first group that matches a
-    parameter applies"""
+    """glob pattern or list of patterns for names of parameters, such as `model.layers.0.*`; the first matching group
+    applies"""
 
     freeze: bool = False
-    """do not train these parameters"""
+    """whether the parameters stay fixed; default: trained"""
 
     lr: LearningRate | None = None
-    """peak learning rate; default: that of their component of the model, or `train.lr`"""
+    """peak learning rate; default: the `lr` of the component of the model, or `train.lr`"""
 
     weight_decay: WeightDecay | None = None
-    """weight decay of the whole group, norms and biases included; default: `optimizer.weight_decay` and `no_decay`"""
+    """weight decay of all parameters of the group, including norms and biases; default: `optimizer.weight_decay` and
+    `no_decay`"""
 
     kind: OptimizerKind | None = None
-    """optimizer of the group, as in `optimizer.kind`; default: the run's"""
+    """optimizer of the group, one of those of `optimizer.kind`; default: `optimizer.kind`"""
 
     options: dict[str, Any] = Field({})
     """arguments of the optimizer; added to `optimizer.options` if the kind is the same"""
 
     @property
     def patterns(self) -> list[str]:
+        """The glob patterns of `match` as a list."""
         return [self.match] if isinstance(self.match, str) else self.match
 
     @model_validator(mode="after")
     def _check_freeze(self) -> "ParameterGroupSettings":
         if self.freeze and (self.lr or self.weight_decay or self.kind or self.options):
-            raise ValueError("what is frozen has no lr, weight_decay, kind or options; leave them or `freeze` out")
+            raise ValueError(
+                "freeze: lr, weight_decay, kind and options do not apply to frozen parameters. Remove them, or freeze."
+            )
         return self
 
 
 class EmaSettings(ConfigSection):
+    """Settings of the moving average of the weights."""
+
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """fraction of the average that is kept in each update"""
+    """fraction of the old average in each update"""
 
     every: PositiveInt = 1
-    """steps between updates of the average"""
+    """number of steps between updates of the average"""
 
 
 class OptimizerSection(ConfigSection):
+    """Keys of `optimizer`."""
+
     kind: OptimizerKind = "adamw"
-    """`adamw`, `muon` (Muon for hidden matrices, AdamW for the rest), `adafactor`, `adamw_8bit` (needs torchao), or
-    your own `package.module:Class`"""
+    """optimizer: `adamw`, `muon` (Muon for hidden matrices, AdamW for other parameters), `adafactor`, `adamw_8bit`
+    (needs torchao), or `package.module:Class` of a plugin"""
 
     options: dict[str, Any] = Field({})
     """arguments of the optimizer: `betas`, `eps`, `momentum`, ... (docs/optimizers.md)"""
 
     moments: Literal["fp32", "bf16"] = "fp32"
-    """dtype of AdamW's two moments; bf16 takes half the memory and uses stochastic rounding (docs/memory.md)"""
+    """dtype of the two moments of AdamW; bf16 needs half the memory and rounds stochastically (docs/memory.md)"""
 
     weight_decay: WeightDecay = 0.1
-    """decoupled weight decay"""
+    """coefficient of decoupled weight decay"""
 
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(["norm", "bias", "embedding"])
     """parameters without weight decay"""
 
     groups: list[ParameterGroupSettings] = Field([])
-    """parameters, by name, with their own settings"""
+    """groups of parameters, matched by name, with settings that differ from those of the run"""
 
     ema: EmaSettings | None = None
-    """keep a moving average of the weights: `{decay: 0.999}`; exported with the flag `--ema`"""
+    """moving average of the weights, such as `{decay: 0.999}`, for `omnizoo export --ema`; default: none"""
 
     @model_validator(mode="after")
     def _check_options(self) -> "OptimizerSection":
@@ -85,12 +93,13 @@ class OptimizerSection(ConfigSection):
         return self
 
     def _check_bf16_moments(self) -> None:
+        """Check that the optimizer and its options support bf16 moments."""
         kinds = {self.kind, *(group.kind for group in self.groups)}
         if not kinds & {"adamw", "muon"}:
             raise ValueError(
-                f"optimizer.moments: bf16 is for the kinds adamw and muon (for what it leaves to AdamW), and kind is "
-                f"{self.kind}; leave it out"
+                f"optimizer.moments: bf16 needs optimizer.kind adamw or muon, but the kind is {self.kind}. Remove "
+                "optimizer.moments."
             )
         for name in ("amsgrad", "fused"):
             if name in self.options:
-                raise ValueError(f"optimizer.options.{name}: not supported with optimizer.moments: bf16; leave it out")
+                raise ValueError(f"optimizer.options.{name}: not supported with optimizer.moments: bf16. Remove it.")

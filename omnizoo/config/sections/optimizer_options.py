@@ -41,6 +41,6 @@ def check_optimizer_options(kind: str, options: Mapping[str, Any], key: str) -> 
     """
     for name, config_key in ELSEWHERE.items():
         if name in options:
-            raise ValueError(f"{key}.{name}: it is set by {config_key}; leave it out of the options")
+            raise ValueError(f"{key}.{name}: not an option. Set {config_key} instead.")
     if kind in OPTIMIZERS:
         check_options(kind, OPTIMIZERS[kind], options, key)

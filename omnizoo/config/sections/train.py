@@ -25,82 +25,87 @@ EXCLUSIVE_KEYS = (("epochs", "steps"), ("warmup_ratio", "warmup_steps"))
 
 
 class LossSettings(ConfigSection):
+    """Settings of one loss."""
+
     kind: Annotated[Text, built_in_or_plugin(LOSSES, "loss")] = "cross_entropy"
-    """`cross_entropy` of text; `dpo`, `orpo`, `simpo`, `kto` of preferences (docs/preferences.md); `grpo` and `gspo` of
-    rollouts (docs/rl.md); `balance` and `router_z` of a mixture of experts; or your own `package.module:Class`, a
+    """loss: `cross_entropy` for text; `dpo`, `orpo`, `simpo`, `kto` for preferences (docs/preferences.md); `grpo`,
+    `gspo` for rollouts (docs/rl.md); `balance`, `router_z` for MoE routers; or `package.module:Class` of a plugin, a
     subclass of `omnizoo.Loss`"""
 
     weight: LossWeight = 1.0
     """factor of the loss in the sum; 0: only a metric"""
 
     options: dict[str, Any] = Field({})
-    """arguments of the loss (docs/losses.md), or of your class"""
+    """arguments of the loss (docs/losses.md) or of the plugin class"""
 
     name: MetricName | None = None
-    """the metric is `loss/NAME`; default: `text` for cross_entropy, else the kind, or the name of your class in lower
-    case"""
+    """NAME in the name of the metric, `loss/NAME`; default: `text` for cross_entropy, the kind for other built-in
+    losses, the name of the class in lower case for plugins"""
 
     @property
     def label(self) -> str:
+        """Name of the loss in metrics: `loss/LABEL`."""
         return self.name or default_name(self.kind)
 
 
 class TrainSection(ConfigSection):
+    """Keys of `train`."""
+
     steps: PositiveInt = 1000
     """number of optimizer steps of the run"""
 
     epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
-    """instead of steps: how often each row is read; packs are counted before the run (docs/data.md)"""
+    """number of times that each row is read, instead of `steps`; packs are counted before the run (docs/data.md)"""
 
     packs_per_step: Count = 8
-    """packs per optimizer step, over all ranks"""
+    """number of packs per optimizer step, over all ranks"""
 
     tokens_per_step: Annotated[int, Field(ge=2, le=2**50)] | None = None
-    """instead of packs_per_step: tokens per optimizer step, a multiple of `data.pack_tokens`"""
+    """number of tokens per optimizer step, instead of `packs_per_step`; a multiple of `data.pack_tokens`"""
 
     micro_batch: Count = 1
-    """packs per forward pass on one rank"""
+    """number of packs per forward pass on one rank"""
 
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """dtype of forward and backward; bf16 keeps fp32 master weights and reduces gradients in fp32, and is the default
-    on accelerators; fp64 is for comparisons on CPUs"""
+    """dtype of forward and backward; bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for
+    comparisons on CPUs; default: bf16 on accelerators, fp32 on CPUs"""
 
     lr: LearningRate = 3e-4
     """peak learning rate"""
 
     schedule: Annotated[Text, built_in_or_plugin(SCHEDULES, "schedule")] = "cosine"
-    """learning rate after warmup: `constant`, `linear` or `cosine` decay to `min_lr_ratio`, or `wsd`
-    (warmup-stable-decay); or your own `package.module:function`: (train config, step) -> learning rate"""
+    """learning rate after warmup: `constant`, `linear` or `cosine` decay to `min_lr_ratio`, `wsd`
+    (warmup-stable-decay), or `package.module:function` of a plugin: (train config, step) -> learning rate"""
 
     warmup_steps: Steps = 0
-    """steps of linear warmup from zero"""
+    """number of steps of linear warmup from zero"""
 
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """instead of warmup_steps: fraction of the run's steps, rounded up"""
+    """fraction of the steps for warmup, rounded up, instead of `warmup_steps`"""
 
     decay_steps: Steps = 0
-    """`wsd` only: steps of linear decay at the end; 0: a fifth of the run"""
+    """number of steps of linear decay at the end of the schedule `wsd`; 0: a fifth of the run"""
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """final learning rate / peak"""
+    """final learning rate / peak learning rate"""
 
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """maximum global gradient norm; 0: no clipping"""
 
     losses: list[LossSettings] = Field([LossSettings(kind="cross_entropy")])
-    """losses that are added up with their weights, in addition to the loss of each decoder (docs/losses.md)"""
+    """losses to sum with their weights, in addition to the loss of each decoder (docs/losses.md)"""
 
     router_bias_rate: LossWeight = 0.0
-    """for MoE routers with a correction bias: change of the bias per step towards even load, without a loss"""
+    """change per step of the correction bias of MoE routers towards even load, without a loss; 0: fixed bias"""
 
     compile: bool = False
-    """compile the blocks of the model with torch.compile, one kind of block at a time (docs/speed.md)"""
+    """whether to compile the blocks of the model with torch.compile, one kind of block at a time (docs/speed.md)"""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """seed of initial weights, data order and dropout"""
 
     max_bad_steps: PositiveInt = 3
-    """number of skipped (non-finite) steps in a row that stops the run"""
+    """number of consecutive skipped (non-finite) steps after which the run stops"""
 
     @property
     def warmup(self) -> int:
@@ -117,9 +122,13 @@ class TrainSection(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _check_exclusive(cls, value: Any) -> Any:
-        for key, other in EXCLUSIVE_KEYS if isinstance(value, dict) else ():
+        if not isinstance(value, dict):
+            return value
+        for key, other in EXCLUSIVE_KEYS:
             if value.get(key) and value.get(other) not in (None, 0):
-                raise ValueError(f"train.{key} and train.{other} are both set; one follows from the other, so keep one")
+                raise ValueError(
+                    f"train.{key}: train.{other} is also set, and one determines the other. Remove one of them."
+                )
         return value
 
     @model_validator(mode="after")
@@ -131,15 +140,15 @@ class TrainSection(ConfigSection):
             other = first_use.setdefault(loss.label, i)
             if other != i:
                 raise ValueError(
-                    f"train.losses.{i} ({loss.kind}) is called {loss.label!r}, as train.losses.{other} is; give one of "
-                    "them another `name`"
+                    f"train.losses.{i} ({loss.kind}): the name {loss.label!r} is already used by "
+                    f"train.losses.{other}. Set another `name`."
                 )
 
         kinds = [loss.kind for loss in self.losses]
         pairwise = [kind for kind in kinds if kind in PAIRWISE]
         if "kto" in kinds and pairwise:
             raise ValueError(
-                f"train.losses has kto, which reads responses one by one, and {pairwise[0]}, which reads them in "
-                "pairs; leave one of them out"
+                f"train.losses: kto needs labeled responses, but {pairwise[0]} needs preference pairs. Remove one of "
+                "them."
             )
         return self

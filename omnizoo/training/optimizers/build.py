@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from omnizoo.config.errors import UserError, named_line
-from omnizoo.config.plugins import CODE_ERRORS, check_call, resolve_class, takes
+from omnizoo.config.plugins import CODE_ERRORS, check_call, keyword_parameters, resolve_class
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.built_in_options import to_tuple
 from omnizoo.config.sections.optimizer import EmaSettings
@@ -273,7 +273,7 @@ def _class_of(choice: Choice) -> Any:
 
 
 def _takes_decay(optimizer_class: Any) -> bool:
-    known = takes(optimizer_class)
+    known = keyword_parameters(optimizer_class)
     return known is None or "weight_decay" in known
 
 

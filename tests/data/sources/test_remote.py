@@ -162,7 +162,7 @@ def test_names_of_the_hub_are_told_from_paths(tmp_path: Path, monkeypatch: pytes
     assert hub_hint("org/model", "model") == ""
     for path in ("/a/b", "./a/b", "a/b/c", "rows.jsonl", "~/a"):
         assert hub_hint(path, "dataset") == ""
-    with pytest.raises(UserError, match="if it is a dataset of the Hugging Face hub: `hf download some/rows "):
+    with pytest.raises(UserError, match="`hf download some/rows "):
         opened("some/rows", tmp_path)
     assert not is_address("file:///a/b")
     assert not is_address("a/b.jsonl")

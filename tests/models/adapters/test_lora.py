@@ -331,7 +331,7 @@ def test_settings_that_cannot_be_are_refused_in_one_line(fails: Callable[..., st
         {"rank": 4, "dropout": 0.1, "targets": EXPERTS}, "--model.config", json.dumps(MOE)
     )
     assert "model.adapter.rank" in fails({"rank": 0})
-    assert "path has an adapter with a rank of its own" in fails({"path": "x", "rank": 3})
+    assert "model.adapter: path: the adapter folder determines rank" in fails({"path": "x", "rank": 3})
     frozen = {"model": {"foundation": {"config": model_config("qwen3"), "freeze": True}, "config": None}}
     assert "in a part with freeze: true" in fails(
         {"rank": 4}, *[f"--model.{key}={json.dumps(value)}" for key, value in frozen["model"].items()]

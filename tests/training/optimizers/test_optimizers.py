@@ -377,7 +377,7 @@ def test_the_example_is_under_80_lines_and_learns(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "adamx"}, r"optimizer.kind: 'adamx' is no built-in optimizer .*did you mean adamw"),
+    ({"kind": "adamx"}, r"optimizer.kind: 'adamx' is not a built-in optimizer .*did you mean adamw"),
     ({"kind": "no_such_package.x:Y"}, r"optimizer.kind: cannot import no_such_package.x:Y: .*expected a torch.optim"),
     (
         {"kind": "own_parts:CountInInts"},
@@ -393,7 +393,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kind": "own_parts:Raises"}, r"optimizer.options: own_parts:Raises does not take {}: KeyError: .*inside"),
     ({"kind": "own_parts:RaisesInAStep"}, r"options: own_parts:RaisesInAStep does not take {}: AttributeError: "),
     ({"kind": "own_broken:Sgd"}, r"optimizer.kind: cannot import own_broken:Sgd: NameError: name 'nothing'"),
-    ({"options": {"beta": [0.9, 0.9]}}, r"optimizer.options.beta is no option of adamw \(.*did you mean betas"),
+    ({"options": {"beta": [0.9, 0.9]}}, r"optimizer.options.beta: unknown option of adamw; .*did you mean betas"),
     (
         {"options": {"betas": [0.9]}},
         r"tiny.yaml:\d+: optimizer.options.betas is \[0.9\]; expected list of 2: number >= 0",
@@ -404,11 +404,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"options": {"eps": float("nan")}}, r"optimizer.options.eps is NaN; expected number > 0"),
     ({"options": {"amsgrad": 1}}, r"optimizer.options.amsgrad is 1; expected true or false"),
-    ({"options": {"capturable": True}}, r"optimizer.options.capturable is no option of adamw"),
-    ({"options": {"lr": 0.1}}, r"optimizer.options.lr: it is set by train.lr"),
-    ({"kind": "own_parts:NoDecay", "options": {"lr": 0.1}}, r"optimizer.options.lr: it is set by train.lr"),
-    ({"kind": "muon", "options": {"momentun": 0.9}}, r"momentun is no option of muon .*did you mean momentum"),
-    ({"kind": "muon", "options": {"dtype": "bf16"}}, r"optimizer.options.dtype is no option of muon"),
+    ({"options": {"capturable": True}}, r"optimizer.options.capturable: unknown option of adamw"),
+    ({"options": {"lr": 0.1}}, r"optimizer.options.lr: .*train.lr"),
+    ({"kind": "own_parts:NoDecay", "options": {"lr": 0.1}}, r"optimizer.options.lr: .*train.lr"),
+    ({"kind": "muon", "options": {"momentun": 0.9}}, r"momentun: unknown option of muon .*did you mean momentum"),
+    ({"kind": "muon", "options": {"dtype": "bf16"}}, r"optimizer.options.dtype: unknown option of muon"),
     ({"kind": "muon", "options": {"ns_steps": 0}}, r"optimizer.options.ns_steps is 0; expected integer >= 1"),
     ({"kind": "adafactor", "options": {"d": 0.5}}, r"optimizer.options.d is 0.5; expected number >= 1"),
     ({"kind": "adafactor", "options": {"eps": 1e-8}}, r"optimizer.options.eps is 1e-08; expected list of 2: number"),
@@ -417,11 +417,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"groups": [{"match": ["*norm*", "zzz"], "lr": 1.0}]}, r"optimizer.groups.0.match: 'zzz' matches no parameter"),
     ({"groups": [{"match": "*", "lr": 1.0}, {"match": "*norm*", "lr": 2.0}]}, r"groups.1.match: .* a group before it"),
     ({"groups": [{"match": "*", "freeze": True}]}, r"every parameter is frozen"),
-    ({"groups": [{"match": "*", "freeze": True, "lr": 1.0}]}, r"optimizer.groups.0: what is frozen has no lr"),
-    ({"groups": [{"match": "*", "kind": "sgd"}]}, r"optimizer.groups.0.kind: 'sgd' is no built-in optimizer"),
+    ({"groups": [{"match": "*", "freeze": True, "lr": 1.0}]}, r"optimizer.groups.0: freeze: lr"),
+    ({"groups": [{"match": "*", "kind": "sgd"}]}, r"optimizer.groups.0.kind: 'sgd' is not a built-in optimizer"),
     (
         {"groups": [{"match": "*", "kind": "muon", "options": {"x": 1}}]},
-        r"groups.0.options.x is no option of muon",
+        r"groups.0.options.x: unknown option of muon",
     ),
     ({"groups": [{"match": "*", "options": {"eps": -1.0}}]}, r"optimizer.groups.0.options.eps is -1.0; expected"),
     ({"groups": [{"match": "*", "lr": 1e30}]}, r"optimizer.groups.0.lr is 1e\+?30; expected number > 0, <= 1000"),
@@ -458,13 +458,13 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
-        ("cosin", r"train.schedule: 'cosin' is no built-in schedule .*did you mean cosine"),
+        ("cosin", r"train.schedule: 'cosin' is not a built-in schedule .*did you mean cosine"),
         (
             "own_parts:straigt",
             r"train.schedule: cannot import .*: own_parts has no 'straigt'; did you mean straight\?.*expected a func",
         ),
         ("own_parts:NOT_CALLABLE", r"train.schedule: own_parts:NOT_CALLABLE is a int; expected a function"),
-        ("own_parts:no_step", r"train.schedule: own_parts:no_step\(train\) does not take what it is given"),
+        ("own_parts:no_step", r"train.schedule: own_parts:no_step\(train\)"),
         ("own_parts:negative", r"train.schedule: own_parts:negative gave -1.0 at step 1"),
         ("own_parts:divides", r"train.schedule: own_parts:divides fails at step 1: ZeroDivisionError"),
         ("own_broken:straight", r"train.schedule: cannot import own_broken:straight: NameError"),
