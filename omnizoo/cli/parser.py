@@ -5,7 +5,7 @@ It imports torch and transformers inside `run`, so that `omnizoo --help` and con
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -39,37 +39,55 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
+def build_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser with a subparser for each command.
+
+    Args:
+        commands: The commands whose modules are imported to add their arguments. The other subparsers have only a help
+            text.
+    """
+    parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
+    parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, summary in COMMANDS.items():
+        # `train` has its own help action, which lists every config key.
+        subparser = subparsers.add_parser(name, help=summary, add_help=name != "train", allow_abbrev=False)
+        if name in commands:
+            module = import_module(f"omnizoo.cli.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse a command line.
 
     Returns:
         The arguments. `run` is the function to call, and `overrides` the list of `--section.key` flags.
     """
-    parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
-    parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
-    for name, summary in COMMANDS.items():
-        # `train` has its own help action, which lists every config key.
-        commands.add_parser(name, help=summary, add_help=name != "train", allow_abbrev=False)
-
     command = argv[0] if argv else ""
-    if command in COMMANDS:
-        module = import_module(f"omnizoo.cli.{command}")
-        module.add_arguments(commands.choices[command])
-        parser.set_defaults(run=module.run)
-    elif command and not command.startswith("-"):
+    if command not in COMMANDS and command and not command.startswith("-"):
         close = get_close_matches(command, COMMANDS, n=1) or list(COMMANDS)
         raise UserError(f"unknown command {command!r}; did you mean {' or '.join(close)}?")
+    parser = build_parser([command])
 
     # Overrides are removed first: argparse cannot tell the value of an unknown flag from a positional argument.
     overrides, rest = split_overrides(argv) if command in TAKE_OVERRIDES else ([], argv)
     args, unknown = parser.parse_known_args(rest, argparse.Namespace(overrides=overrides))
     if unknown:
-        hint = suggest(unknown[0], commands.choices.get(command, parser))
+        hint = suggest(unknown[0], subparsers_of(parser).get(command, parser))
         raise UserError(f"unknown argument {unknown[0]!r}; {hint}")
     if not hasattr(args, "run"):
         parser.error(f"expected a command: {', '.join(COMMANDS)}")
     return args
+
+
+def subparsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the subparsers of `build_parser`, by command."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
 
 
 def path_argument(text: str) -> Path:
