@@ -75,7 +75,7 @@ bench-peers: install
 	$(BIN)/python benchmarks/standing.py --all --write
 
 docs: install
-	$(BIN)/sphinx-build -W --keep-going -n -E -q docs docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -n -E -q -d docs/_build/doctrees docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
 docs-check: install

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 from generators.markdown import code, table
@@ -61,11 +62,18 @@ def _messages_of(classes: tuple[str, ...]) -> Iterator[Message]:
 
 def _messages_in(module: str, classes: tuple[str, ...]) -> Iterator[Message]:
     """Yield the messages of `Class("...")` calls in a module. Messages without any text of their own are left out."""
-    for node in ast.walk(syntax_tree(module)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes and node.args:
-            text = _template(node.args[0])
+    for name, argument in _calls_in(module):
+        if name in classes:
+            text = _template(argument)
             if re.search(r"[a-z]{3}", re.sub(r"\{[^}]*\}", "", text)):
                 yield Message(_key(text, module), text)
+
+
+@cache
+def _calls_in(module: str) -> list[tuple[str, ast.expr]]:
+    """Return the name and the first argument of every call in a module."""
+    calls = [node for node in ast.walk(syntax_tree(module)) if isinstance(node, ast.Call) and node.args]
+    return [(call.func.id, call.args[0]) for call in calls if isinstance(call.func, ast.Name)]
 
 
 def _template(node: ast.expr) -> str:

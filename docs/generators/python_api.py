@@ -8,7 +8,7 @@ import griffe
 from generators.markdown import directive, sentence
 from generators.source import constant, file_of, member
 
-# Heading -> first components of the modules whose names belong there, longest prefix first.
+# Heading -> beginnings of the modules whose names it lists, in this order.
 SUBJECTS = {
     "Training": ("training.loop", "training.step", "training.objective", "training.optimizers", "balancing"),
     "Configuration": ("config",),
@@ -23,38 +23,40 @@ SUBJECTS = {
     "Run folders and reports": ("reporting",),
     "Recipes": ("models.recipe",),
 }
-SECTIONS_OF_THE_CONFIG = {"Config": "", "ModelSection": "model", "TrainSection": "train", "OptimizerSection": "optimizer"}
+SECTIONS_OF_THE_CONFIG = {
+    "Config": "",
+    "ModelSection": "model",
+    "TrainSection": "train",
+    "OptimizerSection": "optimizer",
+}
 
 
 def public_names() -> str:
     """Return a section for each subject, with an entry for each public name."""
     home: dict[str, str] = constant("omnizoo", "_HOME")
-    by_subject: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
+    by_prefix: dict[str, list[str]] = {}
     for name, module in home.items():
-        by_subject[_subject(module)].append(name)
+        by_prefix.setdefault(_prefix(module), []).append(name)
     parts = []
-    for subject, names in by_subject.items():
+    for subject, prefixes in SUBJECTS.items():
         parts.append(f"## {subject}\n")
-        parts += [_entry(name, member(home[name], name)) for name in names]
+        for prefix in prefixes:
+            parts += [_entry(name, member(home[name], name)) for name in by_prefix.get(prefix, [])]
     return "\n".join(parts)
 
 
-def _subject(module: str) -> str:
-    """Return the heading under which the names of a module are listed.
+def _prefix(module: str) -> str:
+    """Return the entry of `SUBJECTS` that covers a module: the longest one.
 
     Raises:
         LookupError: If `SUBJECTS` does not cover the module.
     """
     path = module.removeprefix("omnizoo.")
-    matching = {
-        prefix: subject
-        for subject, prefixes in SUBJECTS.items()
-        for prefix in prefixes
-        if f"{path}.".startswith(f"{prefix}.")
-    }
+    known = [prefix for prefixes in SUBJECTS.values() for prefix in prefixes]
+    matching = [prefix for prefix in known if f"{path}.".startswith(f"{prefix}.")]
     if not matching:
         raise LookupError(f"{module} exports public names; add it to SUBJECTS of docs/generators/python_api.py")
-    return matching[max(matching, key=len)]
+    return max(matching, key=len)
 
 
 def _entry(name: str, found: griffe.Object | griffe.Alias) -> str:
@@ -226,5 +228,3 @@ def _plain(text: str) -> str:
 def _example(text: str) -> str:
     is_session = ">>>" in text
     return f"```{'pycon' if is_session else 'python'}\n{text.strip()}\n```"
-
-

@@ -37,7 +37,9 @@ LIMITS = (
     Limit("all decoded frames of a video", "omnizoo.modalities.files.video", "MOST_CLIP_PIXELS", "pixels"),
     Limit("ratio of the sides of an image", "omnizoo.modalities.encoders.image", "LONGEST_ASPECT", ""),
     Limit("audio channels", "omnizoo.modalities.files.audio", "MOST_CHANNELS", "channels"),
-    Limit("chat template, per conversation: processor time", "omnizoo.data.rendering.chat_template", "MOST_SECONDS", "s"),
+    Limit(
+        "chat template, per conversation: processor time", "omnizoo.data.rendering.chat_template", "MOST_SECONDS", "s"
+    ),
     Limit("chat template, per conversation: memory", "omnizoo.data.rendering.chat_template", "MOST_MEMORY", "bytes"),
     Limit("chat template, per conversation: text", "omnizoo.data.rendering.chat_template", "MOST_TEXT", "characters"),
 )
@@ -53,7 +55,7 @@ def formats() -> str:
 
 def _format_rules() -> dict[str, str]:
     """Return the description of the required fields of each format, by name."""
-    documents = constant(SCHEMAS, "DOCUMENT")
+    names = ", ".join(code(word) for word in constant(SCHEMAS, "DOCUMENT"))
     rules: dict[str, str] = {}
     for node in ast.walk(assigned_value(SCHEMAS, "FORMATS")):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Format":
@@ -63,7 +65,7 @@ def _format_rules() -> dict[str, str]:
             if isinstance(rule, ast.Constant):
                 rules[str(name.value)] = str(rule.value)
             else:  # the only rule with inserted values lists the names of plain texts
-                rules[str(name.value)] = "no other content than a text in " + ", ".join(code(word) for word in documents)
+                rules[str(name.value)] = f"no other content than a text in {names}"
     return rules
 
 
