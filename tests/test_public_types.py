@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import omnizoo
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,7 @@ def test_stub_exports_exactly_the_public_names() -> None:
     assert sorted(ast.literal_eval(exported.value)) == sorted(omnizoo.__all__)
 
 
+@pytest.mark.slow
 def test_strict_user_file_sees_no_public_name_as_any(tmp_path: Path) -> None:
     user_file = tmp_path / "user_file.py"
     lines = ["import omnizoo", *(f"reveal_type(omnizoo.{name})" for name in omnizoo.__all__)]
@@ -39,4 +42,4 @@ def test_strict_user_file_sees_no_public_name_as_any(tmp_path: Path) -> None:
     assert len(revealed) == len(omnizoo.__all__), result.stdout + result.stderr
     untyped = [name for name, kind in zip(omnizoo.__all__, revealed, strict=True) if kind == "Any"]
     assert not untyped
-    assert "error:" not in result.stdout
+    assert result.returncode == 0, result.stdout

@@ -23,7 +23,7 @@ SUBJECTS = {
     "Run folders and reports": ("reporting",),
     "Recipes": ("models.recipe",),
 }
-SECTIONS_OF_THE_CONFIG = {
+CONFIG_SECTIONS = {
     "Config": "",
     "ModelSection": "model",
     "TrainSection": "train",
@@ -73,8 +73,8 @@ def _entry(name: str, found: griffe.Object | griffe.Alias) -> str:
 def _class(full_name: str, cls: griffe.Class) -> str:
     """Return a class with its public methods and fields, and those of its bases that are not public themselves."""
     name = full_name.rpartition(".")[2]
-    if name in SECTIONS_OF_THE_CONFIG:
-        section = SECTIONS_OF_THE_CONFIG[name]
+    if name in CONFIG_SECTIONS:
+        section = CONFIG_SECTIONS[name]
         page = f"configuration/{section}.md" if section else "configuration.md"
         about = f"The section `{section}` of the config." if section else "A checked config, with all defaults."
         return directive("py:class", full_name, {}, f"{about} Its fields are [the keys](../reference/{page}).")
