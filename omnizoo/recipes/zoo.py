@@ -17,7 +17,7 @@ OMNI_PROOF = "tests/recipes/test_zoo.py::test_omni_family_agrees_with_one_proces
 CAPABILITIES = {"FSDP": "rep2.dp2", "HSDP": "rep2.dp2", "SP": "uly2.ring2", "EP": "dp2.uly2.ep4"}
 
 # Causal language models of transformers that `omnizoo verify --families many` checks, with a recipe file or the default
-# recipe. docs/families.md lists the results.
+# recipe. docs/reference/families.md lists the results.
 MANY = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"),
     *("glm4_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "starcoder2", "granite", "glm", "glm4", "smollm3", "cohere"),

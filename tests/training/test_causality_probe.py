@@ -273,7 +273,7 @@ def test_a_gradient_that_one_process_does_not_know_in_fp32_is_decided_in_fp64(tm
 
 
 def test_the_table_of_families_says_agrees_or_why_not() -> None:
-    page = (ROOT / "docs/families.md").read_text()
+    page = (ROOT / "docs/reference/families.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert sorted(row[0].strip("| `") for row in rows) == sorted(MANY)
     assert len(set(MANY)) >= 60
