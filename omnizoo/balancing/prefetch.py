@@ -20,7 +20,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.loading.lane_stream import LoadedStep
 from omnizoo.data.loading.loader import Loader
 from omnizoo.parallel.errors import sync_errors
-from omnizoo.parallel.exchange import group_of_thread
+from omnizoo.parallel.exchange import new_thread_group
 
 TIMEOUT = 60.0  # seconds to wait at the end of a run for a step that is still loading
 TIMEOUT_AFTER_ERROR = 3.0  # seconds
@@ -67,7 +67,7 @@ class Prefetcher:
         self.num_left = num_steps
         self.state: dict[str, Any] = {}  # loader state after the last step that `next` returned
         self.is_working = False
-        self._group = group_of_thread()
+        self._group = new_thread_group()
         self._requests: queue.SimpleQueue[Callable[[], Loaded] | None] = queue.SimpleQueue()  # None ends the thread
         self._results: queue.SimpleQueue[tuple[StepData, dict[str, Any]] | BaseException] = queue.SimpleQueue()
         sync_errors(balancer.mesh, loader.start)

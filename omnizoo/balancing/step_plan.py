@@ -63,7 +63,7 @@ class RoutedItem:
     spans: Sequence[tuple[int, int]]
     is_target: bool
     has_targets: bool
-    places: int
+    num_placeholders: int
 
 
 def plan_step(

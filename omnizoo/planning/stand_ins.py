@@ -71,7 +71,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
     with replaced(
         (torch.utils, "swap_tensors", swap),
         (F, "scaled_dot_product_attention", attention),
-        (kernels, "find", lambda module, name, what: STATE_KERNELS[name]),
+        (kernels, "find_kernel", lambda module, name, layers: STATE_KERNELS[name]),
         (Dispatch, "split", even_split),
         (redistribute, "gather_bytes", from_this_rank),
         (redistribute, "exchange_payloads", to_itself),
@@ -120,13 +120,13 @@ class PlannedHost:
     def __init__(self, memory: HostMemory, device: torch.device) -> None:
         self.memory, self.device = memory, device
 
-    def take(self, tensor: torch.Tensor) -> "FakeOffloadedTensor":
+    def copy_to_host(self, tensor: torch.Tensor) -> "FakeOffloadedTensor":
         taken = FakeOffloadedTensor(tensor.shape, tensor.stride(), tensor.dtype)
         self.memory.change(tensor.nbytes)
         weakref.finalize(taken, self.memory.change, -tensor.nbytes)
         return taken
 
-    def give(self, taken: "FakeOffloadedTensor") -> DeviceCopy:
+    def copy_to_device(self, taken: "FakeOffloadedTensor") -> DeviceCopy:
         return DeviceCopy(torch.empty_strided(taken.shape, taken.stride, dtype=taken.dtype, device=self.device))
 
     def refill(self, taken: "FakeOffloadedTensor", tensor: torch.Tensor) -> None:

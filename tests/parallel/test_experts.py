@@ -31,7 +31,7 @@ from omnizoo.ops.experts import (
     matmul_per_expert,
     run_experts,
     sort_by_expert,
-    weigh,
+    multiply_rows,
 )
 from omnizoo.ops.precision import keep_precision
 from omnizoo.ops.torch_private import Recomputation
@@ -185,7 +185,7 @@ def test_pairs_of_one_expert_keep_the_order_of_tokens_and_combine_undoes_the_sor
     assert pairs.counts.tolist() == [3, 1, 2, 0]
     hidden = torch.randn(3, 5)
     weights = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]])
-    torch.testing.assert_close(combine(weigh(gather(hidden, pairs), by_expert(weights, pairs)), pairs), hidden)
+    torch.testing.assert_close(combine(multiply_rows(gather(hidden, pairs), by_expert(weights, pairs)), pairs), hidden)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -195,7 +195,7 @@ def test_choices_are_added_in_at_least_fp32_one_after_the_other(dtype: torch.dty
     rows = torch.randn(300, 24).to(dtype)
     exact = torch.promote_types(dtype, torch.float32)
     one_by_one = torch.zeros(50, 24, dtype=exact)
-    for places in pairs.place.view(50, 6).unbind(1):
+    for places in pairs.sorted_position.view(50, 6).unbind(1):
         one_by_one += rows[places]
     found = combine(rows, pairs).to(exact)
     if dtype == exact:
@@ -213,7 +213,7 @@ def test_weights_of_any_precision_get_gradients_that_are_summed_in_fp32(dtype: t
         torch.rand(40, 1, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_(),
         torch.randn(40, 64),
     )
-    out = weigh(rows, weights)
+    out = multiply_rows(rows, weights)
     assert out.dtype == dtype
     out.backward(grad.to(dtype))
     wanted = (rows.detach().double() * grad.to(dtype).double()).sum(1, keepdim=True)

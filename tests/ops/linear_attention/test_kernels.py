@@ -82,9 +82,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(kernels, "has_triton", lambda device: True)
-    kernels.find.cache_clear()
+    kernels.find_kernel.cache_clear()
     yield found
-    kernels.find.cache_clear()
+    kernels.find_kernel.cache_clear()
 
 
 def drawn(kind: str, dtype: torch.dtype = torch.bfloat16) -> RecurrentInputs:
@@ -152,8 +152,8 @@ def test_a_package_that_is_missing_is_said_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels, "has_triton", lambda device: True)
-    kernels.find.cache_clear()
+    kernels.find_kernel.cache_clear()
     for _ in range(2):
         run_recurrence(drawn("linear"), LENGTHS)
     assert [r.message for r in caplog.records] == ["a layer's state: plain torch; install fla for its kernels"]
-    kernels.find.cache_clear()
+    kernels.find_kernel.cache_clear()

@@ -44,7 +44,7 @@ def leaves(steps: RecurrentInputs) -> list[torch.Tensor]:
 
 
 def learning(steps: RecurrentInputs) -> RecurrentInputs:
-    return steps.each(lambda x: x.detach().clone().requires_grad_())
+    return steps.map_tensors(lambda x: x.detach().clone().requires_grad_())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,10 +117,10 @@ def on_ranks(process: Process) -> None:
             assert group is not None
             recurrence = Recurrence(group, process.rank, slices, lengths, torch.device("cpu"), overlap=False)
             for by in ("states", "heads"):
-                own = learning(whole.each(lambda x, index=index: x[index]))  # type: ignore[misc]
+                own = learning(whole.map_tensors(lambda x, index=index: x[index]))  # type: ignore[misc]
                 with pytest.MonkeyPatch.context() as patch:
                     counted = Counted(patch, process.rank)
-                    found = recurrence.carry(own, by)
+                    found = recurrence.run_recurrence(own, by)
                     forward = counted.bytes
                     gradients = torch.autograd.grad((found * pulled[index]).sum(), leaves(own))
                 if recurrence.is_cut:

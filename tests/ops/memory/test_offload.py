@@ -45,15 +45,15 @@ class Watched(offload.HostBuffers):
         super().__init__(device)
         self.said, self.names = said, {}
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        kept = super().take(tensor)
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = super().copy_to_host(tensor)
         self.names[id(kept)] = len(self.names)
         self.said.append(f"take {self.names[id(kept)]}")
         return kept
 
-    def give(self, kept: torch.Tensor) -> Any:
+    def copy_to_device(self, kept: torch.Tensor) -> Any:
         self.said.append(f"give {self.names[id(kept)]}")
-        return super().give(kept)
+        return super().copy_to_device(kept)
 
 
 class Square(nn.Module):
@@ -81,7 +81,7 @@ def test_each_tensor_goes_once_weights_stay_and_blocks_come_back_one_ahead() -> 
     said.clear()
     out = x
     for block in blocks:
-        with moving.moving(block):
+        with moving.offload_saved(block):
             out = block(out)
     assert said == [f"take {i}" for i in range(6)]
     found = torch.autograd.grad(out.sum(), [x, *(block.weight for block in blocks)])
@@ -99,7 +99,7 @@ def test_what_the_host_has_no_room_for_is_refused_with_figures(monkeypatch: pyte
     moving = Offload(torch.device("cpu"), 4, 2)
     block = Square("a", [])
     refused = pytest.raises(UserError, match=r"parallel\.offload: activations of 4 blocks x 2 rank\(s\) take about")
-    with refused, moving.moving(block):
+    with refused, moving.offload_saved(block):
         block(torch.randn(5, 4, requires_grad=True))
 
 
@@ -108,17 +108,17 @@ def test_state_is_freed_while_it_is_away_and_comes_back_to_the_bit(monkeypatch: 
     before = first.clone(), second.clone()
     away = OffloadedState(torch.device("cpu"), 1)
     for _ in range(2):
-        away.leave([first, second, small, first[1:]])
+        away.offload([first, second, small, first[1:]])
         assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
         assert small == 3
-        away.come_back()
+        away.restore()
         assert torch.equal(first, before[0])
         assert torch.equal(second, before[1])
         first.add_(1)
         before[0].add_(1)
     monkeypatch.setattr(offload, "available_memory", lambda: 10)
     with pytest.raises(UserError, match=r"parallel\.offload: the optimizer's state of 1 rank\(s\) takes"):
-        away.leave([torch.randn(9)])
+        away.offload([torch.randn(9)])
 
 
 class RacingHost(offload.HostBuffers):
@@ -127,8 +127,8 @@ class RacingHost(offload.HostBuffers):
     def put_back(self, kept: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor.copy_(kept, non_blocking=True)
 
-    def give(self, kept: torch.Tensor) -> Any:
-        copy = super().give(kept)
+    def copy_to_device(self, kept: torch.Tensor) -> Any:
+        copy = super().copy_to_device(kept)
         copy.event = None
         return copy
 
@@ -148,7 +148,7 @@ def races_of_activations(kind: type[offload.HostBuffers], uses_all: bool) -> lis
         moving.host = on_streams(kind)
         out = first = torch.randn(5, 4, requires_grad=True)
         for block in blocks:
-            with moving.moving(block):
+            with moving.offload_saved(block):
                 out = block(out)
         # The gradient of the last weight needs nothing of the block before, which is fetched all the same.
         wanted = [first, *(block.weight for block in blocks)] if uses_all else [blocks[-1].weight]
@@ -170,8 +170,8 @@ def races_of_state(kind: type[offload.HostBuffers]) -> list[str]:
         away.host = on_streams(kind)
         state = torch.randn(4, 4)
         for _ in range(2):
-            away.leave([state])
-            away.come_back()
+            away.offload([state])
+            away.restore()
             state.add_(1)
     return checker.races
 

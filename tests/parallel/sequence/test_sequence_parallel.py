@@ -120,7 +120,7 @@ def masked_softmax(
     if pattern.window is not None:
         visible &= distance.abs() < pattern.window
     starts = np.cumsum([0, *lengths])
-    for start, stretches in zip(starts, mutual.stretches if mutual else [], strict=False):
+    for start, stretches in zip(starts, mutual.spans if mutual else [], strict=False):
         for first, count in stretches:
             a = int(start) + first
             together = torch.ones(count, count).bool()
@@ -212,7 +212,7 @@ def ring_in_one_process(tensors, lengths, ring, pattern, grad_out, mutual=None) 
     runs, slices = ring_runs(lengths, ring), [torch.from_numpy(x) for x in slice_tokens(lengths, ring, 1)]
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
     out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
-    told = (mutual.stretches, mutual.beyond(pattern.window)) if mutual else ()
+    told = (mutual.spans, mutual.beyond(pattern.window)) if mutual else ()
     blocks = [
         [Blocks(visible_blocks(a, b, pattern.causal, pattern.window, a is b, *told), CPU) for b in runs] for a in runs
     ]
@@ -289,10 +289,10 @@ def test_stretches_are_what_transformers_masks_make_of_them(pack, window):
     lengths, mutual = pack
     for number, length in enumerate(lengths):
         numbers = torch.zeros(length, dtype=torch.int64)
-        for stretch, (first, count) in enumerate(mutual.stretches[number], 1):
+        for stretch, (first, count) in enumerate(mutual.spans[number], 1):
             numbers[first : first + count] = stretch
         over, under = (
-            BidirectionalSpans(lengths, mutual.stretches, over_windows=each).visible(number, CPU)
+            BidirectionalSpans(lengths, mutual.spans, over_windows=each).visible(number, CPU)
             for each in (True, False)
         )
         i, j = torch.arange(length)[:, None], torch.arange(length)[None]
@@ -368,10 +368,10 @@ def test_tokens_that_see_each_other_take_one_flash_call_more_whatever_their_numb
     lengths = [700, 300]
     mutual = BidirectionalSpans(lengths, [[(10, 256), (300, 100)], [(0, 30)]])
     assert len(mutual.blocks(None, CPU).grouped) == len(mutual.blocks(200, CPU).grouped) == 2
-    over = BidirectionalSpans(lengths, mutual.stretches, over_windows=True)
+    over = BidirectionalSpans(lengths, mutual.spans, over_windows=True)
     assert len(over.blocks(200, CPU).grouped) == 3  # and one that looks back over windows
-    assert not BidirectionalSpans(lengths, [[], []]).counts(True, None)
-    assert not BidirectionalSpans(lengths, mutual.stretches, everywhere=False).counts(True, None)
+    assert not BidirectionalSpans(lengths, [[], []]).affects(True, None)
+    assert not BidirectionalSpans(lengths, mutual.spans, everywhere=False).affects(True, None)
 
 
 def test_a_causal_ring_takes_one_flash_call_per_step():
