@@ -51,10 +51,10 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 ) -> None:
     random = np.random.default_rng(seed)
     packs = [random_pack(index, random) for index in range(count)]
-    alone = plan_step(PackTable.of(packs, PORTS, cost), Layout(), 1, CALLS, cost)
+    alone = plan_step(PackTable.from_packs(packs, PORTS, cost), Layout(), 1, CALLS, cost)
     layout = Layout(dp_shard=dp, ring=ring)
-    parts = [PackTable.of([packs[i]], PORTS, cost) for i in random.permutation(count)]
-    plan = plan_step(PackTable.join(parts), layout, micro_batch, CALLS, cost)
+    parts = [PackTable.from_packs([packs[i]], PORTS, cost) for i in random.permutation(count)]
+    plan = plan_step(PackTable.concatenate(parts), layout, micro_batch, CALLS, cost)
 
     assert plan.totals == alone.totals
     assert plan.totals.tokens == sum(num_tokens(pack.columns) for pack in packs)
@@ -78,8 +78,8 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
             items = [item for own in each.packs for index in own if index >= 0 for item in packs[index].items]
             own = [item for item in items if item.port == port]
             ways = [of[port] for of in routes if port in of]
-            placed = sum(int((way.place >= 0).sum()) for way in ways)
-            predicted = sum(int((way.before >= 0).sum()) for way in ways)
+            placed = sum(int((way.token >= 0).sum()) for way in ways)
+            predicted = sum(int((way.previous_token >= 0).sum()) for way in ways)
             assert placed == sum(item.size.num_placeholders for item in own)
             assert predicted == sum(item.size.num_placeholders for item in own if item.is_target)
 
@@ -89,14 +89,14 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
     random = np.random.default_rng(seed)
     pack = random_pack(3, random)
-    roles = random.choice(["chosen", "rejected", *PREFERENCES[1:]], len(pack.lengths)).tolist()
+    roles = random.choice(["chosen", "rejected", *list(PREFERENCES)[1:]], len(pack.lengths)).tolist()
     pack = replace(pack, preferences=Preferences(roles, [""] * len(roles)))
-    message = encode_message(PackTable.of([pack], PORTS, cost), {"error": None})
-    nothing = encode_message(PackTable.of([], PORTS, cost), "nothing to say")
+    message = encode_message(PackTable.from_packs([pack], PORTS, cost), {"error": None})
+    nothing = encode_message(PackTable.from_packs([], PORTS, cost), "nothing to say")
     heard, notes = decode_messages([np.frombuffer(each, np.uint8) for each in (nothing, message)])
     assert notes == ["nothing to say", {"error": None}]
     samples = np.split(pack.columns["labels"] != IGNORE_INDEX, np.cumsum(pack.lengths)[:-1])
-    preferences = [roles.count(role) for role in ("chosen", *PREFERENCES[1:])]
+    preferences = [roles.count(role) for role in PREFERENCES.values()]
     answers = sum(bool(is_target.any()) for is_target in samples)
     counted = (pack.num_targets, weight(pack), *preferences, answers)
     assert heard.packs.tolist() == [(3, False, len(pack.lengths), len(pack.items), *counted, cost(pack))]

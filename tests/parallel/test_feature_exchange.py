@@ -36,7 +36,7 @@ class RoutedItem:
     has_targets: bool = True
 
     @property
-    def places(self) -> int:
+    def num_placeholders(self) -> int:
         return sum(count for _, count in self.spans)
 
 
@@ -154,19 +154,19 @@ def test_every_row_arrives_once_at_the_holders_of_its_token_and_of_the_one_befor
             dp_rank, sp_rank = divmod(rank, layout.sp)
             held = slice_tokens(shares[dp_rank].lengths, ring, ulysses)[sp_rank]
             assert (rows.dp[arrived] == dp_rank).all()
-            place, before = way.place.numpy(), way.before.numpy()
+            place, before = way.token.numpy(), way.previous_token.numpy()
             assert ((place >= 0) | (before >= 0)).all()
             assert rows.token[arrived[place >= 0]].tolist() == held[place[place >= 0]].tolist()
             assert (rows.token[arrived[before >= 0]] - 1).tolist() == held[before[before >= 0]].tolist()
             placed += arrived[place >= 0].tolist()
             predicted += arrived[before >= 0].tolist()
-            assert way.learnt.tolist() == rows.has_targets[arrived].tolist()
+            assert way.has_targets.tolist() == rows.has_targets[arrived].tolist()
         assert sorted(placed) == list(range(len(rows.token)))
         assert sorted(predicted) == np.flatnonzero(rows.is_target).tolist()
 
 
 def test_a_row_to_predict_needs_a_token_before_it_in_its_own_sample() -> None:
-    assert plan_routes(Layout(), 0, [share_of([3, 4], [RoutedItem("a", [(3, 2)], 0)])])["a"].place.tolist() == [3, 4]
+    assert plan_routes(Layout(), 0, [share_of([3, 4], [RoutedItem("a", [(3, 2)], 0)])])["a"].token.tolist() == [3, 4]
     with pytest.raises(AssertionError, match="no token before it"):
         plan_routes(Layout(), 0, [share_of([3, 4], [RoutedItem("a", [(3, 2)], 0, is_target=True)])])
 

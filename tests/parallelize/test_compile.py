@@ -175,7 +175,7 @@ def around(x: torch.Tensor) -> torch.Tensor:
 
 def test_what_a_compiler_fails_on_runs_without_it(caplog: pytest.LogCaptureFixture) -> None:
     module, x = Twice(), torch.randn(5, requires_grad=True)
-    kind = Kinds("no such compiler").of(module, Twice.forward)
+    kind = Kinds("no such compiler").kind_of(module, Twice.forward)
     outs = [kind(module, x) for _ in range(2)]
     assert [out.tolist() for out in outs] == [Twice()(x).tolist()] * 2
     said = [record.getMessage() for record in caplog.records if "train.compile" in record.getMessage()]
@@ -185,7 +185,7 @@ def test_what_a_compiler_fails_on_runs_without_it(caplog: pytest.LogCaptureFixtu
 
 def test_functions_at_an_edge_do_as_they_like() -> None:
     module = Twice()
-    kind = Kinds("aot_eager").of(module, Twice.forward)
+    kind = Kinds("aot_eager").kind_of(module, Twice.forward)
     for length in (5, 9, 2):
         x = torch.randn(length)
         assert torch.equal(kind(module, x), Twice()(x))

@@ -295,11 +295,11 @@ def test_what_cannot_be_traced_is_named(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (["--device", "h1000"], "--device is 'h1000'; expected a100, h100, h200, b200, mi300x, or a YAML file"),
-        (["--world", "6", "--parallel.ulysses", "4"], "parallel.ulysses: 4 does not divide the world of 6 processes"),
+        (["--world", "6", "--parallel.ulysses", "4"], "parallel.ulysses: 4 does not divide the world size 6"),
         (["--world", "0"], "--world is 0"),
         (["--rank", "8"], "--rank is 8; expected 0 to 7"),
         (["--imbalance", "0"], "--imbalance is 0"),
-        (["--train.packs_per_step", "3"], "train.packs_per_step: 3 packs cannot be spread evenly over 8"),
+        (["--train.packs_per_step", "3"], "train.packs_per_step: 3 is not a multiple of the 8"),
         (["--train.lr", "fast"], "train.lr"),
     ],
 )

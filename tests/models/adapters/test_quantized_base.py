@@ -28,7 +28,7 @@ from omnizoo.parallel.fsdp.sharded_tensors import local_shard
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process
 from omnizoo.parallelize.parallelize import parallelize_model
-from omnizoo.parallelize.quantized_weights import quantized_weights, quantized
+from omnizoo.parallelize.quantized_weights import quantized, quantized_weights
 from omnizoo.verification.compare import verdict_of
 from omnizoo.verification.prepare import parse, prepare
 

@@ -14,7 +14,7 @@ from omnizoo.ops.linear_attention.chunked_rules import delta_rule, linear_rule
 from omnizoo.ops.linear_attention.recurrence import RecurrentInputs, run_recurrence
 from omnizoo.ops.linear_attention.short_convolution import convolve
 from omnizoo.parallel.process import Process
-from omnizoo.parallel.sequence.recurrent_states import Recurrence, stretches
+from omnizoo.parallel.sequence.recurrent_states import Recurrence, find_stretches
 from omnizoo.parallel.sequence.slicing import slice_tokens
 from omnizoo.verification.rank_processes import run_in_processes
 
@@ -68,11 +68,11 @@ def test_stretches_are_all_tokens_once(lengths: list[int], ring: int, ulysses: i
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
     slices = slice_tokens(lengths, ring, ulysses)
     seen = []
-    for tokens, held in zip(slices, stretches(slices, lengths), strict=True):
+    for tokens, held in zip(slices, find_stretches(slices, lengths), strict=True):
         for number, stretch in enumerate(held):
-            assert stretch.number == number
+            assert stretch.index == number
             first = starts[stretch.sample] + stretch.position
-            assert tokens[stretch.at : stretch.at + stretch.length].tolist() == list(
+            assert tokens[stretch.first_token : stretch.first_token + stretch.length].tolist() == list(
                 range(first, first + stretch.length)
             )
             assert 0 < stretch.length <= lengths[stretch.sample] - stretch.position
@@ -123,7 +123,7 @@ def on_ranks(process: Process) -> None:
                     found = recurrence.run_recurrence(own, by)
                     forward = counted.bytes
                     gradients = torch.autograd.grad((found * pulled[index]).sum(), leaves(own))
-                if recurrence.is_cut:
+                if recurrence.has_split_samples:
                     assert forward == recurrence.bytes_sent(own)[by][process.rank]
                     total = torch.tensor([forward, counted.bytes - forward])
                     dist.all_reduce(total)

@@ -98,7 +98,7 @@ def test_what_the_host_has_no_room_for_is_refused_with_figures(monkeypatch: pyte
     monkeypatch.setattr(offload, "available_memory", lambda: 500)
     moving = Offload(torch.device("cpu"), 4, 2)
     block = Square("a", [])
-    refused = pytest.raises(UserError, match=r"parallel\.offload: activations of 4 blocks x 2 rank\(s\) take about")
+    refused = pytest.raises(UserError, match=r"^parallel\.offload: .*activations of 4 blocks .*\(2\)")
     with refused, moving.offload_saved(block):
         block(torch.randn(5, 4, requires_grad=True))
 
@@ -117,7 +117,7 @@ def test_state_is_freed_while_it_is_away_and_comes_back_to_the_bit(monkeypatch: 
         first.add_(1)
         before[0].add_(1)
     monkeypatch.setattr(offload, "available_memory", lambda: 10)
-    with pytest.raises(UserError, match=r"parallel\.offload: the optimizer's state of 1 rank\(s\) takes"):
+    with pytest.raises(UserError, match=r"^parallel\.offload: the optimizer state .*\(1\)"):
         away.offload([torch.randn(9)])
 
 
@@ -266,7 +266,7 @@ def test_weights_that_the_host_has_no_room_for_are_refused_with_figures(
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     with pytest.raises(
-        UserError, match=r"parallel\.offload: weights, gradients and the optimizer's state of 1 rank\(s\)"
+        UserError, match=r"^parallel\.offload: weights, .*\(1\)"
     ):
         trial(folder, "dense", offload=["parameters"])
 

@@ -140,5 +140,5 @@ def test_a_model_without_feed_forwards_is_refused() -> None:
     class Mesh:
         layout = Layout()
 
-    with pytest.raises(UserError, match=r"parallel\.tile_tokens: 4, but the blocks of ModuleList have no feed-forward"):
+    with pytest.raises(UserError, match=r"^parallel\.tile_tokens: 4, .*ModuleList"):
         compute_in_tiles(model, facts, Mesh(), 4, "fp32", Recomputation())
