@@ -73,15 +73,15 @@ def test_an_export_never_overwrites_and_names_what_is_no_checkpoint(
     (tmp_path / "empty").mkdir()
     taken.mkdir()
     (taken / "precious").write_text("")
-    assert "is not a folder" in fails(tmp_path / "nowhere", tmp_path / "out")
-    assert "holds no complete checkpoint" in fails(tmp_path / "empty", tmp_path / "out")
+    assert "nowhere: not a folder" in fails(tmp_path / "nowhere", tmp_path / "out")
+    assert "contains no intact checkpoint" in fails(tmp_path / "empty", tmp_path / "out")
     path = write_config(tmp_path, train={"steps": 1, "packs_per_step": 1})
     assert main(["train", str(path)]) == 0
     capsys.readouterr()
-    assert "exists and is not empty" in fails(tmp_path / "run", taken)
+    assert "is not empty" in fails(tmp_path / "run", taken)
     next((tmp_path / "run" / "checkpoints").rglob("*.safetensors")).write_bytes(b"short")
     step = tmp_path / "run" / "checkpoints" / "step_00000001"
-    assert "is not a complete checkpoint" in fails(step, tmp_path / "out")
+    assert "damaged or incomplete" in fails(step, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

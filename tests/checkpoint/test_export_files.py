@@ -72,8 +72,8 @@ def test_the_layout_of_files_is_that_of_large_published_models(tmp_path: Path, m
     path = write_config(tmp_path, train=ONE_STEP)
     assert main(["train", str(path)]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "one")]) == 0
-    assert exports.MOST_IN_A_FILE == "5GB"
-    monkeypatch.setattr(exports, "MOST_IN_A_FILE", "20KB")
+    assert exports.MAX_FILE_SIZE == "5GB"
+    monkeypatch.setattr(exports, "MAX_FILE_SIZE", "20KB")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "many")]) == 0
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
