@@ -46,7 +46,7 @@ def cost(pack: Pack) -> float:
 
 @settings(deadline=None)  # a machine may be busy
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
-def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
+def test_each_pack_is_assigned_once_and_totals_ignore_layout(
     seed: int, count: int, dp: int, ring: int, micro_batch: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
-def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
+def test_pack_table_round_trips_through_messages(seed: int) -> None:
     random = np.random.default_rng(seed)
     pack = random_pack(3, random)
     roles = random.choice(["chosen", "rejected", *list(PREFERENCES)[1:]], len(pack.lengths)).tolist()
@@ -109,7 +109,7 @@ def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
     assert heard.tokens.tolist() == [num_tokens(pack.columns)]
 
 
-def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:
+def test_moved_item_shifts_spans_and_drops_raw_value() -> None:
     item = MediaItem(PORTS[0], MediaSize(3, 1.0), ((1, 2), (5, 1)), False)
     inputs = {"values": torch.zeros(1)}
     moved = item.moved(10, raw=None, inputs=inputs)
@@ -118,7 +118,7 @@ def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:
     assert f"{item.port}" == str(item.port) == "image/encoder"
 
 
-def test_parts_of_an_item_have_their_places_in_every_copy_of_it() -> None:
+def test_parts_of_item_have_spans_in_every_copy() -> None:
     item = MediaItem(PORTS[0], MediaSize(5, 1.0), ((3, 2), (7, 3), (20, 5)), False)  # twice: in two runs, and in one
     parts = item.cut([(MediaSize(3, 0.5), {}), (MediaSize(2, 0.5), {})])
     assert [part.spans for part in parts] == [((3, 2), (7, 1), (20, 3)), ((8, 2), (23, 2))]

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recompute", ["none", "full", pytest.param("selective", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_and_gradients_are_those_without_it_to_the_bit(folder: Path, name: str, recompute: str) -> None:
+def test_offloaded_activations_keep_losses_and_gradients_bitwise(folder: Path, name: str, recompute: str) -> None:
     moved, plain = trial(folder, name, offload=["activations"], recompute=recompute)
     assert moved.losses == plain.losses
     for key, gradient in plain.gradients.items():
@@ -68,7 +68,7 @@ class Square(nn.Module):
         return y * y  # saves y, twice
 
 
-def test_each_tensor_goes_once_weights_stay_and_blocks_come_back_one_ahead() -> None:
+def test_tensors_are_offloaded_once_and_prefetched_one_block_early() -> None:
     said: list[str] = []
     blocks = [Square(name, said) for name in "abc"]
     moving = Offload(torch.device("cpu"), 3, 1)
@@ -94,7 +94,7 @@ def test_each_tensor_goes_once_weights_stay_and_blocks_come_back_one_ahead() -> 
     ]
 
 
-def test_what_the_host_has_no_room_for_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_larger_than_host_memory_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "available_memory", lambda: 500)
     moving = Offload(torch.device("cpu"), 4, 2)
     block = Square("a", [])
@@ -103,7 +103,7 @@ def test_what_the_host_has_no_room_for_is_refused_with_figures(monkeypatch: pyte
         block(torch.randn(5, 4, requires_grad=True))
 
 
-def test_state_is_freed_while_it_is_away_and_comes_back_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_state_is_freed_and_restored_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, small = torch.randn(4, 4), torch.randn(8).bfloat16(), torch.tensor(3.0)
     before = first.clone(), second.clone()
     away = OffloadedState(torch.device("cpu"), 1)
@@ -158,7 +158,7 @@ def races_of_activations(kind: type[offload.HostBuffers], uses_all: bool) -> lis
 
 
 @pytest.mark.parametrize("uses_all", [True, False])
-def test_activations_come_back_without_a_race_of_streams(uses_all: bool) -> None:
+def test_activations_are_restored_without_stream_race(uses_all: bool) -> None:
     assert races_of_activations(offload.HostBuffers, uses_all) == []
     assert races_of_activations(RacingHost, uses_all)
 
@@ -176,12 +176,12 @@ def races_of_state(kind: type[offload.HostBuffers]) -> list[str]:
     return checker.races
 
 
-def test_state_comes_back_without_a_race_of_streams() -> None:
+def test_state_is_restored_without_stream_race() -> None:
     assert races_of_state(offload.HostBuffers) == []
     assert races_of_state(RacingHost)
 
 
-def test_a_run_with_all_of_it_on_the_host_has_the_same_numbers_over_a_restart(tmp_path: Path) -> None:
+def test_fully_offloaded_run_resumes_with_the_same_numbers(tmp_path: Path) -> None:
     path = write_config(tmp_path, train={"packs_per_step": 2, "schedule": "constant"}, checkpoint={"every": 2})
     away = ["--parallel.offload", "[activations, optimizer, parameters]"]
     for name, ends, settings in (("plain", [4], []), ("away", [2, 4], away)):
@@ -193,7 +193,7 @@ def test_a_run_with_all_of_it_on_the_host_has_the_same_numbers_over_a_restart(tm
     assert plain == moved
 
 
-def test_a_plan_counts_what_is_on_the_host() -> None:
+def test_plan_counts_offloaded_bytes() -> None:
     config = str(ROOT / "examples/text_tiny.yaml")
     # Matrices that are large enough to be moved.
     settings = [
@@ -241,7 +241,7 @@ BESIDE = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("beside", BESIDE)
-def test_weights_on_the_host_go_with_everything_else(beside: str) -> None:
+def test_offloaded_weights_combine_with_other_options(beside: str) -> None:
     """On devices that are only planned, where a tensor on the wrong one is an error; and in numbers on four ranks."""
     example, settings = BESIDE[beside]
     words = [f"examples/{example}", *settings, "--parallel.offload", "[parameters]"]
@@ -254,24 +254,20 @@ def test_weights_on_the_host_go_with_everything_else(beside: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_on_the_host_have_the_same_losses_and_gradients_to_the_bit(folder: Path, name: str) -> None:
+def test_offloaded_weights_keep_losses_and_gradients_bitwise(folder: Path, name: str) -> None:
     moved, plain = trial(folder, name, offload=["parameters"], recompute="full")
     assert moved.losses == plain.losses
     for key, gradient in plain.gradients.items():
         assert torch.equal(moved.gradients[key], gradient), key
 
 
-def test_weights_that_the_host_has_no_room_for_are_refused_with_figures(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_larger_than_host_memory_raise(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    with pytest.raises(
-        UserError, match=r"^parallel\.offload: weights, .*\(1\)"
-    ):
+    with pytest.raises(UserError, match=r"^parallel\.offload: weights, .*\(1\)"):
         trial(folder, "dense", offload=["parameters"])
 
 
-def test_an_update_that_has_ranks_talk_is_refused_for_weights_on_the_host(tmp_path: Path) -> None:
+def test_offloaded_weights_with_muon_raise(tmp_path: Path) -> None:
     path = write_config(tmp_path, parallel={"offload": ["parameters"]}, optimizer={"kind": "muon"})
     with pytest.raises(UserError, match=r"parallel\.offload: `parameters` are updated on the host, and muon"):
         check_optimizer(load_config(path, []))
