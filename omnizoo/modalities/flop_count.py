@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from omnizoo.ops.quantization import own_weights
+from omnizoo.ops.quantization import direct_weights
 
 MULTIPLYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -21,7 +21,7 @@ def weights_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     Rows are not multiplied with embedding tables, norms, biases and learned rows.
     """
     for prefix, part in module.named_modules():
-        for name, parameter in own_weights(part):
+        for name, parameter in direct_weights(part):
             is_matrix = parameter.ndim > 1 and not name.endswith("bias") and not isinstance(part, nn.Embedding)
             is_multiplied = is_matrix and (isinstance(part, MULTIPLYING) or parameter.shape[0] > 1)
             yield f"{prefix}.{name}" if prefix else name, parameter, is_multiplied

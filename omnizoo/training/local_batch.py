@@ -115,9 +115,9 @@ def features_by_token(rows: torch.Tensor, route: FeatureRoute | None) -> MediaFe
     """Return the features that `exchange_features` received, with the indices of their tokens."""
     if route is None:  # no rank has an item of this port
         return MediaFeatures.unpredicted(rows, torch.empty(0, dtype=torch.int64, device=rows.device))
-    counts = route.learnt[route.before >= 0]
+    counts = route.has_targets[route.previous_token >= 0]
     trained = None if counts.all() else to_device(counts.nonzero().squeeze(1), rows.device)
-    return MediaFeatures(Features.at(rows, route.place), Features.at(rows, route.before), trained)
+    return MediaFeatures(Features.at(rows, route.token), Features.at(rows, route.previous_token), trained)
 
 
 def localize(
@@ -215,8 +215,8 @@ class EmptyRankAttention:
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros_like(x) + self.sequence.convolve(x[:0], weight, bias).sum()
 
-    def carry(self, steps: RecurrentInputs) -> torch.Tensor:
-        return torch.zeros_like(steps.value) + self.sequence.carry(steps.each(lambda x: x[:0])).sum()
+    def run_recurrence(self, inputs: RecurrentInputs) -> torch.Tensor:
+        return torch.zeros_like(inputs.value) + self.sequence.run_recurrence(inputs.map_tensors(lambda x: x[:0])).sum()
 
 
 def run_model(model: nn.Module, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

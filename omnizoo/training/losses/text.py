@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from omnizoo.config.schema import Config
 from omnizoo.models.interfaces.lm_head import Logits
 from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
-from omnizoo.ops.loss.linear_cross_entropy import linear_cross_entropy_sum, most_logits
+from omnizoo.ops.loss.linear_cross_entropy import linear_cross_entropy_sum, max_logits
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.local_batch import LocalBatch
 from omnizoo.training.losses.base import Loss
@@ -29,7 +29,7 @@ class HeadLoss(Loss):
         if chunked is None:
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
-            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > most_logits(mesh.device)
+            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > max_logits(mesh.device)
         self.view = "of_hidden" if chunked else "of_logits"
 
 

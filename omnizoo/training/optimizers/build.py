@@ -175,11 +175,11 @@ def optimizer_state_offloaded(optimizer: torch.optim.Optimizer) -> Iterator[None
     values += optimizer.average.values()
     with torch.no_grad():  # with gradients, `local_shard` would return a new view every time
         tensors = [local_shard(value) for value in values if isinstance(value, torch.Tensor)]
-    offloaded_state.leave([tensor for tensor in tensors if type(tensor) is torch.Tensor or is_fake(tensor)])
+    offloaded_state.offload([tensor for tensor in tensors if type(tensor) is torch.Tensor or is_fake(tensor)])
     try:
         yield
     finally:
-        offloaded_state.come_back()
+        offloaded_state.restore()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from omnizoo.ops.orthogonalize import COEFFICIENTS, orthogonalize
-from omnizoo.parallel.fsdp.matrices import on_whole_matrices
+from omnizoo.parallel.fsdp.matrices import on_full_matrices
 from omnizoo.parallel.fsdp.sharded_tensors import local_shard
 
 
@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
             update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
             updates.append(update if self._dtype is None else update.to(self._dtype))
         # One call for all matrices balances the work over ranks and needs few collectives.
-        for (p, group), update in zip(members, on_whole_matrices(updates, self._orthogonalize), strict=True):
+        for (p, group), update in zip(members, on_full_matrices(updates, self._orthogonalize), strict=True):
             here = local_shard(p)
             here.mul_(1 - group["lr"] * group["weight_decay"])
             here.add_(update, alpha=-group["lr"] * self._scale(*p.shape[-2:]))

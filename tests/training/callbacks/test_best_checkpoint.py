@@ -158,12 +158,12 @@ def test_export_of_a_best_checkpoint_that_is_not_there_is_one_line(config: Path,
             export(folder, tmp_path / "out", best=True)
         assert not (tmp_path / "out").exists()
 
-    refused("is not the folder of a run", good)
-    refused("is not the folder of a run", tmp_path / "nowhere")
+    refused("is not a run folder", good)
+    refused("is not a run folder", tmp_path / "nowhere")
     (good / "state.json").write_text("{}")
-    refused("not a complete checkpoint: state.json")
+    refused("damaged or incomplete: state.json")
     shutil.rmtree(good)
-    refused("names step_00000004 of run")
+    refused("step_00000004 of run")
     for text in (
         "{",
         "[]",
@@ -175,9 +175,9 @@ def test_export_of_a_best_checkpoint_that_is_not_there_is_one_line(config: Path,
         (directory / "best.json").write_text(text)
         refused("has no best.json")
     (directory / "best.json").write_text(json.dumps(other))
-    refused("names step_00000004 of run a, which is not there")
+    refused("step_00000004 of run a,")
     (directory / "best.json").unlink()
-    refused("has no best.json, which runs with checkpoint.best")
+    refused("has no best.json")
 
 
 def test_a_branch_of_a_run_has_a_best_one_of_its_own(config: Path, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_cross_entropy_takes_chunks_where_logits_would_be_many(tmp_path: Path, m
         return linear_cross_entropy_sum(hidden, *rest)
 
     monkeypatch.setattr(text, "linear_cross_entropy_sum", counted)
-    monkeypatch.setattr(text, "most_logits", lambda _: 1)
+    monkeypatch.setattr(text, "max_logits", lambda _: 1)
     chunked, at_head, (data, _) = one_step(path)
     assert sum(taken) == data.totals.targets["text"]
     monkeypatch.setattr(lm_head, "CAPS", ())

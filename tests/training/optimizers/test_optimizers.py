@@ -331,7 +331,9 @@ def test_the_average_is_exported_by_a_flag(tmp_path: Path, capfd: pytest.Capture
     again = ["--checkpoint.resume", checkpoint, "--log.dir", str(tmp_path / "more")]
     capfd.readouterr()
     assert main(["train", str(path), *again]) == 2
-    assert "is of another `optimizer` section: it has no ema." in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert ": ema." in error
+    assert "`optimizer` section" in error
 
 
 def test_a_run_from_the_weights_of_another_starts_its_average_there(tmp_path: Path) -> None:
@@ -483,7 +485,9 @@ def test_a_resumed_run_with_another_optimizer_is_refused(tmp_path: Path, capfd: 
     assert main(["train", str(path)]) == 0
     capfd.readouterr()
     assert main(["train", str(path), "--optimizer.kind", "muon", "--train.steps", "2"]) == 2
-    assert "is of another `optimizer` section: it has no optimizer." in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert ": optimizer." in error
+    assert "`optimizer` section" in error
 
 
 # torchao is optional, and compiles for minutes on a CPU: its state is tried without the compiler.
