@@ -1,4 +1,5 @@
-"""GRPO by hand on a small model, with transformers as the rollout engine: it learns to answer with digits (docs/rl.md).
+"""GRPO by hand on a small model, with transformers as the rollout engine: it learns to answer with digits
+(docs/how-to/rl.md).
 
     python examples/grpo_tiny.py --log.dir runs/grpo_tiny
     torchrun --standalone --nproc-per-node 2 examples/grpo_tiny.py --parallel.ulysses 2

@@ -1,4 +1,4 @@
-"""Training engine for reinforcement learning frameworks, on any layout (docs/rl.md).
+"""Training engine for reinforcement learning frameworks, on any layout (docs/how-to/rl.md).
 
 It computes log-probabilities of rollouts, runs policy-gradient steps, and streams the weights to the rollout engine.
 """

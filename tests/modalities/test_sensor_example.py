@@ -1,4 +1,5 @@
-"""The worked example of docs/modalities.md: a user's own modality, in and out, is one short file, and trains."""
+"""The worked example of docs/tutorials/new_modality.md: a user's own modality, in and out, is one short file, and
+trains."""
 
 from pathlib import Path
 

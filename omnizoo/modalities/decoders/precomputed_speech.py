@@ -130,7 +130,9 @@ def read_voices(content: bytes, sizes: Mapping[str, int], what: str) -> dict[str
     try:
         tensors = load(content)
     except (SafetensorError, ValueError) as error:
-        raise UserError(f"{what} cannot be read: {named_line(error)}; expected tensors, see docs/talker.md") from error
+        raise UserError(
+            f"{what} cannot be read: {named_line(error)}; expected tensors, see docs/how-to/speech.md"
+        ) from error
     found: dict[str, Voice] = {}
     for name in sorted({key.rpartition(".")[0] for key in tensors}):
         token, conditioning, reference = (tensors.get(f"{name}.{part}") for part in ("bos_token", "cond", "ref_mel"))

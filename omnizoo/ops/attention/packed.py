@@ -1,9 +1,8 @@
 """Attention over packed samples, `[1, heads, tokens, width]`. Tokens attend only to tokens of their own sample.
 
-`packed_attention` selects the kernel for the device; docs/LOG.md has measurements. `per_sample` is the plain torch
-reference that every kernel is tested against. Bidirectional spans (`BidirectionalSpans`) add blocks to causal attention
-for the later tokens of a span, which the same kernels compute and which are merged exactly.
-"""
+`packed_attention` selects the kernel for the device; docs/project/experiments.md has measurements. `per_sample` is the
+plain torch reference that every kernel is tested against. Bidirectional spans (`BidirectionalSpans`) add blocks to
+causal attention for the later tokens of a span, which the same kernels compute and which are merged exactly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

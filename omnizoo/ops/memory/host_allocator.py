@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
     """Configure malloc to keep freed memory in this process.
 
     By default each tensor of some MB is mapped again in every step, and the system clears it page by page, which takes
-    a seventh of a step on a CPU (docs/LOG.md).
+    a seventh of a step on a CPU (docs/project/experiments.md).
 
     Returns:
         Whether the setting was changed. It is not changed without glibc, or if the user has set one of `SETTINGS`.

@@ -37,7 +37,7 @@ class Qwen25Talker(Talker):
 
     prefix = (BOS,)
     no_speakers = (
-        f": the model comes without {VOICES}; docs/talker.md says how to make it, or name it as options.speakers"
+        f": the model comes without {VOICES}; docs/how-to/speech.md says how to make it, or name it as options.speakers"
     )
 
     def __init__(

@@ -13,7 +13,9 @@ from typing import Any, Literal
 from omnizoo.reporting.run_folder import Metrics
 
 Request = Literal["stop", "save"] | None
-EXPECTED = "a subclass of omnizoo.Callback with on_start, on_step, on_evaluation, on_save or on_end (docs/callbacks.md)"
+EXPECTED = (
+    "a subclass of omnizoo.Callback with on_start, on_step, on_evaluation, on_save or on_end (docs/how-to/callbacks.md)"
+)
 REQUESTS: dict[str, tuple[Any, ...]] = {  # allowed return values of each method
     "on_start": (None, "stop"),
     "on_step": (None, "stop"),

@@ -213,7 +213,7 @@ def losses_of_rows(config: Config) -> list[NamedLoss]:
         if loss.loss.needs:
             raise UserError(
                 f"{loss.who} needs {', '.join(loss.loss.needs)} of each sample, which rows do not have; it is for "
-                "omnizoo.Engine (docs/rl.md)"
+                "omnizoo.Engine (docs/how-to/rl.md)"
             )
     return losses
 

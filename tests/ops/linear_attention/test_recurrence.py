@@ -187,7 +187,7 @@ def sizes(heads: int, groups: int, deep: int, wide: int, is_delta: bool) -> Recu
 
 
 def test_predicted_bytes_select_the_cheaper_method() -> None:
-    """States do not grow with the tokens, heads do. docs/parallelism.md has these figures."""
+    """States do not grow with the tokens, heads do. docs/explanation/parallelism.md has these figures."""
     qwen = sizes(heads=32, groups=32, deep=128, wide=128, is_delta=True)  # Qwen3.5 35B-A3B
     long = sent([4 * 16384], qwen)
     assert long["states"] == 3 * 32 * 128 * 256 * 4  # 12 MiB: a pair from the first rank to each of the others
