@@ -87,7 +87,7 @@ class Engine:
         self.steps: int = self._setup.saved.get("step", 0)
         self.bad_steps: int = self._setup.saved.get("bad_steps", 0)
         self._rollouts = RolloutReader(self._reader.renderer, config.data.pack_tokens, vocabulary_size(self.model))
-        self._needs = sorted({name for loss in losses for name in loss.loss.needs})
+        self._needs = sorted({name for loss in losses for name in loss.loss.required_columns})
         self._is_settled = False  # whether the recompute budget has been applied, which needs the first rollouts
         self._scoring: dict[
             bool, tuple[LanguageObjective, Balancer, LogProbabilityRecorder]

@@ -38,7 +38,7 @@ class Rollout:
         reference: Log-probabilities under the reference model, per token.
         mask: Whether the model generated each token. Other tokens, such as tool output, are context and not targets.
             Default: the model generated all of them.
-        extra: Additional per-token values for custom losses, by name (see `Loss.needs`).
+        extra: Additional per-token values for custom losses, by name (see `Loss.required_columns`).
     """
 
     prompt: Any

@@ -172,8 +172,8 @@ class LanguageObjective(Objective):
             losses = without_text(losses, type(model).__name__.removeprefix("FSDP"))
         for loss in losses:
             loss.loss.set_up(model, mesh, config)
-        self.token_losses = [loss for loss in losses if loss.view != "of_routers"]
-        self._router_losses = [loss for loss in losses if loss.view == "of_routers"]
+        self.token_losses = [loss for loss in losses if loss.input_kind != "from_routers"]
+        self._router_losses = [loss for loss in losses if loss.input_kind == "from_routers"]
         if not self.token_losses and not self._decoder_weights:
             raise UserError(
                 "train.losses: no loss applies to what the model predicts. Add cross_entropy or a loss of your own."
@@ -187,7 +187,7 @@ class LanguageObjective(Objective):
 
     def _find_head(self) -> Head | None:
         """Return the head of the model if a loss uses hidden states, else None."""
-        hidden_losses = [loss for loss in self.token_losses if loss.view == "of_hidden"]
+        hidden_losses = [loss for loss in self.token_losses if loss.input_kind == "from_hidden"]
         return Head(self.model, hidden_losses[0].who) if hidden_losses else None
 
     def _record_routers(self, media: MediaModel) -> RouterRecorder:
@@ -248,7 +248,7 @@ class LanguageObjective(Objective):
             sums, decoder_sums = self._forward(local)
         terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.token_losses]
         for loss in self.token_losses:
-            terms += [LossTerm(name, 0.0, metric) for name, metric in loss.measured().items()]
+            terms += [LossTerm(name, 0.0, metric) for name, metric in loss.metric_sums().items()]
         for name, decoder_sum in decoder_sums.items():
             terms.append(LossTerm(name, self._decoder_weights.get(name, 1.0), decoder_sum))
         return terms + self._router_terms(records, batch, local)
@@ -281,9 +281,9 @@ class LanguageObjective(Objective):
         sums = {}
 
         def compute_losses(hidden: torch.Tensor, head: Logits) -> None:
-            logits = head(hidden) if any(loss.view == "of_logits" for loss in self.token_losses) else None
+            logits = head(hidden) if any(loss.input_kind == "from_logits" for loss in self.token_losses) else None
             for loss in self.token_losses:
-                inputs = (hidden, head) if loss.view == "of_hidden" else (logits,)
+                inputs = (hidden, head) if loss.input_kind == "from_hidden" else (logits,)
                 sums[loss.name] = loss.sum(*inputs, local)
 
         with self._head.doing(compute_losses) as anchor:
@@ -291,7 +291,9 @@ class LanguageObjective(Objective):
         try:
             start = anchor(logits)
         except UnsupportedHeadError:  # only in the first forward pass of a run
-            if not all(fall_back_to_logits(loss.loss) for loss in self.token_losses if loss.view == "of_hidden"):
+            if not all(
+                fall_back_to_logits(loss.loss) for loss in self.token_losses if loss.input_kind == "from_hidden"
+            ):
                 raise
             self._head = self._find_head()
             return self._forward(local)
@@ -346,9 +348,9 @@ def without_text(losses: Sequence[NamedLoss], model_class: str) -> list[NamedLos
         UserError: If the config sets another loss on text.
     """
     for loss in losses:
-        if loss.view != "of_routers" and loss.kind != "cross_entropy":
+        if loss.input_kind != "from_routers" and loss.kind != "cross_entropy":
             raise UserError(f"{loss.who} is a loss on text, but {model_class} generates none. Leave out train.losses.")
-    return [loss for loss in losses if loss.view == "of_routers"]
+    return [loss for loss in losses if loss.input_kind == "from_routers"]
 
 
 def _select_tokens(record: RouterRecord, index: torch.Tensor | slice) -> RouterRecord:

@@ -81,7 +81,7 @@ class Recorder:
             known = self._callbacks.failure
             self._callbacks.end("failed" if error else "stopped", named_line(error) if error else None)
             if self._callbacks.failure != known:  # only a warning: the error of the run is raised
-                self.say(f"warning: {self._callbacks.failure}")
+                self.print(f"warning: {self._callbacks.failure}")
 
     @contextmanager
     def _despite_full_disk(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ class Recorder:
         if who not in self._warned:
             failed = f"{error.filename or self._run.root} cannot be written: {error.strerror}"
             said = failed if who == "log.dir" else named_line(error)
-            self.say(f"warning: {who}: {said}; the run goes on without it")
+            self.print(f"warning: {who}: {said}; the run goes on without it")
         self._warned.add(who)
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -112,9 +112,9 @@ class Recorder:
         self._clock.done("first step")
         with self._despite_full_disk():
             add_seconds(self._run.starts, self._clock.parts)
-        self.say(self._clock.line)
+        self.print(self._clock.line)
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         if self._active:
             self._progress.say(message)
 

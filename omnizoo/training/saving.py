@@ -35,7 +35,7 @@ def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> None:
         message = f"no checkpoint of step {step}: {error}; earlier checkpoints in {run.checkpoint_dir} are intact"
         if must_succeed or run.config.checkpoint.on_save_error == "stop":
             raise TrainingError(message) from error
-        recorder.say(f"warning: {message}; training continues (checkpoint.on_save_error: continue)")
+        recorder.print(f"warning: {message}; training continues (checkpoint.on_save_error: continue)")
 
 
 def _state_to_save(run: RunContext) -> dict[str, Any]:

@@ -68,12 +68,12 @@ def report_unusual_step(run: RunContext, recorder: Recorder, data: StepData, res
     step = run.state.step
     if not result.finite:
         recorder.bad_step(step, result.loss, result.grad_norm, _sample_names(run, data))
-        recorder.say(
+        recorder.print(
             f"step {step} skipped: loss {result.loss}, grad norm {result.grad_norm}. "
             f"Its samples are listed in {run.folder.bad_steps}."
         )
     for line in _warnings(run, data):
-        recorder.say(line)
+        recorder.print(line)
     if data.bad_rows:
         recorder.bad_rows(step, sorted(set(data.bad_rows)))
 

@@ -30,7 +30,7 @@ from omnizoo.training.recorder import Recorder
 class TokenAccuracy(Loss):
     """The share of text targets that have the highest logit, a weighted mean over targets."""
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         return batch.sum((logits.argmax(-1) == batch.targets).double())
 
 
@@ -38,7 +38,7 @@ def token_metrics(config: Config) -> list[NamedLoss]:
     """Return the metrics of `evaluation.metrics` that are computed with the losses. Their names begin with a slash."""
     return [
         NamedLoss(
-            TokenAccuracy(), "evaluation.metrics", metric.kind, metric.label.removeprefix("eval"), 0.0, "of_logits"
+            TokenAccuracy(), "evaluation.metrics", metric.kind, metric.label.removeprefix("eval"), 0.0, "from_logits"
         )
         for metric in config.evaluation.metrics
         if not metric.is_of_answers
@@ -114,7 +114,7 @@ class Evaluator:
             responses = self.sampler.take(step, self.folder)
         recorder.samples(responses.records)
         for failure in responses.failures:
-            recorder.say(f"warning: step {step}: {failure}; this evaluation lacks the metric")
+            recorder.print(f"warning: step {step}: {failure}; this evaluation lacks the metric")
         return metrics | responses.metrics
 
     def metric_names(self) -> set[str]:

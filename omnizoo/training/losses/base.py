@@ -37,8 +37,14 @@ KINDS = {
     "orpo": "omnizoo.training.losses.preference:ORPO",
     "simpo": "omnizoo.training.losses.preference:SimPO",
 }
-VIEWS = {"of_logits": 2, "of_hidden": 3, "of_routers": 2}  # method -> number of arguments; a loss overrides one of them
-EXPECTED = "a subclass of omnizoo.Loss with one of of_logits(logits, batch), of_hidden(hidden, head, batch), of_routers"
+INPUT_KINDS = {
+    "from_logits": 2,
+    "from_hidden": 3,
+    "from_routers": 2,
+}  # method -> number of arguments; a loss overrides one of them
+EXPECTED = (
+    "a subclass of omnizoo.Loss with one of from_logits(logits, batch), from_hidden(hidden, head, batch), from_routers"
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,8 @@ class NextStep:
 class Loss:
     """Base class of losses.
 
-    The constructor takes the `options` of the config. A subclass overrides exactly one of `of_logits`, `of_hidden` and
-    `of_routers`, which determines the inputs of the loss. This method returns the loss summed over this rank's part of
+    The constructor takes the `options` of the config. A subclass overrides exactly one of `from_logits`, `from_hidden` and
+    `from_routers`, which determines the inputs of the loss. This method returns the loss summed over this rank's part of
     a micro-batch: a scalar tensor with its graph, 0 if the part has no targets.
 
     A rank may have any part of a pack. The result is the same for every layout only if it is a sum over targets or over
@@ -62,13 +68,13 @@ class Loss:
 
     Attributes:
         metrics: Names of additional values to report.
-        measured: The sum of each metric over this rank's part of the micro-batch, set by each call.
-        needs: Names of per-token values that samples must have in `batch.columns`, such as those of `omnizoo.Rollout`.
+        metric_sums: The sum of each metric over this rank's part of the micro-batch, set by each call.
+        required_columns: Names of per-token values that samples must have in `batch.columns`, such as those of `omnizoo.Rollout`.
     """
 
     metrics: ClassVar[Sequence[str]] = ()
-    measured: dict[str, torch.Tensor]
-    needs: Sequence[str] = ()
+    metric_sums: dict[str, torch.Tensor]
+    required_columns: Sequence[str] = ()
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         """Prepare the loss. Called once before the first step, on all ranks.
@@ -89,7 +95,7 @@ class Loss:
         """
         return totals.weight
 
-    def count_of(self, metric: str, totals: StepTotals) -> float:
+    def metric_count(self, metric: str, totals: StepTotals) -> float:
         """Return the denominator of a metric, given the totals of the step. Default: that of the loss."""
         return self.count(totals)
 
@@ -99,7 +105,7 @@ class Loss:
     def prepare(self, batch: LocalBatch) -> None:
         """Prepare for a micro-batch. Called before the forward pass of the model, on all ranks."""
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """Return the loss, given logits.
 
         Args:
@@ -111,7 +117,7 @@ class Loss:
         """
         raise NotImplementedError
 
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
+    def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
         """Return the loss, given hidden states. For losses that compute only a few logits at a time.
 
         Args:
@@ -125,7 +131,7 @@ class Loss:
         """
         raise NotImplementedError
 
-    def of_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
+    def from_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
         """Return the loss, given the outputs of MoE routers.
 
         Args:
@@ -150,21 +156,21 @@ class NamedLoss:
     method: str  # the method `of_...` that the class overrides; the first if there are several
 
     @property
-    def view(self) -> str:
+    def input_kind(self) -> str:
         """Name of the method `of_...` to call. Built-in losses with several methods choose one in `set_up`."""
-        return getattr(self.loss, "view", self.method)
+        return getattr(self.loss, "input_kind", self.method)
 
     @property
     def who(self) -> str:
         return f"{self.key}.kind: {self.kind}"
 
-    def measured(self) -> dict[str, torch.Tensor]:
+    def metric_sums(self) -> dict[str, torch.Tensor]:
         """Return the sums of the metrics in the last call. Raises a `UserError` if one is missing."""
-        found = getattr(self.loss, "measured", {})
+        found = getattr(self.loss, "metric_sums", {})
         for metric in self.loss.metrics:
             if metric not in found:
                 raise UserError(
-                    f"{self.who}: {self.view} leaves no {metric!r} in `measured`, which it has in `metrics`"
+                    f"{self.who}: {self.input_kind} leaves no {metric!r} in `metric_sums`, which it has in `metrics`"
                 )
         return {f"{self.name}/{metric}": found[metric].detach() for metric in self.loss.metrics}
 
@@ -180,15 +186,15 @@ class NamedLoss:
         return count
 
     def metric_counts(self, totals: StepTotals) -> dict[str, float]:
-        return {f"{self.name}/{metric}": self.loss.count_of(metric, totals) for metric in self.loss.metrics}
+        return {f"{self.name}/{metric}": self.loss.metric_count(metric, totals) for metric in self.loss.metrics}
 
     def sum(self, *seen: Any) -> torch.Tensor:
-        total = getattr(self.loss, self.view)(*seen)
+        total = getattr(self.loss, self.input_kind)(*seen)
         if not isinstance(total, torch.Tensor) or total.ndim or not total.is_floating_point():
             is_tensor = isinstance(total, torch.Tensor)
             shown = f"a tensor {list(total.shape)} of {total.dtype}" if is_tensor else f"a {type(total).__name__}"
             raise UserError(
-                f"{self.who}: {self.view} gives {shown}; expected the sum: a tensor of floats, no dimension"
+                f"{self.who}: {self.input_kind} gives {shown}; expected the sum: a tensor of floats, no dimension"
             )
         return total
 
@@ -210,9 +216,9 @@ def losses_of_rows(config: Config) -> list[NamedLoss]:
     """
     losses = build_losses(config)
     for loss in losses:
-        if loss.loss.needs:
+        if loss.loss.required_columns:
             raise UserError(
-                f"{loss.who} needs {', '.join(loss.loss.needs)} of each sample, which rows do not have; it is for "
+                f"{loss.who} needs {', '.join(loss.loss.required_columns)} of each sample, which rows do not have; it is for "
                 "omnizoo.Engine (docs/rl.md)"
             )
     return losses
@@ -220,18 +226,18 @@ def losses_of_rows(config: Config) -> list[NamedLoss]:
 
 def name_loss(name: str, loss: Loss) -> NamedLoss:
     """Return a loss that was built in Python, with a name and weight 1."""
-    return NamedLoss(loss, "extra_losses", name, name, 1.0, _views(type(loss))[0])
+    return NamedLoss(loss, "extra_losses", name, name, 1.0, _input_kinds(type(loss))[0])
 
 
-def _views(loss_class: type[Loss]) -> list[str]:
+def _input_kinds(loss_class: type[Loss]) -> list[str]:
     """Return the methods `of_...` that a class overrides."""
-    return [view for view in VIEWS if getattr(loss_class, view) is not getattr(Loss, view)]
+    return [view for view in INPUT_KINDS if getattr(loss_class, view) is not getattr(Loss, view)]
 
 
 def _build(key: str, part: LossSettings) -> NamedLoss:
     kind = part.kind
     found = resolve_class(KINDS.get(kind, kind), f"{key}.kind", Loss, EXPECTED)
-    views = _views(found)
+    views = _input_kinds(found)
     if len(views) != 1 and kind not in KINDS:
         has = " and ".join(views) if views else "none of them"
         raise UserError(f"{key}.kind: {kind} has {has}; expected {EXPECTED}")
@@ -243,7 +249,7 @@ def _build(key: str, part: LossSettings) -> NamedLoss:
         raise
     except CODE_ERRORS as error:
         raise UserError(f"{key}.options: {kind} does not take them: {named_line(error)}") from error
-    calls = {views[0]: VIEWS[views[0]], "set_up": 3, "count": 1}
+    calls = {views[0]: INPUT_KINDS[views[0]], "set_up": 3, "count": 1}
     for method, arguments in calls.items():
         check_call(getattr(loss, method), f"{kind}.{method}", f"{key}.kind", [None] * arguments, {})
     return NamedLoss(loss, key, kind, part.label, part.weight, views[0])

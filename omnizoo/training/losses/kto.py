@@ -44,7 +44,7 @@ class KTO(ReferenceLoss):
     def count(self, totals: StepTotals) -> float:
         return totals.desirable + totals.undesirable
 
-    def count_of(self, metric: str, totals: StepTotals) -> float:
+    def metric_count(self, metric: str, totals: StepTotals) -> float:
         counts = {"rewards/desirable": totals.desirable, "rewards/undesirable": totals.undesirable}
         return counts.get(metric, self.count(totals))
 
@@ -67,5 +67,5 @@ class KTO(ReferenceLoss):
             for weight, sign, each in zip(self.weights, (1, -1), (good, bad), strict=True)
         ]
         judged = len(good) + len(bad)
-        measured = (self.beta * good.sum(), self.beta * bad.sum(), judged * self.kl)
-        return losses[0] + losses[1], dict(zip(self.metrics, measured, strict=True))
+        metric_sums = (self.beta * good.sum(), self.beta * bad.sum(), judged * self.kl)
+        return losses[0] + losses[1], dict(zip(self.metrics, metric_sums, strict=True))

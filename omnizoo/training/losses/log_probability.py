@@ -36,10 +36,10 @@ class LogProbabilityLoss(HeadLoss):
         super().set_up(model, mesh, config)
         self.sharing, self.add_up = mesh.layout.sp, partial(mesh.sum_along, "sp")
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         return self.of_tokens(log_probabilities(self.tempered(logits), batch.targets), batch)
 
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
+    def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
         tempered = Logits(lambda rows: self.tempered(head(rows)), head.linear)
         return self.of_tokens(in_chunks(hidden, tempered, batch.targets), batch)
 
@@ -73,10 +73,10 @@ class ResponseLoss(LogProbabilityLoss):
         """
         scores, samples = gather_scores(each, batch)
         if batch.preferences is None:
-            self.measured = {name: each.new_zeros(()) for name in self.metrics}
+            self.metric_sums = {name: each.new_zeros(()) for name in self.metrics}
             return 0 * scores.sum().to(each.dtype)
-        total, measured = self.of_sums(self.sums_of(scores, samples, batch.num_samples), batch)
-        self.measured = {name: value.detach().to(each.dtype) / self.sharing for name, value in measured.items()}
+        total, metric_sums = self.of_sums(self.sums_of(scores, samples, batch.num_samples), batch)
+        self.metric_sums = {name: value.detach().to(each.dtype) / self.sharing for name, value in metric_sums.items()}
         # The value is an equal share of the total. The gradient is not divided: it has only this rank's tokens.
         return total.detach().to(each.dtype) / self.sharing + (total - total.detach()).to(each.dtype)
 

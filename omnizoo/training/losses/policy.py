@@ -30,22 +30,22 @@ class Policy(LogProbabilityLoss):
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
         self.clip_low, self.clip_high, self.beta = clip_low, clip_high, beta
-        self.needs = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
+        self.required_columns = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
 
     def of_tokens(self, each: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         if OLD not in batch.columns:  # only dummy packs, on all ranks of the sequence-parallel group
-            self.measured = {name: each.new_zeros(()) for name in self.metrics}
+            self.metric_sums = {name: each.new_zeros(()) for name in self.metrics}
             return 0 * each.sum()
         wide = each.double()
         parts = 1 / self.lengths(batch) if self.is_by_answer else torch.ones_like(wide)
-        total, measured = self.of_rollouts(wide - batch.columns[OLD], batch, parts)
+        total, metric_sums = self.of_rollouts(wide - batch.columns[OLD], batch, parts)
         reference_kl = torch.zeros_like(wide)
         if REFERENCE in batch.columns:
             reference_kl = divergence(batch.columns[REFERENCE] - wide)
         if self.beta:
             total = total + self.beta * (reference_kl * parts).sum()
-        sums = [(value.detach() * parts).sum().to(each.dtype) for value in (*measured, reference_kl)]
-        self.measured = dict(zip(self.metrics, sums, strict=True))
+        sums = [(value.detach() * parts).sum().to(each.dtype) for value in (*metric_sums, reference_kl)]
+        self.metric_sums = dict(zip(self.metrics, sums, strict=True))
         return total.to(each.dtype)
 
     def of_rollouts(
@@ -89,9 +89,9 @@ class GRPO(Policy):
         self.length, self.is_by_answer = length, aggregation == "sample"
 
     def count(self, totals: StepTotals) -> float:
-        return self.count_of("", totals) if self.length is None else totals.answers * self.length
+        return self.metric_count("", totals) if self.length is None else totals.answers * self.length
 
-    def count_of(self, metric: str, totals: StepTotals) -> float:
+    def metric_count(self, metric: str, totals: StepTotals) -> float:
         return totals.answers if self.is_by_answer else totals.targets.get(TEXT, 0)
 
     def of_rollouts(
@@ -122,9 +122,9 @@ class GSPO(Policy):
         log_ratio, advantage = sums[:2] / sums[2].clamp(min=1)  # a sample without targets has an advantage of 0
         ratio = log_ratio.exp()
         loss, is_clipped = self.clipped(ratio, advantage)
-        measured = [value[batch.sample_of_target] for value in (ratio, is_clipped, divergence(log_ratio))]
+        metric_sums = [value[batch.sample_of_target] for value in (ratio, is_clipped, divergence(log_ratio))]
         total = loss.sum()  # equal on all ranks of the sequence-parallel group
-        return total.detach() / self.sharing + (total - total.detach()), measured
+        return total.detach() / self.sharing + (total - total.detach()), metric_sums
 
 
 def divergence(log_ratio: torch.Tensor) -> torch.Tensor:

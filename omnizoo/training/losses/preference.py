@@ -44,8 +44,8 @@ class PairLoss(ResponseLoss):
         each = each / sums[1].clamp(min=1) if self.is_normalized else each
         chosen, rejected = each[batch.samples_by_role["chosen"]], each[batch.samples_by_role["chosen"] + 1]
         good, bad = self.beta * chosen, self.beta * rejected
-        measured = (good.sum(), bad.sum(), (good - bad).sum(), (good > bad).double().sum())
-        return self.of_pairs(chosen, rejected).sum(), dict(zip(self.metrics, measured, strict=True))
+        metric_sums = (good.sum(), bad.sum(), (good - bad).sum(), (good > bad).double().sum())
+        return self.of_pairs(chosen, rejected).sum(), dict(zip(self.metrics, metric_sums, strict=True))
 
 
 class DPO(ReferenceLoss, PairLoss):

@@ -32,7 +32,7 @@ class ScoringModel:
 
     def __init__(self, model: nn.Module, loss: "ReferenceLoss") -> None:
         self.model, self.loss = model, loss
-        self.head = Head(model, f"train.losses: {loss.kind}") if loss.view == "of_hidden" else None
+        self.head = Head(model, f"train.losses: {loss.kind}") if loss.input_kind == "from_hidden" else None
 
     @torch.no_grad()
     def sums(self, batch: LocalBatch) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Balance(Loss):
     def count(self, totals: StepTotals) -> float:
         return totals.packs
 
-    def of_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
+    def from_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
         return balance_sum(records, batch.pack_of_token, batch.num_packs, self.add_up)
 
 
@@ -85,5 +85,5 @@ class RouterZ(Loss):
     def count(self, totals: StepTotals) -> float:
         return totals.tokens * self.layers
 
-    def of_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
+    def from_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
         return router_z_sum(records, batch.pack_of_token)

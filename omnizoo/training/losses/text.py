@@ -30,7 +30,7 @@ class HeadLoss(Loss):
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
             chunked = isinstance(head, nn.Linear) and tokens * head.out_features > most_logits(mesh.device)
-        self.view = "of_hidden" if chunked else "of_logits"
+        self.input_kind = "from_hidden" if chunked else "from_logits"
 
 
 class CrossEntropy(HeadLoss):
@@ -40,12 +40,12 @@ class CrossEntropy(HeadLoss):
         super().__init__(**options)
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         return cross_entropy_sum(logits, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss)
 
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
+    def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
         if head.linear is None:
-            return self.of_logits(head(hidden), batch)
+            return self.from_logits(head(hidden), batch)
         return linear_cross_entropy_sum(
             hidden, head.linear, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss
         )
@@ -59,5 +59,5 @@ def fall_back_to_logits(loss: Loss) -> bool:
     """
     if not isinstance(loss, HeadLoss) or loss.chunked:
         return False
-    loss.view = "of_logits"
+    loss.input_kind = "from_logits"
     return True

@@ -352,8 +352,8 @@ LINES = {
     "{kind: 'own_losses:Nothing'}": "train.losses.0.kind: cannot import own_losses:Nothing",
     "{kind: 'own_losses:NotALoss'}": "own_losses:NotALoss is not a subclass of omnizoo.training.losses.base.Loss",
     "{kind: 'own_losses:SeesNothing'}": "own_losses:SeesNothing has none of them; expected a subclass of omnizoo.Loss",
-    "{kind: 'own_losses:SeesTwice'}": "own_losses:SeesTwice has of_logits and of_hidden; expected",
-    "{kind: 'own_losses:NoBatch'}": "train.losses.0.kind: own_losses:NoBatch.of_logits(logits) does not take what it",
+    "{kind: 'own_losses:SeesTwice'}": "own_losses:SeesTwice has from_logits and from_hidden; expected",
+    "{kind: 'own_losses:NoBatch'}": "train.losses.0.kind: own_losses:NoBatch.from_logits(logits) does not take what it",
     "{kind: 'own_losses:NeedsMore'}": "train.losses.0.options: own_losses:NeedsMore(teacher) does not take what it is "
     "given: missing a required argument: 'teacher'",
     "{kind: 'own_losses:NeedsMore', options: {teachers: a}}": "did you mean teacher?",
@@ -365,8 +365,8 @@ LINES = {
     "{kind: 'own_losses:CountsDown'}": "own_losses:CountsDown: count(totals) is -1; expected a number >= 0",
     "{kind: 'own_losses:CountsNothing'}": "count(totals) is a NoneType; expected a number >= 0",
     "{kind: 'own_losses:NotANumber'}": "count(totals) is nan; expected a number >= 0",
-    "{kind: 'own_losses:PerToken'}": "own_losses:PerToken: of_logits gives a tensor [",
-    "{kind: 'own_losses:PlainNumber'}": "own_losses:PlainNumber: of_logits gives a float; expected the sum: a tensor",
+    "{kind: 'own_losses:PerToken'}": "own_losses:PerToken: from_logits gives a tensor [",
+    "{kind: 'own_losses:PlainNumber'}": "own_losses:PlainNumber: from_logits gives a float; expected the sum: a tensor",
 }
 
 

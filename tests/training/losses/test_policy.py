@@ -64,7 +64,7 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     numbers = {"advantage": advantage, "old": old, "reference": reference}
     loss.sharing, loss.add_up = 1, lambda tensor: tensor
     totals = StepTotals(40, 1, {"text": count}, count, 0.0, answers=answers)
-    found = loss.of_logits(logits, batch_of(sample, numbers | {"labels": targets})) / loss.count(totals)
+    found = loss.from_logits(logits, batch_of(sample, numbers | {"labels": targets})) / loss.count(totals)
     (gradient,) = torch.autograd.grad(found, logits)
 
     split = [
@@ -74,7 +74,7 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     expected = published(loss, *split)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-10, atol=1e-14)
-    measured = {name: value / loss.count_of(name, totals) for name, value in loss.measured.items()}
+    measured = {name: value / loss.metric_count(name, totals) for name, value in loss.metric_sums.items()}
     ratios = [(pi - before).exp() for pi, before in zip(*split[:2], strict=True)]
     ratio = torch.cat(ratios).mean()
     if isinstance(loss, GSPO):

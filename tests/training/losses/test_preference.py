@@ -99,7 +99,7 @@ def test_losses_are_the_published_ones_in_float64(loss: PairLoss) -> None:
     if isinstance(loss, DPO):
         loss.of_reference = torch.stack([part.sum() for part in reference.split(lengths)])
     batch = batch_of(["", "chosen", "rejected", "chosen", "rejected", ""], sample, targets)
-    found = loss.of_logits(logits, batch)
+    found = loss.from_logits(logits, batch)
     (gradient,) = torch.autograd.grad(found, logits)
 
     each = torch.log_softmax(logits, 1)[torch.arange(len(sample)), targets]
@@ -111,8 +111,8 @@ def test_losses_are_the_published_ones_in_float64(loss: PairLoss) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-10, atol=1e-14)
     rewards = [loss.beta * side.sum() for side in (chosen, rejected)]
     for name, value in zip(loss.metrics, (*rewards, rewards[0] - rewards[1]), strict=False):
-        torch.testing.assert_close(loss.measured[name], value.detach())
-    assert loss.measured["accuracy"] == (chosen > rejected).sum()
+        torch.testing.assert_close(loss.metric_sums[name], value.detach())
+    assert loss.metric_sums["accuracy"] == (chosen > rejected).sum()
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.7])
@@ -134,9 +134,9 @@ def test_kto_is_the_published_one_in_float64(kl: float) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     gradients = [torch.autograd.grad(total, each)[0] for total in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
-    assert loss.measured["rewards/desirable"] == pytest.approx(0.4 * rewards[1].item())
-    assert loss.measured["rewards/undesirable"] == pytest.approx(0.4 * (rewards[0] + rewards[3]).item())
-    assert loss.measured["kl"] == pytest.approx(3 * kl)
+    assert loss.metric_sums["rewards/desirable"] == pytest.approx(0.4 * rewards[1].item())
+    assert loss.metric_sums["rewards/undesirable"] == pytest.approx(0.4 * (rewards[0] + rewards[3]).item())
+    assert loss.metric_sums["kl"] == pytest.approx(3 * kl)
 
 
 def answers_of(model: Any, data: Any) -> list[tuple[torch.Tensor, int]]:
