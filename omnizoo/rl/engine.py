@@ -241,7 +241,7 @@ class Engine:
             if reference:  # build it as preference losses do
                 dpo = DPO()
                 sync_errors(self.mesh, lambda: dpo.set_up(self.model, self.mesh, self.config))
-                model = dpo.reference.asked.model
+                model = dpo.reference.scorer.model
             # Compute logits in chunks if and only if the training losses do, so that equal policies give a ratio of
             # exactly 1.
             asked = [

@@ -116,7 +116,8 @@ def stopped_at_start(run: RunContext, recorder: Recorder) -> bool:
     requests = run.callbacks.sync_requests(run.mesh)
     raise_failure(requests)
     if requests.stop:
-        recorder.print(f"nothing to do: {run.callbacks.stopped_by} stopped the run at step {run.state.step}")
+        stopped_by = run.callbacks.stopped_by
+        recorder.print(f"nothing to do: {stopped_by} stopped the run at step {run.state.step}")
         run.callbacks.end("stopped")
         raise_failure(run.callbacks.sync_requests(run.mesh))
     return requests.stop

@@ -139,7 +139,7 @@ def test_a_finished_run_says_so_instead_of_training_on(
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     capsys.readouterr()
     assert main(["train", str(config)]) == 0
-    assert "step 2 of 2; raise train.steps" in capsys.readouterr().out
+    assert "step 2 of 2. Raise train.steps" in capsys.readouterr().out
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 
@@ -250,7 +250,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before_intact(
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "no checkpoint of step 2" in line
-    assert f"earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
+    assert f"Earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
     assert "too large" in line or "space" in line.lower()  # what the system said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
     assert main(["train", str(config), *FULL]) == 0  # with room again it goes on

@@ -40,14 +40,14 @@ def own(name: str) -> ModelSection:
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "camembert", "data2vec-text", "ernie", "xlm-roberta"])
 def test_an_encoder_that_sees_later_tokens_is_refused(family: str) -> None:
-    with pytest.raises(UserError, match=r"model\.config: \w+ sees later tokens.* is_decoder: true"):
+    with pytest.raises(UserError, match=r"model\.config: \w+ attends to later tokens.* is_decoder: true"):
         probe(model_of(family))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["opt", "xglm", "bloom", "falcon", "mpt", "bart"])
 def test_attention_that_lets_packed_samples_see_each_other_is_refused(family: str, attention: str) -> None:
-    with pytest.raises(UserError, match=f"with model.attention: {attention} lets the samples of a pack see each other"):
+    with pytest.raises(UserError, match=f"with model.attention: {attention} attends across the samples of a pack"):
         probe(model_of(family, attention))
 
 
@@ -89,9 +89,9 @@ def test_packs_beyond_which_a_model_scales_attention_by_its_place_in_a_pack_are_
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("SeesLaterTokens", "sees later tokens"),
-        ("MixesSamples", "lets the samples of a pack see each other"),
-        ("CountsFromThePacksBeginning", "gives a sample other logits in a pack than alone"),
+        ("SeesLaterTokens", "attends to later tokens"),
+        ("MixesSamples", "attends across the samples of a pack"),
+        ("CountsFromThePacksBeginning", "different logits for a sample in a pack than alone"),
     ],
 )
 def test_a_leak_in_a_users_own_module_is_refused(module: str, message: str) -> None:
@@ -105,7 +105,7 @@ def test_the_foundation_of_a_composed_model_is_probed() -> None:
     for family, refused in (("qwen3", False), ("bert", True)):
         model = ModelSection.model_validate({"foundation": {"config": {"model_type": family}}, "modalities": encoder})
         if refused:
-            with pytest.raises(UserError, match=r"model\.foundation: BertLMHeadModel sees later tokens"):
+            with pytest.raises(UserError, match=r"model\.foundation: BertLMHeadModel attends to later tokens"):
                 probe(model)
         else:
             probe(model)
@@ -128,7 +128,7 @@ def test_train_refuses_in_one_line_before_it_writes_anything(
     config = str(write_config(tmp_path, model={"config": {"model_type": "bert"}}))
     assert main(["train", config]) == 2
     said = capsys.readouterr().err.strip().splitlines()
-    assert "sees later tokens" in said[-1]
+    assert "attends to later tokens" in said[-1]
     assert not any("Traceback" in line for line in said)
     assert not (tmp_path / "run").exists()
 
@@ -240,7 +240,7 @@ def test_verify_lists_what_is_refused_and_goes_on(tmp_path: Path, capfd: pytest.
     assert "refused, each with its reason above: bert, mamba" in said
     rows = page.read_text().splitlines()
     assert any(row.startswith("| `nemotron` | uly2 |") and row.endswith("| agrees |") for row in rows)
-    assert any(row.startswith("| `bert` | model.config: BertLMHeadModel sees later tokens") for row in rows)
+    assert any(row.startswith("| `bert` | model.config: BertLMHeadModel attends to later tokens") for row in rows)
 
 
 @pytest.mark.slow

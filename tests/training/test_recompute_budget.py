@@ -16,7 +16,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.ops.device import total_memory
 from omnizoo.ops.torch_private import Recomputation
 from omnizoo.parallelize.recompute import MODES, measuring, recompute, set_modes, switches
-from omnizoo.training.recompute_budget import Cost, choose, in_order
+from omnizoo.training.recompute_budget import Cost, choose, modes_in_order
 
 VALUES = ("loss", "grad_norm", "lr", "tokens", "fill")
 
@@ -68,7 +68,7 @@ def test_no_other_choice_within_the_budget_takes_less_time(found: list[tuple[Cos
 
 
 def test_blocks_that_keep_most_come_last() -> None:
-    assert in_order((1, 2, 1)) == ["full", "selective", "selective", "none"]
+    assert modes_in_order((1, 2, 1)) == ["full", "selective", "selective", "none"]
 
 
 class Block(nn.Module):
@@ -116,7 +116,7 @@ def test_a_run_keeps_its_choice_and_its_numbers_over_a_restart(
     assert choice is not None
     assert choice[1] != "blocks 2 none"
     assert run(tmp_path, "budget", 4, "--parallel.recompute", f"{{budget: {share}}}") == 0
-    assert f"as the checkpoint says: {choice[1]}" in " ".join(capsys.readouterr().out.split())
+    assert f"as in the checkpoint: {choice[1]}" in " ".join(capsys.readouterr().out.split())
     plain, kept = (
         [[row[key] for key in VALUES] for row in read_steps(tmp_path / name)] for name in ("plain", "budget")
     )

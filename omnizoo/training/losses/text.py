@@ -29,8 +29,9 @@ class HeadLoss(Loss):
         if chunked is None:
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
-            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > most_logits(mesh.device)
-        self.input_kind = "from_hidden" if chunked else "from_logits"
+            limit = most_logits(mesh.device)
+            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > limit
+        self.input_kind = "from_hidden" if chunked else "from_logits"  # read by `NamedLoss`
 
 
 class CrossEntropy(HeadLoss):
@@ -38,7 +39,8 @@ class CrossEntropy(HeadLoss):
 
     def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
-        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
 
     def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         return cross_entropy_sum(logits, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss)

@@ -324,7 +324,7 @@ def test_a_copy_that_does_not_fit_is_refused(
 ) -> None:
     monkeypatch.setattr("omnizoo.training.evaluation.responses.total_memory", lambda device: 100_000)
     assert main(["train", str(config(tmp_path, evaluation={"samples": 1}))]) == 2
-    assert "evaluation.samples: a whole copy of the model takes" in capsys.readouterr().err
+    assert "evaluation.samples: a full copy of the model" in capsys.readouterr().err
 
 
 def test_the_example_of_the_page_trains_evaluates_and_is_asked(

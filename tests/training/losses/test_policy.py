@@ -62,7 +62,7 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     old, reference = (new.detach() + 0.3 * torch.randn(count, generator=dice, dtype=torch.float64) for _ in range(2))
     advantage = torch.randn(len(LENGTHS), generator=dice, dtype=torch.float64)[sample]
     numbers = {"advantage": advantage, "old": old, "reference": reference}
-    loss.sharing, loss.add_up = 1, lambda tensor: tensor
+    loss.num_sharing, loss.sum_over_sp = 1, lambda tensor: tensor
     totals = StepTotals(40, 1, {"text": count}, count, 0.0, answers=answers)
     found = loss.from_logits(logits, batch_of(sample, numbers | {"labels": targets})) / loss.count(totals)
     (gradient,) = torch.autograd.grad(found, logits)
@@ -113,8 +113,8 @@ def test_ranks_that_share_a_sample_add_up_to_the_whole() -> None:
                             return tensor
                         return torch.stack([from_rank[call] for from_rank in sent]).sum(0)  # noqa: B023
 
-                    loss.sharing, loss.add_up = len(ranks), add_up
-                    results.append(loss.of_tokens(each[own], batch))
+                    loss.num_sharing, loss.sum_over_sp = len(ranks), add_up
+                    results.append(loss.loss_of_tokens(each[own], batch))
             total = torch.stack(results).sum()
             values[name] = [total.detach(), *torch.autograd.grad(total, each)]
         torch.testing.assert_close(values["halves"], values["whole"], rtol=1e-12, atol=1e-14)

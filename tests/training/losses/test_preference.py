@@ -95,9 +95,9 @@ def test_losses_are_the_published_ones_in_float64(loss: PairLoss) -> None:
     logits = torch.randn(len(sample), 11, generator=dice, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 11, (len(sample),), generator=dice)
     reference = torch.randn(len(sample), generator=dice, dtype=torch.float64)
-    loss.sharing, loss.add_up = 1, lambda tensor: tensor
+    loss.num_sharing, loss.sum_over_sp = 1, lambda tensor: tensor
     if isinstance(loss, DPO):
-        loss.of_reference = torch.stack([part.sum() for part in reference.split(lengths)])
+        loss.reference_scores = torch.stack([part.sum() for part in reference.split(lengths)])
     batch = batch_of(["", "chosen", "rejected", "chosen", "rejected", ""], sample, targets)
     found = loss.from_logits(logits, batch)
     (gradient,) = torch.autograd.grad(found, logits)
@@ -122,11 +122,11 @@ def test_kto_is_the_published_one_in_float64(kl: float) -> None:
     sample = torch.arange(4).repeat_interleave(torch.tensor(lengths))
     each = torch.randn(len(sample), generator=dice, dtype=torch.float64, requires_grad=True)
     loss = KTO(beta=0.4, desirable_weight=1.5, undesirable_weight=0.5)
-    loss.sharing, loss.add_up, loss.kl = 1, lambda tensor: tensor, torch.tensor(kl, dtype=torch.float64)
-    loss.of_reference = torch.randn(4, generator=dice, dtype=torch.float64)
+    loss.num_sharing, loss.sum_over_sp, loss.kl = 1, lambda tensor: tensor, torch.tensor(kl, dtype=torch.float64)
+    loss.reference_scores = torch.randn(4, generator=dice, dtype=torch.float64)
     roles = ["undesirable", "desirable", "", "undesirable"]  # sample 2 is no answer
-    found = loss.of_tokens(each, batch_of(roles, sample, sample))
-    rewards = [part.sum() - other for part, other in zip(each.split(lengths), loss.of_reference, strict=True)]
+    found = loss.loss_of_tokens(each, batch_of(roles, sample, sample))
+    rewards = [part.sum() - other for part, other in zip(each.split(lengths), loss.reference_scores, strict=True)]
     value = {1: 1.5 * torch.sigmoid(0.4 * (rewards[1] - kl))} | {
         i: 0.5 * torch.sigmoid(0.4 * (kl - rewards[i])) for i in (0, 3)
     }
