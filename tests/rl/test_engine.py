@@ -106,7 +106,7 @@ def loss_by_hand(model: Any, rollouts: list[Rollout]) -> torch.Tensor:
     return torch.stack(means).mean() + 0.5 * torch.stack(sequences).mean() + 0.3 * torch.cat(tokens).mean()
 
 
-def test_log_probabilities_and_a_step_are_those_of_transformers_one_rollout_at_a_time(tmp_path: Path) -> None:
+def test_scores_and_step_match_transformers_on_single_rollouts(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", model_config("qwen3"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     rollouts = make_rollouts()
@@ -146,7 +146,7 @@ def test_log_probabilities_and_a_step_are_those_of_transformers_one_rollout_at_a
         train(of_rows, data=rows)
 
 
-def test_tempered_policies_and_the_answers_alone(tmp_path: Path) -> None:
+def test_temperature_and_cross_entropy_match_transformers(tmp_path: Path) -> None:
     """Log-probabilities at the temperature of the rollouts, of whole logits and in chunks; plain cross entropy."""
     folder = make_folder(tmp_path / "model", model_config("gemma2"))  # which caps its logits, before that
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -211,7 +211,7 @@ def play(process: Process, given: str, out: str) -> None:
             engine.log_probabilities([Rollout([1], [] if mesh.rank == 2 else [1])])
 
 
-def test_every_layout_of_four_ranks_gives_what_one_process_does(tmp_path: Path) -> None:
+def test_layouts_of_four_ranks_match_one_process(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", MOE)
     one = run_on_ranks(play, 1, json.dumps({"one": {}}), str(tmp_path))
     assert one.code == 0, one.stderr
@@ -273,7 +273,7 @@ def stream(process: Process, out: str) -> None:
             save_file(weights, root / f"{name}.adapter.safetensors")
 
 
-def test_a_quantized_base_is_stepped_on_and_not_streamed(tmp_path: Path) -> None:
+def test_quantized_base_is_trained_but_not_streamed(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", MOE)
     adapter = {"rank": 2, "targets": ["all-linear"], "base": "nf4"}
     config = settings(tmp_path / "model", tmp_path / "run", model={"path": str(tmp_path / "model"), "adapter": adapter})
@@ -285,7 +285,7 @@ def test_a_quantized_base_is_stepped_on_and_not_streamed(tmp_path: Path) -> None
             engine.weights()
 
 
-def test_weights_are_those_of_the_exported_folder_bit_for_bit(tmp_path: Path) -> None:
+def test_streamed_weights_match_exported_weights_exactly(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", MOE)
     result = run_on_ranks(stream, 2, str(tmp_path))
     assert result.code == 0, result.stderr
@@ -341,7 +341,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-def test_bad_rollouts_are_one_line(tmp_path: Path) -> None:
+def test_invalid_rollouts_raise_one_line(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", model_config("qwen3"))
     with Engine.start(settings(folder, tmp_path / "run")) as engine:
         for changes, reason in BAD:

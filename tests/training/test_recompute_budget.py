@@ -54,7 +54,7 @@ def by_hand(costs: list[Cost], blocks: list[int], budget: int) -> float | None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(kinds(), min_size=1, max_size=2), st.integers(1, 400))
 @example([(Cost((30, 26, 1), (0.0, 1.0, 8.0)), 3), (Cost((12, 9, 7), (0.0, 1.0, 2.0)), 3)], 107)
-def test_no_other_choice_within_the_budget_takes_less_time(found: list[tuple[Cost, int]], budget: int) -> None:
+def test_choice_within_budget_is_the_fastest(found: list[tuple[Cost, int]], budget: int) -> None:
     costs, blocks = map(list, zip(*found, strict=True))
     expected = by_hand(costs, blocks, budget)
     if expected is None:
@@ -67,7 +67,7 @@ def test_no_other_choice_within_the_budget_takes_less_time(found: list[tuple[Cos
         assert [sum(counts) for counts in plan.counts] == blocks
 
 
-def test_blocks_that_keep_most_come_last() -> None:
+def test_blocks_that_keep_most_memory_come_last() -> None:
     assert modes_in_order((1, 2, 1)) == ["full", "selective", "selective", "none"]
 
 
@@ -80,7 +80,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.up(x)))
 
 
-def test_what_a_block_keeps_is_counted_by_hand() -> None:
+def test_kept_bytes_match_a_manual_count() -> None:
     model = nn.ModuleList([Block(), Block()])
     for block in model:
         recompute(block, None, "fp32", Recomputation())
@@ -101,7 +101,7 @@ def run(folder: Path, name: str, steps: int, *settings: object) -> int:
     return main(["train", str(folder / "tiny.yaml"), *map(str, words)])
 
 
-def test_a_run_keeps_its_choice_and_its_numbers_over_a_restart(
+def test_resumed_run_keeps_its_choice_and_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -52,7 +52,7 @@ def batch_of(sample: torch.Tensor, columns: dict[str, torch.Tensor]) -> LocalBat
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
+def test_policy_losses_match_published_formulas(loss: Policy) -> None:
     dice = torch.Generator().manual_seed(0)
     count, answers = sum(LENGTHS), sum(length > 0 for length in LENGTHS)
     sample = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
@@ -86,7 +86,7 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     assert min(measured["kl"], measured["reference_kl"]) > 0
 
 
-def test_ranks_that_share_a_sample_add_up_to_the_whole() -> None:
+def test_losses_of_ranks_sum_to_one_process() -> None:
     """Two ranks by hand: what each would sum over both is worked out before."""
     dice = torch.Generator().manual_seed(1)
     count = sum(LENGTHS)
@@ -120,7 +120,7 @@ def test_ranks_that_share_a_sample_add_up_to_the_whole() -> None:
         torch.testing.assert_close(values["halves"], values["whole"], rtol=1e-12, atol=1e-14)
 
 
-def test_options_and_uses_that_cannot_be_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_policy_options_and_uses_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, reason in (
         ({"aggregation": "mean"}, 'train.losses.0.options.aggregation is "mean"; expected token or sample or constant'),
         ({"clip_low": 0}, "train.losses.0.options.clip_low is 0; expected number > 0, <= 1"),
