@@ -164,8 +164,8 @@ def test_temperature_and_cross_entropy_match_transformers(tmp_path: Path) -> Non
         assert metrics["loss/text"] == pytest.approx(-each.mean().item(), rel=1e-5)
     apart = [{"kind": "grpo"}, {"kind": "gspo", "options": {"temperature": 0.5}}]
     for losses, reason in (
-        (apart, r"the temperatures 1 \(train.losses.0.kind: grpo\), 0.5 \(train.losses.1.kind: gspo\) differ"),
-        ([{"kind": "dpo"}], "train.losses: one of them reads preference pairs, which rollouts are not"),
+        (apart, r"^train\.losses: .* 1 \(train.losses.0.kind: grpo\), 0.5 \(train.losses.1.kind: gspo\)"),
+        ([{"kind": "dpo"}], "^train.losses: a loss on preferences"),
     ):
         with (
             pytest.raises(UserError, match=reason),
@@ -205,9 +205,9 @@ def play(process: Process, given: str, out: str) -> None:
                 tensors | {f"weight {key}": tensor for key, tensor in weights.items()}, f"{out}/{name}.safetensors"
             )
     if process.world_size > 1:
-        with pytest.raises(UserError, match=r"rollouts: rank 1 has other ones than rank 0"):
+        with pytest.raises(UserError, match=r"^rollouts: rank 1 "):
             engine.log_probabilities(make_rollouts()[: 3 + (mesh.rank == 1)])
-        with pytest.raises(UserError, match=r"rollouts\[0\]\.answer is \[\]"):
+        with pytest.raises(UserError, match=r"^rollouts\[0\]\.answer: \[\]"):
             engine.log_probabilities([Rollout([1], [] if mesh.rank == 2 else [1])])
 
 
@@ -281,7 +281,7 @@ def test_quantized_base_is_trained_but_not_streamed(tmp_path: Path) -> None:
         metrics = engine.step(make_rollouts())
         assert metrics["grad_norm"] > 0
         assert all("lora" in name for name, _ in engine.weights(adapter_only=True))
-        with pytest.raises(UserError, match="weights: the base is held as nf4"):
+        with pytest.raises(UserError, match=r"^weights: .*nf4"):
             engine.weights()
 
 
@@ -320,24 +320,24 @@ def test_streamed_weights_match_exported_weights_exactly(tmp_path: Path) -> None
 
 GOOD = Rollout([1, 2], [3, 4, 5], 1.0, [-1.0] * 3, [-1.0] * 3)
 BAD: list[tuple[Any, str]] = [
-    ({"advantage": [1.0, 2.0]}, "rollouts[1].advantage: 2 numbers; expected a number for each of the 3 tokens"),
-    ({"advantage": "high"}, "rollouts[1].advantage: 'high'; expected a number for each of the 3 tokens"),
-    ({"advantage": float("nan")}, "rollouts[1].advantage[0] is nan; expected a finite number"),
-    ({"advantage": None}, "rollouts[1] has no advantage, which the loss needs"),
-    ({"old": None}, "rollouts[1] has no old, which the loss needs; expected a number for each of its 3 tokens"),
-    ({"old": [-1.0] * 4}, "rollouts[1].old: 4 numbers; expected a number for each of the 3 tokens"),
-    ({"reference": None}, "rollouts[1] has no reference, which the loss needs"),
-    ({"mask": [False] * 3}, "rollouts[1].mask: all of it is false; expected at least one token that the model wrote"),
-    ({"mask": [True]}, "rollouts[1].mask: 1 numbers; expected a number for each of the 3 tokens"),
-    ({"answer": []}, "rollouts[1].answer is []; expected token ids, at least one"),
-    ({"answer": [3, 4, 512]}, "rollouts[1].answer has the token 512; expected ids from 0 to 511"),
-    ({"answer": [3, -1, 5]}, "rollouts[1].answer has the token -1; expected ids from 0 to 511"),
-    ({"answer": "three"}, "rollouts[1].answer is 'three'; expected token ids"),
-    ({"prompt": []}, "rollouts[1].prompt is []; expected token ids, at least one"),
-    ({"prompt": [[1, 2]]}, "rollouts[1].prompt is [[1, 2]]; expected token ids"),
-    ({"prompt": [1] * 62}, "rollouts[1] has 65 tokens, which are longer than data.pack_tokens (64)"),
-    ({"prompt": [{"role": "user", "content": 7}]}, "rollouts[1].prompt cannot be used: "),
-    ({"extra": {"value": [0.0] * 3}}, "rollouts[0] has no value, which other rollouts have"),
+    ({"advantage": [1.0, 2.0]}, "rollouts[1].advantage: 2 numbers"),
+    ({"advantage": "high"}, "rollouts[1].advantage: 'high'"),
+    ({"advantage": float("nan")}, "rollouts[1].advantage[0]: nan"),
+    ({"advantage": None}, "rollouts[1].advantage: not set, which the loss requires"),
+    ({"old": None}, "rollouts[1].old: not set, which the loss requires"),
+    ({"old": [-1.0] * 4}, "rollouts[1].old: 4 numbers"),
+    ({"reference": None}, "rollouts[1].reference: not set, which the loss requires"),
+    ({"mask": [False] * 3}, "rollouts[1].mask: no value is true"),
+    ({"mask": [True]}, "rollouts[1].mask: 1 numbers"),
+    ({"answer": []}, "rollouts[1].answer: []"),
+    ({"answer": [3, 4, 512]}, "rollouts[1].answer: token id 512"),
+    ({"answer": [3, -1, 5]}, "rollouts[1].answer: token id -1"),
+    ({"answer": "three"}, "rollouts[1].answer: 'three'"),
+    ({"prompt": []}, "rollouts[1].prompt: []"),
+    ({"prompt": [[1, 2]]}, "rollouts[1].prompt: [[1, 2]]"),
+    ({"prompt": [1] * 62}, "rollouts[1]: 65 tokens, but data.pack_tokens is 64"),
+    ({"prompt": [{"role": "user", "content": 7}]}, "rollouts[1].prompt: cannot be used: "),
+    ({"extra": {"value": [0.0] * 3}}, "rollouts[0].value: not set, which other rollouts have"),
 ]
 
 
@@ -347,10 +347,10 @@ def test_invalid_rollouts_raise_one_line(tmp_path: Path) -> None:
         for changes, reason in BAD:
             with pytest.raises(UserError) as caught:
                 engine.step([GOOD, replace(GOOD, **changes)])
-            assert reason in str(caught.value)
+            assert str(caught.value).startswith(reason)
             assert "\n" not in str(caught.value)
         for rollouts in ([], GOOD, [{"prompt": [1]}], 7):
-            with pytest.raises(UserError, match=r"expected a list of omnizoo.Rollout|expected an omnizoo.Rollout"):
+            with pytest.raises(UserError, match=r"^rollouts(\[0\])?: .*omnizoo.Rollout"):
                 engine.log_probabilities(rollouts)
         assert engine.steps == 0
         metrics = engine.step([replace(GOOD, old=[-1e30] * 3)])  # a ratio without bounds

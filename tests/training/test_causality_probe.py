@@ -91,7 +91,7 @@ def test_packs_with_position_scaled_attention_raise() -> None:
     [
         ("SeesLaterTokens", "attends to later tokens"),
         ("MixesSamples", "attends across the samples of a pack"),
-        ("CountsFromThePacksBeginning", "different logits for a sample in a pack than alone"),
+        ("CountsFromThePacksBeginning", "returns different logits for a sample in a pack than alone"),
     ],
 )
 def test_leak_in_user_module_raises(module: str, message: str) -> None:
@@ -122,9 +122,7 @@ def test_probe_of_large_model_is_fast() -> None:
     assert time.process_time() - begun < 2
 
 
-def test_train_with_non_causal_model_prints_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_with_non_causal_model_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path, model={"config": {"model_type": "bert"}}))
     assert main(["train", config]) == 2
     said = capsys.readouterr().err.strip().splitlines()

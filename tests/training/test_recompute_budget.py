@@ -58,7 +58,7 @@ def test_choice_within_budget_is_the_fastest(found: list[tuple[Cost, int]], budg
     costs, blocks = map(list, zip(*found, strict=True))
     expected = by_hand(costs, blocks, budget)
     if expected is None:
-        with pytest.raises(UserError, match=r"parallel\.recompute\.budget: .* need at least"):
+        with pytest.raises(UserError, match=r"^parallel\.recompute\.budget: "):
             choose(costs, blocks, budget)
     else:
         plan = choose(costs, blocks, budget)
@@ -107,7 +107,7 @@ def test_resumed_run_keeps_its_choice_and_metrics(
     monkeypatch.setenv("COLUMNS", "200")
     write_config(tmp_path, train={"packs_per_step": 1, "schedule": "constant"}, checkpoint={"every": 2})
     assert run(tmp_path, "refused", 4, "--parallel.recompute", "{budget: 1e-9}") != 0
-    said = re.search(r"need at least ([\d.e-]+) GiB with all of them recomputed", capsys.readouterr().err)
+    said = re.search(r"need at least ([\d.e-]+) GiB", capsys.readouterr().err)
     assert said is not None
     share = float(said[1]) * 1.1 * 2**30 / total_memory(torch.device("cpu"))
     assert run(tmp_path, "plain", 4) == 0

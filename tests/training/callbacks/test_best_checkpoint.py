@@ -58,9 +58,7 @@ def named(run: Path) -> tuple[int, float]:
     return best.step, best.value
 
 
-def test_best_checkpoint_is_kept_and_exported(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_checkpoint_is_kept_and_exported(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert train(config, "--checkpoint.best=eval/loss", "--checkpoint.every=2", "--checkpoint.keep=2") == 0
     assert named(run) == (4, 3.0)
@@ -115,11 +113,11 @@ def test_early_stop_count_is_resumed(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--checkpoint.best=eval/accuracy", ("checkpoint.best is eval/accuracy", "eval/loss, eval/loss/text")),
-        ("--checkpoint.best=loss", ("checkpoint.best is loss", "eval/loss")),
+        ("--checkpoint.best=eval/accuracy", ("checkpoint.best: eval/accuracy", "eval/loss, eval/loss/text")),
+        ("--checkpoint.best=loss", ("checkpoint.best: loss", "eval/loss")),
         (
             "--evaluation.early_stop={metric: eval/loss/pictures}",
-            ("evaluation.early_stop.metric is eval/loss/pictures",),
+            ("evaluation.early_stop.metric: eval/loss/pictures",),
         ),
         ("--evaluation.early_stop={patience: 0}", ("evaluation.early_stop.patience is 0",)),
         ("--evaluation.early_stop={min_delta: -1}", ("evaluation.early_stop.min_delta is -1",)),

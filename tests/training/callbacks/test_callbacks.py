@@ -84,9 +84,7 @@ def test_events_arrive_in_order_and_match_the_run_folder(folder: Path, tmp_path:
     assert told[-1] | {"outcome": "done", "error": None} == told[-1]
 
 
-def test_callback_objects_keep_their_state_over_resume(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_callback_objects_keep_their_state_over_resume(folder: Path, tmp_path: Path) -> None:
     whole, first, second = own.Counts(), own.Counts(), own.Counts()
     config = str(folder / "tiny.yaml")
     assert omnizoo.train(load_config(config, [f"--log.dir={tmp_path / 'whole'}"]), callbacks=[whole]) == 0
@@ -166,7 +164,7 @@ def test_logger_write_error_warns_once_and_training_continues(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("Answers", "returned True; expected None or 'stop'"), ("BadState", "JSON")]
+    ("name", "words"), [("Answers", "Answers.on_step failed: TypeError: returned True"), ("BadState", "JSON")]
 )
 def test_invalid_request_or_state_is_a_failure(
     name: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -182,7 +180,7 @@ def test_invalid_request_or_state_is_a_failure(
     ("entry", "words"),
     [
         ("own_callbacks:WrongArguments", ("WrongArguments.on_step(step: int, metrics: Any)", "on_step(self, event)")),
-        ("own_callbacks:Misspelt", ("Misspelt.on_steps is no moment", "did you mean on_step?")),
+        ("own_callbacks:Misspelled", ("Misspelled.on_steps", "on_step?")),
         ("own_callbacks:Empty", ("Empty has none of on_start",)),
         ("own_callbacks:Async", ("Async.on_end is async",)),
         ("own_callbacks:NotBuilt", ("NotBuilt cannot be built: KeyError: 'API_KEY'",)),
@@ -215,14 +213,12 @@ def test_invalid_callback_prints_one_line_before_training(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (own.Diary, r"callbacks\[0\] is the class Diary; expected an instance of"),
-        (own.NotOne(), r"callbacks\[0\] is a NotOne; expected an instance of"),
+        (own.Diary, r"^callbacks\[0\]: Diary is a class"),
+        (own.NotOne(), r"^callbacks\[0\]: is a NotOne"),
         (own.WrongArguments(), r"callbacks\[0\]: own_callbacks:WrongArguments.on_step\(step"),
     ],
 )
-def test_invalid_callback_object_raises_with_its_index(
-    given: Any, words: str, folder: Path, tmp_path: Path
-) -> None:
+def test_invalid_callback_object_raises_with_its_index(given: Any, words: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         omnizoo.train(load_config(folder / "tiny.yaml", [f"--log.dir={tmp_path / 'run'}"]), callbacks=[given])
 
@@ -252,9 +248,7 @@ def test_stop_request_on_rank_0_stops_both_ranks(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("moment", "saved"), [("on_step", 2), ("on_evaluation", 2), ("on_start", None)])
-def test_failing_callback_ends_both_ranks(
-    moment: str, saved: int | None, folder: Path, tmp_path: Path
-) -> None:
+def test_failing_callback_ends_both_ranks(moment: str, saved: int | None, folder: Path, tmp_path: Path) -> None:
     result = run_on_ranks(on_two_ranks, 2, arguments(folder, tmp_path, fails(moment))[1:], 1)
     assert result.code == 0, result.stdout + result.stderr
     assert result.stderr.count(f"own_callbacks:Fails.{moment} failed: ValueError: a bad day") == 2  # a line a rank

@@ -26,9 +26,7 @@ def held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"eval_sources": [{"path": str(write_rows(folder / "held_out.jsonl", rows))}]}
 
 
-def test_evaluation_without_held_out_data_prints_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_without_held_out_data_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(write_config(tmp_path, train=SHORT, evaluation={"every": 1}))]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1

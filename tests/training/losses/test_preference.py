@@ -294,9 +294,7 @@ def test_verify_passes_with_pairs_and_frozen_copy(layouts: str, capfd: pytest.Ca
 
 @pytest.mark.slow
 @on_layouts("rep2.dp2")
-def test_verify_passes_with_labeled_responses_and_kto_baseline(
-    layouts: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_passes_with_labeled_responses_and_kto_baseline(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
     losses = [{"kind": "kto", "options": {"beta": 0.5}}, {"kind": "cross_entropy", "weight": 0.1}]
     assert verify("lora_tiny.yaml", losses, layouts) == 0
     assert all_agree(layouts, capfd)
@@ -509,9 +507,9 @@ def test_pairs_need_a_pair_loss_and_mix_with_other_rows(tmp_path: Path) -> None:
 
 def test_invalid_dpo_options_raise(tmp_path: Path) -> None:
     for options, reason in (
-        ({"loss": "kto"}, "train.losses.0.options.loss is"),
-        ({"beta": 0}, "train.losses.0.options.beta is 0; expected number > 0"),
-        ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing: 0.1 is for the loss sigmoid, not for ipo"),
+        ({"loss": "kto"}, "train.losses.0.options.loss"),
+        ({"beta": 0}, "train.losses.0.options.beta.* 0"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "^label_smoothing: 0.1 .*ipo"),
     ):
         path = pair_config(tmp_path, [{"kind": "dpo", "options": options}])
         with pytest.raises(UserError, match=reason):

@@ -133,9 +133,7 @@ def walk_all(process: Process, folder: Path, precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.long)])  # fp32: above, and below
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.long)])  # the larger one has all axes
-def test_steps_on_every_layout_match_formulas(
-    world: int, precision: str, tmp_path: Path
-) -> None:
+def test_steps_on_every_layout_match_formulas(world: int, precision: str, tmp_path: Path) -> None:
     for kind in KINDS:
         (tmp_path / kind).mkdir()
         config_of(tmp_path / kind, kind)
@@ -385,13 +383,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kind": "own_parts:NotAnOptimizer"}, r"own_parts:NotAnOptimizer is not a subclass of torch.optim.*expected"),
     ({"kind": "own_parts:NoRate"}, r"optimizer.options: own_parts:NoRate\(params, speed\) does not take .*'lr'"),
-    ({"kind": "own_parts:NoDecay"}, r"own_parts:NoDecay takes no weight_decay; set optimizer.weight_decay: 0"),
+    ({"kind": "own_parts:NoDecay"}, r"^optimizer.kind: own_parts:NoDecay .*weight_decay"),
     ({"kind": "own_parts:CountsInInts"}, r"the state 'count' of own_parts:CountsInInts is a int, which cannot be"),
     ({"kind": "own_parts:KeepsShards"}, r"the state 'shard' of own_parts:KeepsShards is a Tensor, which cannot be"),
     ({"kind": "own_parts:CountsInGroups"}, r"own_parts:CountsInGroups changes 'count' of its parameter groups"),
-    ({"kind": "adamw_8bit"}, r"optimizer.kind: adamw_8bit needs the package torchao: pip install torchao"),
-    ({"kind": "own_parts:Raises"}, r"optimizer.options: own_parts:Raises does not take {}: KeyError: .*inside"),
-    ({"kind": "own_parts:RaisesInAStep"}, r"options: own_parts:RaisesInAStep does not take {}: AttributeError: "),
+    ({"kind": "adamw_8bit"}, r"optimizer.kind: adamw_8bit needs the package torchao"),
+    ({"kind": "own_parts:Raises"}, r"optimizer.options: own_parts:Raises failed with {}: KeyError: .*inside"),
+    ({"kind": "own_parts:RaisesInAStep"}, r"options: own_parts:RaisesInAStep failed with {}: AttributeError: "),
     ({"kind": "own_broken:Sgd"}, r"optimizer.kind: cannot import own_broken:Sgd: NameError: name 'nothing'"),
     ({"options": {"beta": [0.9, 0.9]}}, r"optimizer.options.beta is no option of adamw \(.*did you mean betas"),
     (
@@ -463,10 +461,10 @@ def test_invalid_optimizer_raises_one_line(
             "own_parts:straigt",
             r"train.schedule: cannot import .*: own_parts has no 'straigt'; did you mean straight\?.*expected a func",
         ),
-        ("own_parts:NOT_CALLABLE", r"train.schedule: own_parts:NOT_CALLABLE is a int; expected a function"),
-        ("own_parts:no_step", r"train.schedule: own_parts:no_step\(train\) does not take what it is given"),
-        ("own_parts:negative", r"train.schedule: own_parts:negative gave -1.0 at step 1"),
-        ("own_parts:divides", r"train.schedule: own_parts:divides fails at step 1: ZeroDivisionError"),
+        ("own_parts:NOT_CALLABLE", r"train.schedule: own_parts:NOT_CALLABLE is a int"),
+        ("own_parts:no_step", r"train.schedule: own_parts:no_step\(train\)"),
+        ("own_parts:negative", r"train.schedule: own_parts:negative returned -1.0 at step 1"),
+        ("own_parts:divides", r"train.schedule: own_parts:divides failed at step 1: ZeroDivisionError"),
         ("own_broken:straight", r"train.schedule: cannot import own_broken:straight: NameError"),
         ("builtins:max", r"train.schedule: builtins:max "),
     ],
