@@ -198,4 +198,5 @@ def _pieces(matrix: torch.Tensor, like: torch.Tensor | None = None) -> tuple[tor
         return (matrix,)
     num_elements = PIECE_ON_HOST if is_host(like.device) else PIECE
     piece_rows = max(1, num_elements * num_rows // max(1, like.numel()))
-    return matrix.split(piece_rows, -2)
+    pieces: tuple[torch.Tensor, ...] = matrix.split(piece_rows, -2)
+    return pieces

@@ -65,9 +65,9 @@ def test_run_with_full_cache_matches_and_builds_no_reference(config: Path, monke
     assert len(files) == 1
 
     def refuse(*_: Any) -> None:
-        raise AssertionError("the reference is asked")
+        raise AssertionError("the reference was built")
 
-    monkeypatch.setattr(Reference, "asked", property(refuse))
+    monkeypatch.setattr(Reference, "scorer", property(refuse))
     assert train(config, "second") == plain
     shutil.rmtree(config.parent / "second" / "checkpoints" / "step_00000006")
     assert train(config, "second") == plain  # from step 3 on
@@ -108,7 +108,7 @@ def test_cache_of_one_layout_is_read_by_another(tmp_path: Path, monkeypatch: pyt
     result = train_on_ranks([config, "--log.dir", tmp_path / "two", "--parallel.ulysses", 2, *STEPS], 2)
     assert result.code == 0, result.stderr
     assert_close(figures(tmp_path / "two"), plain)
-    monkeypatch.setattr(Reference, "asked", None)
+    monkeypatch.setattr(Reference, "scorer", None)
     assert_close(train(config, "one"), plain)
     # Another value of each shows who reads it.
     (file,) = (tmp_path / "cache").rglob("*.arrows")
