@@ -172,8 +172,8 @@ class Evaluator:
         totals = dict(zip(sums, objective.mesh.sum(list(sums.values())), strict=True))
 
         sums_of_all = dict.fromkeys(counts[""], 0.0)
-        for (_, term), total in totals.items():
-            sums_of_all[term] += total
+        for (_, name), total in totals.items():
+            sums_of_all[name] += total
         metrics = _means("", sums_of_all, counts[""], weights)
         if "" not in self.parts:  # the sources are evaluated separately
             for source in self.parts:
