@@ -24,7 +24,7 @@ class Tiny(torch.nn.Module):
 
 
 class Modesty(omnizoo.Loss):
-    def of_logits(self, logits, batch):  # no token is ruled out
+    def from_logits(self, logits, batch):  # no token is ruled out
         return batch.sum(-logits.log_softmax(-1).mean(-1))
 
 

@@ -39,7 +39,7 @@ class Distillation(omnizoo.Loss):
             raise UserError(f"the teacher {self.folder} has {logits.shape[1]} tokens, and the student {vocabulary}")
         return F.log_softmax(logits.float() / self.temperature, dim=1)
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         soft = self.soft_targets(batch, logits.shape[1])
         student = F.log_softmax(logits.float() / self.temperature, dim=1)
         # The square keeps the gradients as large as those of cross entropy, whatever the temperature.

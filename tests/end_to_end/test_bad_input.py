@@ -137,7 +137,7 @@ def test_finished_run_does_not_train_further(config: Path, tmp_path: Path, capsy
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     capsys.readouterr()
     assert main(["train", str(config)]) == 0
-    assert "step 2 of 2; raise train.steps" in capsys.readouterr().out
+    assert "step 2 of 2. Raise train.steps" in capsys.readouterr().out
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 
@@ -248,7 +248,7 @@ def test_full_disk_stops_run_and_keeps_earlier_checkpoint(
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "no checkpoint of step 2" in line
-    assert f"earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
+    assert f"Earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
     assert "too large" in line or "space" in line.lower()  # what the system said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
     assert main(["train", str(config), *FULL]) == 0  # with room again it goes on

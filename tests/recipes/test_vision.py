@@ -54,7 +54,7 @@ from omnizoo.models.media.hf_model import media_model
 from omnizoo.models.recipe import read_facts, recipe_of
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans
 from omnizoo.ops.precision import keep_precision
-from omnizoo.training.causality_probe import MUTUAL, probe
+from omnizoo.training.causality_probe import BIDIRECTIONAL, probe
 
 CPU = torch.device("cpu")
 
@@ -140,13 +140,13 @@ def test_the_probe_knows_of_tokens_that_see_each_other(family: str, monkeypatch:
     spec = spec_of(family)
     probe(spec)
     monkeypatch.setattr(BidirectionalSpans, "counts", lambda *_: False)
-    with pytest.raises(UserError, match="does not hand `mutual` on to its attention"):
+    with pytest.raises(UserError, match="does not pass `mutual`"):
         probe(spec)
     monkeypatch.undo()
-    stretches = [[(MUTUAL[0], MUTUAL[1] + 2)]]
+    stretches = [[(BIDIRECTIONAL[0], BIDIRECTIONAL[1] + 2)]]
     longer = lambda lengths, _, *how: BidirectionalSpans(lengths, stretches * len(lengths), *how)  # noqa: E731
     monkeypatch.setattr("omnizoo.training.causality_probe.BidirectionalSpans", longer)
-    with pytest.raises(UserError, match="sees later tokens than those that its recipe says"):
+    with pytest.raises(UserError, match="later tokens that are not bidirectional"):
         probe(spec)
 
 
