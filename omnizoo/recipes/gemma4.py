@@ -15,14 +15,21 @@ from omnizoo.models.media.features import Features
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Options, Recipe
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, visual_modules
-from omnizoo.recipes.shared.gemma_encoders import BEGIN, END, SOUND_BEGIN, SOUND_END, MelTower, PoolTower
-from omnizoo.recipes.shared.gemma_video import PooledClips
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features, visual_modules
+from omnizoo.recipes.shared.gemma_encoders import (
+    AUDIO_BEGIN,
+    AUDIO_END,
+    BEGIN,
+    END,
+    MelAudioEncoder,
+    PooledImageEncoder,
+)
+from omnizoo.recipes.shared.gemma_video import PooledVideoEncoder
 
 ENCODERS = {
-    "image": EncoderSpec(PoolTower, "<|image|>", (BEGIN, END)),
-    "video": EncoderSpec(PooledClips, "<|video|>", (BEGIN, END)),
-    "audio": EncoderSpec(MelTower, "<|audio|>", (SOUND_BEGIN, SOUND_END)),
+    "image": EncoderSpec(PooledImageEncoder, "<|image|>", (BEGIN, END)),
+    "video": EncoderSpec(PooledVideoEncoder, "<|video|>", (BEGIN, END)),
+    "audio": EncoderSpec(MelAudioEncoder, "<|audio|>", (AUDIO_BEGIN, AUDIO_END)),
 }
 CONFIG_FIELDS = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}
 
@@ -49,7 +56,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str,
         extra_inputs["per_layer_inputs"] = language_model.get_per_layer_inputs(text_ids, embeddings)
     if attention_name(model) != PACKED:  # transformers builds masks from token types; packed attention gets spans
         extra_inputs["mm_token_type_ids"] = is_visual.long()
-    return enter_features(model, inputs | {"inputs_embeds": embeddings}, features) | extra_inputs
+    return merge_features(model, inputs | {"inputs_embeds": embeddings}, features) | extra_inputs
 
 
 def mutual(model: PreTrainedModel) -> BidirectionalTokens | None:

@@ -15,13 +15,13 @@ from omnizoo.models.recipe import Recipe
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 from omnizoo.recipes import gemma4
 from omnizoo.recipes.shared.encoders import EncoderSpec, visual_modules
-from omnizoo.recipes.shared.gemma_encoders import BEGIN, END, SOUND_BEGIN, SOUND_END, RawPatches, RawSound
-from omnizoo.recipes.shared.gemma_video import RawClips
+from omnizoo.recipes.shared.gemma_encoders import AUDIO_BEGIN, AUDIO_END, BEGIN, END, RawAudioEncoder, RawImageEncoder
+from omnizoo.recipes.shared.gemma_video import RawVideoEncoder
 
 ENCODERS = {
-    "image": EncoderSpec(RawPatches, "<|image|>", (BEGIN, END)),
-    "video": EncoderSpec(RawClips, "<|video|>", (BEGIN, END)),
-    "audio": EncoderSpec(RawSound, "<|audio|>", (SOUND_BEGIN, SOUND_END)),
+    "image": EncoderSpec(RawImageEncoder, "<|image|>", (BEGIN, END)),
+    "video": EncoderSpec(RawVideoEncoder, "<|video|>", (BEGIN, END)),
+    "audio": EncoderSpec(RawAudioEncoder, "<|audio|>", (AUDIO_BEGIN, AUDIO_END)),
 }
 
 

@@ -9,13 +9,13 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, load_processor
-from omnizoo.recipes.shared.image_encoders import TileTower
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, load_processor, merge_features
+from omnizoo.recipes.shared.image_encoders import TileEncoder
 
 PUBLISHED = {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD}
 
 
-class CutTower(TileTower):
+class CroppedTileEncoder(TileEncoder):
     """Encoder for images of `min_tiles` to `max_tiles` tiles; the defaults are in the preprocessor config."""
 
     def __init__(
@@ -46,7 +46,9 @@ class CutTower(TileTower):
 RECIPE = Recipe(
     about="InternVL 3 and 3.5",
     small_config={"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}, "image_seq_length": 4},
-    modalities=partial(build_modalities, {"image": EncoderSpec(CutTower, "<IMG_CONTEXT>", ("<img>", "</img>"))}),
-    merge_features=enter_features,
+    modalities=partial(
+        build_modalities, {"image": EncoderSpec(CroppedTileEncoder, "<IMG_CONTEXT>", ("<img>", "</img>"))}
+    ),
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.multi_modal_projector",)),),
 )

@@ -5,7 +5,7 @@ from transformers import JanusImageProcessorPil, PreTrainedModel
 from omnizoo.modalities.base import Modality
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Options, Recipe
-from omnizoo.recipes.shared.encoders import HALF, build_with_options, enter_features, load_processor
+from omnizoo.recipes.shared.encoders import HALF, build_with_options, load_processor, merge_features
 from omnizoo.recipes.shared.image_tokenizers import SquareCodes, SquareImageEncoder
 
 TOWER, ALIGNER = "model.vision_model", "model.aligner"
@@ -36,7 +36,7 @@ RECIPE = Recipe(
         },
     },
     modalities=modalities,
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(
         MediaModule("image", "encoder", TOWER, projectors=(ALIGNER,)),
         MediaModule("image", "decoder", "model.generation_embeddings"),

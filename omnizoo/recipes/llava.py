@@ -9,11 +9,11 @@ from transformers import CLIPImageProcessorPil, PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, load_processor
-from omnizoo.recipes.shared.image_encoders import TileTower
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, load_processor, merge_features
+from omnizoo.recipes.shared.image_encoders import TileEncoder
 
 
-class ClipImageEncoder(TileTower):
+class ClipImageEncoder(TileEncoder):
     """Encoder for images that are cropped to a central square, as the folder's preprocessor config specifies."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None) -> None:
@@ -46,6 +46,6 @@ RECIPE = Recipe(
         "image_seq_length": 16,
     },
     modalities=partial(build_modalities, {"image": EncoderSpec(ClipImageEncoder, "<image>")}),
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.multi_modal_projector",)),),
 )

@@ -55,13 +55,13 @@ class FamilyEntry:
     lines: int  # lines of the recipe file
     shared_lines: int  # lines of directly or indirectly imported recipe files that are not families
     is_moe: bool
-    is_dealt: bool  # whether expert parallelism can distribute its experts
+    has_expert_parallelism: bool  # whether expert parallelism can distribute its experts
     is_omni: bool  # whether the family has modalities other than text
 
     def proof(self, capability: str) -> str | None:
         """Return the test that proves a capability; None if the family does not have the capability."""
         proof = OMNI_PROOF if self.is_omni else PROOF
-        return None if capability == "EP" and not self.is_dealt else f"{proof}[{self.family}]"
+        return None if capability == "EP" and not self.has_expert_parallelism else f"{proof}[{self.family}]"
 
 
 def families() -> list[FamilyEntry]:
@@ -81,7 +81,7 @@ def _entry(family: str, module: ModuleType) -> FamilyEntry:
         lines=_count_lines(module),
         shared_lines=sum(_count_lines(used) for used in _imported_recipes(module) if not _is_family(used)),
         is_moe=is_moe,
-        is_dealt=is_moe and recipe.has_experts is not False,
+        has_expert_parallelism=is_moe and recipe.has_experts is not False,
         is_omni=recipe.modalities is not None,
     )
 

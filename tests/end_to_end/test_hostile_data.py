@@ -187,7 +187,7 @@ def test_no_cut_of_a_sound_is_taken_for_a_shorter_one(format: str) -> None:
 def test_the_pixels_decoded_for_a_clip_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     item = Media("video", clip(frames=8), {})
     read(item)
-    monkeypatch.setattr(video, "MOST_CLIP_PIXELS", 16 * 16 * 2)
+    monkeypatch.setattr(video, "MAX_VIDEO_PIXELS", 16 * 16 * 2)
     with pytest.raises(BadMedia, match="for one clip"):
         read(item)
 

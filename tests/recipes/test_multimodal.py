@@ -180,8 +180,8 @@ def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_pr
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_a_long_item_give_what_the_whole_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qwen_video, "MOST_PATCHES", 16)
-    monkeypatch.setattr(qwen_audio, "MOST_WINDOWS", 1)
+    monkeypatch.setattr(qwen_video, "PATCHES_PER_PART", 16)
+    monkeypatch.setattr(qwen_audio, "WINDOWS_PER_PART", 1)
     model = tiny_model(family, "fp64")
     long = {"video": clip(22, 90, 64), "audio": sound(19.3)}
     for name, modality in recipe_of(family).modalities(model, None, options_of(family)).items():

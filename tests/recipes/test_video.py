@@ -89,7 +89,7 @@ def test_frames_of_a_file_are_those_of_their_index(tmp_path: Path) -> None:
     assert (clip.frames, clip.rate) == (40, 30.0)
     expected = published_frames("qwen3_vl", 40, 30.0, fps=8.0)
     assert steps.flatten().tolist()[: len(expected)] == expected
-    shown = read_frames(media, clip.shown(expected), 8.0)
+    shown = read_frames(media, clip.display_times(expected), 8.0)
     assert [round(np.asarray(frame).mean() / 6) for frame in shown] == expected
     part = encoder.sample(replace(media, options={"start": 0.5, "end": 1.0}))[0]
     assert part.frames == 15

@@ -18,7 +18,7 @@ from PIL import Image
 from processes import train_on_ranks
 from published import DTYPE, clip, gradients, loss_of, picture, sound
 from safetensors.torch import load_file
-from tensor_processors import published_canvases, published_clips, published_tensors
+from tensor_processors import published_canvases, published_tensors, published_video
 from transformers import AutoModelForMultimodalLM
 from vision import (
     FAMILIES,
@@ -253,7 +253,7 @@ def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_d
         media = replace(clip(frames, *shape), options={"fps": rate})
         metadata = VideoMetadata(total_num_frames=frames, fps=rate)
         metadata.frames_indices = default_sample_indices_fn(metadata, count, None if count else 2.0)
-        expected = published_clips(family, [media.value[metadata.frames_indices]])
+        expected = published_video(family, [media.value[metadata.frames_indices]])
         own = SimpleNamespace(boi_token="<|image>", video_token="<|video|>", eoi_token="<image|>")
         size, inputs = encoder.measure(media), encoder.prepare(media)
         written = "".join(run if isinstance(run, str) else modality.placeholder * run for run in size.layout)

@@ -23,7 +23,7 @@ from omnizoo.modalities.media import BadMedia
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.models.export_files import also_carry, carried
 from omnizoo.recipes.shared.qwen_talker import OPTIONS, Talker
-from omnizoo.recipes.shared.talker_inputs import BOS, Heard, TurnTokens
+from omnizoo.recipes.shared.talker_inputs import BOS, TalkerContext, TurnTokens
 
 PREFIX = 2  # positions between the header of the response and the first frame
 
@@ -87,7 +87,7 @@ class Qwen25Talker(Talker):
     def position_model(self) -> Any:
         return self.talker
 
-    def notes(self, heard: Heard, frames: int) -> Inputs:
+    def notes(self, heard: TalkerContext, frames: int) -> Inputs:
         return super().notes(heard, frames) | {"row": torch.arange(heard.rows)}
 
     def rows(self, inputs: Inputs) -> int:
@@ -125,7 +125,7 @@ class Qwen25Talker(Talker):
     def work(self) -> tuple[float, float, float, float]:
         place = FlopCounter(is_trained(self.model.thinker))
         place.run(self.talker.thinker_to_talker_proj, 1)
-        pair = self.tally_layers(place)
+        pair = self.count_layers(place)
         frame = FlopCounter(place.trained)
         frame.run(self.talker.codec_head, 1)
         return 0.0, place.flops, pair.flops, frame.flops

@@ -24,7 +24,7 @@ from omnizoo.modalities.media import BadMedia
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
 from omnizoo.recipes.shared.qwen_talker import OPTIONS, Talker, packed
-from omnizoo.recipes.shared.talker_inputs import BOS, HEADER, PAD, Heard, TurnTokens
+from omnizoo.recipes.shared.talker_inputs import BOS, HEADER, PAD, TalkerContext, TurnTokens
 
 RESERVED = 1024  # ids at the end of the talker's vocabulary that are not codes
 PREFIX = 6  # positions between the header of the response and the first frame
@@ -71,7 +71,7 @@ class Qwen3Talker(Talker):
                 "hear so; leave the sound or the speech out"
             )
 
-    def notes(self, heard: Heard, frames: int) -> Inputs:
+    def notes(self, heard: TalkerContext, frames: int) -> Inputs:
         """Also return the indices of media rows and of text rows."""
         is_media = np.isin(heard.before, self.media_ids)
         text = np.append(np.flatnonzero(~is_media), np.arange(len(heard.before), heard.rows))
@@ -159,7 +159,7 @@ class Qwen3Talker(Talker):
         row = FlopCounter(is_trained(self.model.thinker))
         row.run(talker.text_projection, 1)
         place = FlopCounter(row.trained)
-        pair = self.tally_layers(place)
+        pair = self.count_layers(place)
         frame = FlopCounter(place.trained)
         frame.run(talker.codec_head, 1)
         frame.run(predictor.model.layers, books)
@@ -180,7 +180,7 @@ class Qwen3Talker(Talker):
         vocabulary = self.settings.text_config.vocab_size
         reserved = range(vocabulary - RESERVED, vocabulary)
         seen = np.append(heard.before[:-HEADER], np.full(HEADER + PREFIX, self.config.tts_pad_token_id))
-        with self.sound_told():
+        with self.audio_config_set():
             result = self.generate_codes(
                 heard,
                 options,
@@ -200,7 +200,7 @@ class Qwen3Talker(Talker):
         return torch.cat([none, *frames])
 
     @contextmanager
-    def sound_told(self) -> Iterator[None]:
+    def audio_config_set(self) -> Iterator[None]:
         """Context manager: set the `audio_config` that `position_model` explains."""
         is_told = hasattr(self.settings, "audio_config")
         if not is_told:

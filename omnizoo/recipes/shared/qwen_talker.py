@@ -19,7 +19,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.plugins import resolve
 from omnizoo.modalities.decoders.precomputed_speech import read_codes
 from omnizoo.modalities.files.audio import write_audio
-from omnizoo.modalities.files.decoding import SOUND_OPTIONS
+from omnizoo.modalities.files.decoding import AUDIO_OPTIONS
 from omnizoo.modalities.flop_count import FlopCounter, causal_pairs, weights_of
 from omnizoo.modalities.item import Ids, Inputs, MediaItem, MediaSize
 from omnizoo.modalities.media import BadMedia, Media
@@ -30,7 +30,7 @@ from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
 from omnizoo.recipes.shared.decoders import generate_arguments, seeded
 from omnizoo.recipes.shared.encoders import UsesModel
 from omnizoo.recipes.shared.qwen_image import media_shapes
-from omnizoo.recipes.shared.talker_inputs import Heard, Hearing
+from omnizoo.recipes.shared.talker_inputs import TalkerContext, TalkerFollower
 
 RATE = 24_000  # samples per second of the codecs' output
 # Defaults of the models' own `generate`.
@@ -38,7 +38,7 @@ REPETITION_PENALTY, MOST_FRAMES = 1.05, 4096
 OPTIONS = "model.modalities.speech.decoder.options"
 
 
-class Talker(UsesModel, Hearing):
+class Talker(UsesModel, TalkerFollower):
     """Base class of talkers, which speak with the voices that the model has.
 
     Args:
@@ -47,7 +47,7 @@ class Talker(UsesModel, Hearing):
         max_frames: Maximum number of frames of a response.
     """
 
-    item_options = ("speaker", *SOUND_OPTIONS)
+    item_options = ("speaker", *AUDIO_OPTIONS)
     values = ("codes",)
     speakers: Mapping[str, int]  # token id of each speaker
     no_speakers: ClassVar[str] = ""  # advice in the error message if there are no speakers
@@ -231,7 +231,7 @@ class Talker(UsesModel, Hearing):
         """FLOPs per thinker row, per position, per pair of positions, and in addition per frame."""
         raise NotImplementedError
 
-    def tally_layers(self, place: FlopCounter) -> FlopCounter:
+    def count_layers(self, place: FlopCounter) -> FlopCounter:
         """Add the talker's layers to the FLOPs of a position, and return the FLOPs of a pair of positions."""
         text = self.talker.model.config
         for name, parameter, is_multiplied in weights_of(self.talker.model):
@@ -243,12 +243,12 @@ class Talker(UsesModel, Hearing):
         return pair
 
     def flops(self, rows: int, places: int, frames: int) -> float:
-        per_row, per_place, per_pair, per_frame = self.work
-        return rows * per_row + places * per_place + causal_pairs(places) * per_pair + frames * per_frame
+        per_row, per_placeholder, per_pair, per_frame = self.work
+        return rows * per_row + places * per_placeholder + causal_pairs(places) * per_pair + frames * per_frame
 
     def asked(
         self, ids: Ids, items: Sequence[MediaItem], options: Mapping[str, Any], device: torch.device
-    ) -> tuple[Heard, Inputs]:
+    ) -> tuple[TalkerContext, Inputs]:
         """Return the talker's context for a conversation that ends in the response, and its inputs with the voice.
 
         The inputs have a frame for each text token of the response except the first, one for its end, and one more.
@@ -261,7 +261,9 @@ class Talker(UsesModel, Hearing):
         notes = {name: tensor.to(device) for name, tensor in self.notes(heard, heard.text + 1).items()}
         return heard, notes | {"voice": torch.tensor([voice], device=device)}
 
-    def generate_codes(self, heard: Heard, options: Mapping[str, Any], sampling: Sampling, **inputs: Any) -> Any:
+    def generate_codes(
+        self, heard: TalkerContext, options: Mapping[str, Any], sampling: Sampling, **inputs: Any
+    ) -> Any:
         """Return the result of the talker's own `generate`."""
         renamed = {"audio_seqlens": "audio_feature_lengths", "second_per_grids": "video_second_per_grid"}
         for name, shapes in media_shapes(heard.items).items():

@@ -32,7 +32,7 @@ class TurnTokens:
 
 
 @dataclass(frozen=True)
-class Heard:
+class TalkerContext:
     """The part of a conversation that the talker receives."""
 
     spans: list[tuple[int, int]]  # (first token, count): the context, then the response
@@ -45,7 +45,7 @@ class Heard:
         return sum(count for _, count in self.spans)
 
 
-class Hearing(Follower):
+class TalkerFollower(Follower):
     config: Any  # config of the model
     settings: Any  # config of the talker
     turns: TurnTokens  # turn tokens of the model's chat template
@@ -64,7 +64,7 @@ class Hearing(Follower):
         """The model whose `get_rope_index` returns the positions of the talker's sequence."""
         raise NotImplementedError
 
-    def hear(self, ids: Ids, items: Sequence[MediaItem], answer: int, answers: int | None, what: str) -> Heard:
+    def hear(self, ids: Ids, items: Sequence[MediaItem], answer: int, answers: int | None, what: str) -> TalkerContext:
         """Return the part of a conversation that the talker receives for one response.
 
         Args:
@@ -75,7 +75,7 @@ class Hearing(Follower):
         Raises:
             BadMedia: If the response is not found, has no text or follows no prompt.
         """
-        starts = places_of(ids, self.turns.start)
+        starts = placeholders_of(ids, self.turns.start)
         ends = [*starts[1:].tolist(), len(ids)]
         roles = [int(ids[start + 1]) if start + 1 < len(ids) else -1 for start in starts]
         turns = list(zip(starts.tolist(), ends, roles, strict=True))
@@ -87,7 +87,7 @@ class Hearing(Follower):
                 "writes; speech needs a template that begins each as the published one does"
             )
         start, end = responses[answer]
-        stops = places_of(ids[start + HEADER : end], self.turns.end)
+        stops = placeholders_of(ids[start + HEADER : end], self.turns.end)
         stop = start + HEADER + int(stops[0]) if len(stops) else end
         if stop <= start + HEADER:
             raise BadMedia(f"{what} is an answer without text: there is nothing to say aloud")
@@ -102,9 +102,9 @@ class Hearing(Follower):
         for item in within:
             self.check_item(item, what)
         before = np.concatenate([*(ids[first : first + count] for first, count in said), ids[start : start + HEADER]])
-        return Heard([*said, (start, stop - start)], before, within, stop - start - HEADER)
+        return TalkerContext([*said, (start, stop - start)], before, within, stop - start - HEADER)
 
-    def notes(self, heard: Heard, frames: int) -> Inputs:
+    def notes(self, heard: TalkerContext, frames: int) -> Inputs:
         """Return the source row and the rotary positions of each position of the talker's sequence."""
         text = np.arange(heard.rows - heard.text, heard.rows)
         trailing = np.full(frames, PAD)
@@ -120,10 +120,10 @@ class Hearing(Follower):
         }
 
     def dummy_input(self) -> Inputs:
-        heard = Heard([(0, HEADER + 1)], np.full(HEADER, PAD, np.int32), [], 1)
+        heard = TalkerContext([(0, HEADER + 1)], np.full(HEADER, PAD, np.int32), [], 1)
         codes = torch.zeros(1, len(self.sizes), dtype=torch.int64)
         return {"codes": codes, "voice": torch.zeros(1, dtype=torch.int64), **self.notes(heard, 1)}
 
 
-def places_of(ids: Ids, token: int | None) -> npt.NDArray[np.int64]:
+def placeholders_of(ids: Ids, token: int | None) -> npt.NDArray[np.int64]:
     return np.flatnonzero(ids == (-1 if token is None else token))
