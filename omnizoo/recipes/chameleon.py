@@ -13,6 +13,7 @@ from omnizoo.recipes.shared.image_tokenizers import VocabularyCodes, merge_token
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the modalities of the model."""
     edge = model.config.vq_config.resolution
     size, crop = {"shortest_edge": edge}, {"height": edge, "width": edge}
     processor = load_processor(ChameleonImageProcessorPil, folder, {}, size=size, crop_size=crop)

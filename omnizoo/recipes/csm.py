@@ -10,6 +10,7 @@ from omnizoo.recipes.shared.speech_tokenizers import DepthCodes, merge_frame_emb
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the modalities of the model."""
     codes = build_with_options(DepthCodes, options, "audio/decoder", model)
     return {"audio": Modality("audio", None, codes, "", "<|AUDIO|>", "", last="<|audio_eos|>")}
 

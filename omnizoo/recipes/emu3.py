@@ -13,6 +13,7 @@ from omnizoo.recipes.shared.image_tokenizers import LineCodes, merge_token_ids
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the modalities of the model."""
     factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
     processor = load_processor(Emu3ImageProcessor, folder, HALF, spatial_factor=factor)
     codes = build_with_options(LineCodes, options, "image/decoder", model, processor, folder)

@@ -15,21 +15,14 @@ from omnizoo.models.media.features import Features
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Options, Recipe
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
+from omnizoo.recipes.shared import gemma_encoders as gemma
 from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features, visual_modules
-from omnizoo.recipes.shared.gemma_encoders import (
-    AUDIO_BEGIN,
-    AUDIO_END,
-    BEGIN,
-    END,
-    MelAudioEncoder,
-    PooledImageEncoder,
-)
 from omnizoo.recipes.shared.gemma_video import PooledVideoEncoder
 
 ENCODERS = {
-    "image": EncoderSpec(PooledImageEncoder, "<|image|>", (BEGIN, END)),
-    "video": EncoderSpec(PooledVideoEncoder, "<|video|>", (BEGIN, END)),
-    "audio": EncoderSpec(MelAudioEncoder, "<|audio|>", (AUDIO_BEGIN, AUDIO_END)),
+    "image": EncoderSpec(gemma.PooledImageEncoder, "<|image|>", (gemma.BEGIN, gemma.END)),
+    "video": EncoderSpec(PooledVideoEncoder, "<|video|>", (gemma.BEGIN, gemma.END)),
+    "audio": EncoderSpec(gemma.MelAudioEncoder, "<|audio|>", (gemma.AUDIO_BEGIN, gemma.AUDIO_END)),
 }
 CONFIG_FIELDS = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}
 
@@ -42,7 +35,7 @@ def build_encoders(
     return build_modalities(available, model, folder, options)
 
 
-def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+def merge_media(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
     """Insert media features. Placeholder tokens are looked up as padding, in the per-layer embeddings too."""
     config: Any = model.config
     input_ids = inputs["input_ids"]
@@ -59,7 +52,8 @@ def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str,
     return merge_features(model, inputs | {"inputs_embeds": embeddings}, features) | extra_inputs
 
 
-def mutual(model: PreTrainedModel) -> BidirectionalTokens | None:
+def bidirectional_tokens(model: PreTrainedModel) -> BidirectionalTokens | None:
+    """Return the tokens that attend in both directions; None if the model is fully causal."""
     config: Any = model.config
     if config.text_config.use_bidirectional_attention != "vision":
         return None
@@ -75,8 +69,8 @@ RECIPE = Recipe(
         "audio_config": {"subsampling_conv_channels": [32, 4]},
     },
     modalities=partial(build_encoders, ENCODERS),
-    merge_features=enter,
-    bidirectional=mutual,
+    merge_features=merge_media,
+    bidirectional=bidirectional_tokens,
     media_modules=(
         *visual_modules("model.vision_tower", "model.embed_vision"),
         MediaModule("audio", "encoder", "model.audio_tower", projectors=("model.embed_audio",)),

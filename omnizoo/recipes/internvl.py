@@ -22,7 +22,8 @@ class CroppedTileEncoder(TileEncoder):
         self, model: PreTrainedModel, folder: str | None, min_tiles: int | None = None, max_tiles: int | None = None
     ) -> None:
         config: Any = model.config
-        (height, width), patch = config.vision_config.image_size, config.vision_config.patch_size
+        height, width = config.vision_config.image_size
+        patch_height, patch_width = config.vision_config.patch_size
         processor = load_processor(
             GotOcr2ImageProcessorPil,
             folder,
@@ -32,15 +33,22 @@ class CroppedTileEncoder(TileEncoder):
             min_patches=min_tiles,
             max_patches=max_tiles,
         )
-        patches = (height // patch[0]) * (width // patch[1])
-        each = round(patches * config.downsample_ratio**2)
-        super().__init__(model, "model.vision_tower", "model.multi_modal_projector", processor, height, patches, each)
+        patches = (height // patch_height) * (width // patch_width)
+        super().__init__(
+            model,
+            "model.vision_tower",
+            "model.multi_modal_projector",
+            processor=processor,
+            edge=height,
+            patches=patches,
+            placeholders=round(patches * config.downsample_ratio**2),
+        )
 
     def tiles(self, height: int, width: int) -> int:
         return int(self.processor.get_number_of_image_patches(height, width))
 
     def layout(self, tiles: int) -> tuple[str | int, ...]:
-        return ("<img>", tiles * self.each, "</img>")
+        return ("<img>", tiles * self.tile_placeholders, "</img>")
 
 
 RECIPE = Recipe(

@@ -12,6 +12,7 @@ TOWER, ALIGNER = "model.vision_model", "model.aligner"
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the modalities of the model."""
     edge = model.config.vision_config.image_size
     processor = load_processor(JanusImageProcessorPil, folder, HALF, size={"height": edge, "width": edge})
     encoder = build_with_options(SquareImageEncoder, options, "image", model, processor, TOWER, ALIGNER)

@@ -21,7 +21,7 @@ class ClipImageEncoder(TileEncoder):
         vision = config.vision_config
         if vision.model_type != "clip_vision_model":
             raise UserError(
-                f"model.config.vision_config: {vision.model_type} towers of LLaVA are not supported: use CLIP"
+                f"model.config.vision_config: {vision.model_type} towers of LLaVA are not supported. Use CLIP."
             )
         edge = vision.image_size
         processor = load_processor(
@@ -32,8 +32,16 @@ class ClipImageEncoder(TileEncoder):
             crop_size={"height": edge, "width": edge},
         )
         patches = (edge // vision.patch_size) ** 2
-        each = patches + (config.vision_feature_select_strategy == "full")  # plus the class token
-        super().__init__(model, "model.vision_tower", "model.multi_modal_projector", processor, edge, patches + 1, each)
+        keeps_class_token = config.vision_feature_select_strategy == "full"
+        super().__init__(
+            model,
+            "model.vision_tower",
+            "model.multi_modal_projector",
+            processor=processor,
+            edge=edge,
+            patches=patches + 1,
+            placeholders=patches + keeps_class_token,
+        )
 
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.model.get_image_features(pixels, return_dict=True).pooler_output)

@@ -37,9 +37,9 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> I
     for item in items:
         slices, *shape = (int(size) for size in item.size.shape)
         sizes += [shape[:2], *[shape[2:]] * slices]
-    core: Any = model.get_submodule("model")
+    inner_model: Any = model.get_submodule("model")
     input_ids = torch.from_numpy(ids).long()[None]
-    axes, _ = core.get_rope_index(input_ids, token_kinds(ids, items), torch.tensor(sizes) if sizes else None)
+    axes, _ = inner_model.get_rope_index(input_ids, token_kinds(ids, items), torch.tensor(sizes) if sizes else None)
     return with_text_positions(axes).int().numpy()
 
 

@@ -26,9 +26,12 @@ from omnizoo.recipes.shared.qwen_video import WindowedVideoEncoder
 
 
 class Qwen25OmniVideoEncoder(VideoWithAudioEncoder, WindowedVideoEncoder):
-    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
+    """Video encoder that interleaves frames and audio by chunks of time."""
+
+    def interleave(self, times: npt.NDArray[np.float64], num_audio: int) -> list[int | NestedRun]:
         config = self.model.config
-        return interleave_chunks(times, heard, int(config.position_id_per_seconds * config.seconds_per_chunk))
+        chunk = int(config.position_id_per_seconds * config.seconds_per_chunk)
+        return interleave_chunks(times, num_audio, chunk)
 
 
 MODALITIES = {

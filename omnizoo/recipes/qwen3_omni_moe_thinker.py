@@ -28,8 +28,10 @@ from omnizoo.recipes.shared.qwen_video import InterpolatedVideoEncoder
 
 
 class Qwen3OmniVideoEncoder(VideoWithAudioEncoder, InterpolatedVideoEncoder):
-    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
-        return interleave_by_time(times, heard)
+    """Video encoder that interleaves frames and audio token by token."""
+
+    def interleave(self, times: npt.NDArray[np.float64], num_audio: int) -> list[int | NestedRun]:
+        return interleave_by_time(times, num_audio)
 
 
 MODALITIES = {
