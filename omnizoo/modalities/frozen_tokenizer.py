@@ -77,8 +77,9 @@ def forward_flops(
         flops = 0.0
     if flops:
         return flops
-    num_weights = sum(tensor.numel() for tensor in frozen.state_dict().values())
-    return 2.0 * math.prod(item.shape[-2:]) * num_weights
+    num_weights: int = sum(tensor.numel() for tensor in frozen.state_dict().values())
+    num_pixels: int = math.prod(item.shape[-2:])
+    return 2.0 * num_pixels * num_weights
 
 
 class Diffusers(Frozen):

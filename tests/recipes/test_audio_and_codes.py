@@ -166,7 +166,7 @@ def test_generated_codes_match_a_loop_without_cache(
             assert len(drawn) == 16
             values = model.model.vqmodel.decode(drawn[None])[0]
         else:
-            lines, row = decoder.drawn
+            lines, row = decoder.generated_grid
             ids = [*prompt, begin, *tokenizer_of(family)(f"{lines}*{row}<|image token|>").input_ids]
             visual = torch.tensor(model.model.vocabulary_mapping.image_tokens)
             for number, code in enumerate(drawn.tolist()):

@@ -348,7 +348,7 @@ def test_invalid_or_missing_voices_raise_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=re.escape(match)):
             Qwen25Talker(model, speakers=str(file))
     save_file(voices | {"ada.bos_token": torch.tensor([999])}, file)
-    with pytest.raises(BadMedia, match="999.* 391"):
+    with pytest.raises(BadMedia, match=r"999.* 391"):
         Qwen25Talker(model, speakers=str(file)).measure(media)
     torch.save({"ada": 1}, file)
     with pytest.raises(

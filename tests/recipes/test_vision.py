@@ -159,7 +159,7 @@ def published_text(family: str, media: Any, encoder: Any) -> str:
     if family == "gemma3":
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-        full = f"\n\n<start_of_image>{'<image_soft_token>' * encoder.each}<end_of_image>\n\n"
+        full = f"\n\n<start_of_image>{'<image_soft_token>' * encoder.tile_placeholders}<end_of_image>\n\n"
         crops = encoder.processor(images=value, return_tensors="np")["num_crops"]
         return Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=full), {"num_crops": crops}, 0)
     if family == "internvl":
@@ -268,7 +268,7 @@ def test_gemma4_video_matches_published_processor(family: str, tmp_path: Path) -
             == encoder.count_placeholders(inputs)
             == sum(encoder.count_placeholders(part) for _, part in encoder.split(size, inputs))
         )
-    with pytest.raises(BadMedia, match="it has 9 frames, fewer than num_frames 32"):
+    with pytest.raises(BadMedia, match=r"9 frames, .*num_frames 32"):
         build(model, None, {})["video"].encoder.measure(clip(9, 40, 64))
     with pytest.raises(UserError, match=r"model.modalities.video.encoder.options: max_soft_tokens is 71"):
         build(model, None, {"video": {"max_soft_tokens": 71}})
@@ -297,7 +297,7 @@ def test_resize_matches_pillow_except_rounding() -> None:
         for height, width in ((30, 50), (140, 200), (90, 71)):
             pillow = np.asarray(Image.fromarray(smooth).resize((width, height), filter_)).astype(int)
             assert np.abs(resize(pixels, height, width, filter_).permute(1, 2, 0).numpy() - pillow).max() <= 1
-    with pytest.raises(UserError, match=r"resample 1 is not known for tensors; use 2 \(bilinear\), 3 \(bicubic\)"):
+    with pytest.raises(UserError, match=r"^preprocessor_config.json: resample 1 "):
         resize(pixels, 30, 50, 1)
 
 
@@ -314,7 +314,7 @@ def test_gemma3_row_matches_published_processor() -> None:
     for scans in (False, True):
         modalities = build(skeleton, None, {"image": {"pan_and_scan": scans}})
         encoder: Any = modalities["image"].encoder
-        processor = Gemma3Processor(encoder.processor, own, image_seq_length=encoder.each)
+        processor = Gemma3Processor(encoder.processor, own, image_seq_length=encoder.tile_placeholders)
         values = [media.value for media in pictures]
         expected = processor(
             text="What <start_of_image> is <start_of_image>\nthat?",
@@ -542,9 +542,9 @@ def test_options_override_folder_settings_override_defaults(tmp_path: Path) -> N
     encoder: Any = build(model, str(tmp_path), {})["image"].encoder
     assert (encoder.processor.image_mean, encoder.processor.max_patches) == ((0.1,) * 3, 6)
     assert encoder.processor.size.height == encoder.edge == 32  # the model's own
-    assert encoder.measure(picture(40, 400)).num_placeholders > 4 * encoder.each
+    assert encoder.measure(picture(40, 400)).num_placeholders > 4 * encoder.tile_placeholders
     encoder = build(model, str(tmp_path), {"image": {"max_tiles": 2}})["image"].encoder
-    assert encoder.measure(picture(40, 400)).num_placeholders == 3 * encoder.each
+    assert encoder.measure(picture(40, 400)).num_placeholders == 3 * encoder.tile_placeholders
     assert json.loads((tmp_path / "preprocessor_config.json").read_text())["max_patches"] == 6
 
 

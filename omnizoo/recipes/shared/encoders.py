@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # normalization that several families share
 SHARE = 2**62  # an interpolation weight of 1, as an integer
 PREVIEW_FRAMES = 8  # frames of a video in a preview
-POSITIVE = ("sampling_rate", "hop_length", "n_fft", "feature_size", "rescale_factor")
-POSITIVE += ("fps", "num_frames", "min_frames", "max_frames")
+POSITIVE_AUDIO = ("sampling_rate", "hop_length", "n_fft", "feature_size")
+POSITIVE_VIDEO = ("rescale_factor", "fps", "num_frames", "min_frames", "max_frames")
 
 
 class UsesModel:
@@ -201,7 +201,7 @@ def check_frame_options(fps: float | None, num_frames: int | None, **options: fl
 def checked_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
     """Return the result of `processor_settings`, after a check for invalid numbers that processors accept."""
     settings, file = processor_settings(folder, kind)
-    for name in POSITIVE:
+    for name in POSITIVE_AUDIO + POSITIVE_VIDEO:
         value = settings.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise UserError(f"{file}: {name} is {value!r}; expected a number above 0")

@@ -86,7 +86,7 @@ class PanAndScanEncoder(TileEncoder):
         tile = (CROP_BEGIN, self.tile_placeholders, CROP_END)
         if tiles == 1:
             return tile
-        crops = [" ", *tile] * (tiles - 1)
+        crops: list[str | int] = [" ", *tile] * (tiles - 1)
         return ("Here is the original image ", *tile, " and here are some crops to help you see better ", *crops[1:])
 
 

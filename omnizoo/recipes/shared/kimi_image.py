@@ -45,11 +45,12 @@ class NativeSizeEncoder(PatchEncoder):
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width, scaled down if an image has too many patches in total or along a side."""
         max_patches = self.processor.settings["max_patches"]
+        max_edge: int = self.max_edge
         patches = max(1, height // self.patch) * max(1, width // self.patch)
         scale = min(1.0, math.sqrt(max_patches / patches), self.max_edge / height, self.max_edge / width)
 
         def scaled(side: int) -> int:
-            return min(max(1, int(side * scale)), self.max_edge)
+            return min(max(1, int(side * scale)), max_edge)
 
         return scaled(height), scaled(width)
 

@@ -92,7 +92,7 @@ class CanvasEncoder(TileEncoder):
         num_tiles = rows * columns
         tile_rows: list[str | int] = []
         if num_tiles > 1:
-            columns_with_separators = [self.tile_placeholders, COLUMN] * columns
+            columns_with_separators: list[str | int] = [self.tile_placeholders, COLUMN] * columns
             tile_rows = [*columns_with_separators[:-1], ROW] * rows
             num_tiles += 1  # the whole image
         return self.size_of(num_tiles, (BEGIN, *tile_rows, WHOLE, self.tile_placeholders, END))
