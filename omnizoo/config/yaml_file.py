@@ -14,7 +14,7 @@ from omnizoo.config.errors import MOST_MISTAKES, UserError, join_mistakes, print
 from omnizoo.config.schema import Config
 
 # Real configs are far below these limits, which bound the time and memory that a malicious file can take.
-MOST_BYTES = 2**19
+MAX_BYTES = 2**19
 MOST_VALUES = 20_000
 MOST_DEPTH = 64
 LONGEST_NUMBER = 400  # digits
@@ -61,7 +61,7 @@ for _name, (_pattern, _first_characters) in SCALARS.items():
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a regular file of at most `MOST_BYTES`. Reading other files may block or never end."""
+    """Return the text of a regular file of at most `MAX_BYTES`. Reading other files may block or never end."""
     if not str(path):
         raise UserError("the name of the config file is empty")
     try:
@@ -82,8 +82,8 @@ def _check_file(path: str | Path) -> None:
     if not S_ISREG(status.st_mode):
         kind = "a folder" if S_ISDIR(status.st_mode) else "not an ordinary file"
         raise UserError(f"{path}: cannot be read as a config file: it is {kind}")
-    if status.st_size > MOST_BYTES:
-        raise UserError(f"{path}: has {status.st_size:,} bytes; a config file has at most {MOST_BYTES:,}")
+    if status.st_size > MAX_BYTES:
+        raise UserError(f"{path}: has {status.st_size:,} bytes; a config file has at most {MAX_BYTES:,}")
 
 
 def save_config(config: Config, path: str | Path) -> None:

@@ -10,7 +10,7 @@ from processes import Running, run_omnizoo, start_omnizoo
 from tiny import read_steps, write_config
 
 from omnizoo.cli.main import main
-from omnizoo.data.loading.workers import told
+from omnizoo.data.loading.workers import exit_message
 from omnizoo.launch.rank_failure import foreseen
 
 OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "width": 16, "heads": 2, "layers": 1}}
@@ -92,5 +92,5 @@ def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path
     ],
 )
 def test_every_end_of_a_worker_is_told_with_a_way_out(code: int, expected: str) -> None:
-    assert expected in told(code)
-    assert "fewer data.workers" in told(code)
+    assert expected in exit_message(code)
+    assert "data.workers" in exit_message(code)

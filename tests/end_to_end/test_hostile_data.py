@@ -85,7 +85,7 @@ def test_a_tar_that_shrinks_while_it_is_read_gives_bad_rows(tmp_path: Path) -> N
 
 
 def test_a_line_larger_than_what_is_read_at_once_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "MOST_BYTES", 100)
+    monkeypatch.setattr(jsonl, "MAX_BYTES", 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 200}) + '\n{"text": "b"}\n')
     source = opened(tmp_path / "a.jsonl")
     with pytest.raises(BadRow, match="more than the 100"):
@@ -197,7 +197,7 @@ def test_the_pixels_decoded_for_a_clip_are_bounded(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -226,7 +226,7 @@ def test_what_templates_raise_is_about_their_row(tmp_path: Path) -> None:
 
 
 def test_a_template_may_write_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MOST_TEXT", 1000)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1000)
     with pytest.raises(BadRow, match="1,001 characters"):
         ChatTemplate("{{ 'a' * 1001 }}", None, {}).render(TURNS)
 
@@ -315,8 +315,8 @@ def test_memory_is_limited_in_loader_workers_but_not_in_the_training_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit applies to a whole process, so it could fail a thread that writes a checkpoint."""
-    monkeypatch.setattr(chat_template, "MOST_MEMORY", 1 << 26)
-    monkeypatch.setattr(chat_template, "MOST_TEXT", 1 << 10)
+    monkeypatch.setattr(chat_template, "MAX_MEMORY", 1 << 26)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1 << 10)
     (in_worker,) = DataLoader(Templates(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert "more than 64 MiB of memory" in in_worker
     with memory_limits():

@@ -162,7 +162,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
 def test_rows_that_cannot_be_used_are_one_line(
     name: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(python_rows, "MOST_IN_MEMORY", 1000)
+    monkeypatch.setattr(python_rows, "MAX_ROWS_IN_MEMORY", 1000)
     rows, message = BAD_ROWS[name]
     config = settings(tokenizer, tmp_path, data={"lanes": 1, "shuffle": False})
     with pytest.raises(UserError) as caught:

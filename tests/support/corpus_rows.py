@@ -448,7 +448,7 @@ CASES += [
     refused("another case in data.ignore", chat("hi", "yes", Gizmo=1), "`Gizmo`", ignore=["gizmo"]),
     refused("a misspelt images", chat("hi", "yes", imgs=["a.png"]), "`imgs`"),
 ]
-HARMLESS = {
+METADATA_FIELDS = {
     "FineWeb": {
         "text": "hi you",
         "id": "u",
@@ -464,7 +464,7 @@ HARMLESS = {
     "the Pile": {"text": "hi you", "meta": {"pile_set_name": "x"}},
     "Dolma": {"text": "hi you", "id": "1", "source": "s", "added": "a", "created": "c", "metadata": {"a": 1}},
 }
-for name, row in HARMLESS.items():
+for name, row in METADATA_FIELDS.items():
     CASES.append(trained(f"a row of {name}", row, "hi you"))
 CASES += [
     trained("a chat of Tulu", chat("hi", "yes", id="1", source="s"), CHAT),

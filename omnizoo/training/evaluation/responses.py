@@ -44,7 +44,7 @@ class HeldOutRow:
 
     name: str  # short name of the source
     source: RowSource
-    shape: SourceSchema  # schema of the source
+    schema: SourceSchema  # schema of the source
     row: int  # number of the row in the source
 
     @property
@@ -108,7 +108,7 @@ class Sampler:
         sampling = Sampling(evaluation.temperature, generator=generator)
         try:
             row = asked.source.read(asked.row)
-            question = writer.renderer.question(row, asked.find, asked.shape)
+            question = writer.renderer.question(row, asked.find, asked.schema)
             record |= {"question": question.shown, "expected": question.expected}
             pieces = writer.answer(question.prompt, sampling, evaluation.max_tokens)
             files = {}
@@ -134,9 +134,9 @@ def choose_rows(reader: Reader) -> list[HeldOutRow]:
 
     def usable(number: int, name: str, source: RowSource) -> Iterator[HeldOutRow]:
         for row in range(min(len(source), LOOKED_AT + count)):
-            asked = HeldOutRow(name, source, reader.renderer.shape(number), row)
+            asked = HeldOutRow(name, source, reader.renderer.schema(number), row)
             try:
-                reader.renderer.question(source.read(row), asked.find, asked.shape)
+                reader.renderer.question(source.read(row), asked.find, asked.schema)
             except (BadRow, BadMedia) as reason:
                 reasons.append(f"{asked.where}: {reason}")
                 continue

@@ -133,7 +133,8 @@ def test_a_lane_goes_on_exactly_from_a_saved_state(
         options: dict[str, Any] = {"shuffle": shuffle, "pack_tokens": pack_tokens, "on_bad_row": "skip"}
         return lane_of(sources, lane, weights=[3.0, 1.0, 2.0], look_ahead=look_ahead, **options)
 
-    original, resumed = fresh(), fresh()
+    original = fresh()
+    resumed = fresh()
     packs(original, done)
     state = json.loads(json.dumps(original.state()))
     packs(resumed, 2)  # what a lane did before does not matter

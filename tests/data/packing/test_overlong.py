@@ -13,7 +13,7 @@ from toy_media import MARKS, MODALITIES, chat, shown
 
 from omnizoo.config.sections.data import DataSection, SourceSettings
 from omnizoo.data.loading.lanes import Lane
-from omnizoo.data.packing.overlong import fit_to_pack, longest_each, num_targets, truncate
+from omnizoo.data.packing.overlong import fit_to_pack, max_response_length, num_targets, truncate
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.row import BadRow
 from omnizoo.data.sample import RenderedRow, Segment
@@ -30,7 +30,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 @pytest.fixture(scope="module")
 def pairs(renderer: Renderer) -> Renderer:
-    return Renderer(renderer.tokenizer, True, MODALITIES, pairs="required")
+    return Renderer(renderer.tokenizer, True, MODALITIES, preferences="required")
 
 
 def data(**options: Any) -> DataSection:
@@ -162,7 +162,7 @@ def test_a_pair_that_would_lose_an_item_of_an_answer_or_its_end_is_left_out(end:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(5, 200))
 @settings(max_examples=200, deadline=None)
 def test_the_limit_of_answers_is_the_largest_that_fits(lengths: list[int], most: int) -> None:
-    limit = longest_each(lengths, most)
+    limit = max_response_length(lengths, most)
     if sum(lengths) <= most:
         assert limit == max(lengths)
         return

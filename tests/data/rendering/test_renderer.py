@@ -124,7 +124,8 @@ def test_mistral_like_template_without_generation_prompt(tmp_path: Path, trim_of
 
 
 def test_qwen3_like_template_that_strips_thinking_from_earlier_turns(tmp_path: Path) -> None:
-    first, second = "<think>\nhm\n</think>\n\nhello", "<think>\nwell\n</think>\n\nso on"
+    first = "<think>\nhm\n</think>\n\nhello"
+    second = "<think>\nwell\n</think>\n\nso on"
     assert shown(renderer_for(tmp_path, QWEN3), {"messages": conversation("hi", first, "and?", second)}) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello<|im_end|>]]\n"
         "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[[<think>\nwell\n</think>\n\nso on<|im_end|>]]\n"
@@ -238,7 +239,8 @@ def test_any_conversation_is_learnt_exactly_where_the_assistant_speaks(
     rendered = Renderer(chat_tokenizer, append_eos=True).render({"messages": conversation(*texts)})
     expected: list[bool] = []
     head = chat_tokenizer(f"{len(texts)}\n" if rewrites else "").input_ids
-    ids, expected = list(head), [False] * len(head)
+    ids = list(head)
+    expected = [False] * len(head)
     for i, text in enumerate(texts):  # special tokens never merge with their surroundings; a newline may
         for piece, is_target in (
             (f"<|im_start|>{('user', 'assistant')[i % 2]}\n", False),
@@ -331,7 +333,8 @@ def test_append_eos_without_an_eos_token_is_the_users_to_fix(tmp_path: Path) -> 
 
 def test_a_slow_tokenizer_is_refused() -> None:
     class Slow:
-        is_fast, name_or_path = False, "some/folder"
+        is_fast = False
+        name_or_path = "some/folder"
 
     with pytest.raises(UserError, match="some/folder is a slow one"):
         Renderer(Slow(), append_eos=True)  # type: ignore[arg-type]

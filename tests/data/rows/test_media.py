@@ -67,8 +67,10 @@ def part(name: str, value: Any, **options: Any) -> dict[str, Any]:
 
 
 def test_every_spelling_of_a_conversation_gives_the_same_tokens_and_items(folder: Path, renderer: Renderer) -> None:
-    two, three = "media/2.toy", "media/3.toy"
-    tags, answer = "a <image> b <audio>?", "<image>ok"
+    two = "media/2.toy"
+    three = "media/3.toy"
+    tags = "a <image> b <audio>?"
+    answer = "<image>ok"
     columns = {"images": [two, two], "audios": [three]}
     said = [{"from": "human", "value": tags}, {"from": "gpt", "value": answer}]
     empty = {"image": None, "audio": None, "text": None}  # as columnar files have it
@@ -134,7 +136,8 @@ def test_text_rows_may_have_media_and_all_of_them_are_learnt(renderer: Renderer)
 def test_rows_without_media_are_as_they_were(tokenizer: PreTrainedTokenizerFast, renderer: Renderer) -> None:
     plain = Renderer(tokenizer, append_eos=True)
     for row in ({"text": "the <audio> and <image> tags of a page"}, chat("hi <b>"), chat("hi", images=None, tones=[])):
-        with_modalities, without = renderer.render(row), plain.render(row)
+        with_modalities = renderer.render(row)
+        without = plain.render(row)
         assert with_modalities.input_ids.tolist() == without.input_ids.tolist()
         assert with_modalities.is_target.tolist() == without.is_target.tolist()
         assert with_modalities.items == without.items == ()
@@ -244,7 +247,8 @@ def test_which_module_an_item_is_for(renderer: Renderer) -> None:
     row["messages"] += [{"role": "assistant", "content": everything, "loss": False}]
     row["messages"] += [{"role": "user", "content": everything, "loss": True}]
     found = [(str(item.port), item.is_target) for item in renderer.render(row).items]
-    encoded, learnt = "image/encoder audio/encoder tone/decoder clip/encoder", {"image/decoder", "tone/decoder"}
+    encoded = "image/encoder audio/encoder tone/decoder clip/encoder"
+    learnt = {"image/decoder", "tone/decoder"}
     produced = "image/decoder audio/encoder tone/decoder clip/encoder"
     assert [port for port, _ in found] == " ".join((encoded, produced, encoded, produced)).split()
     for turn, has_targets in enumerate((False, True, False, True)):
@@ -270,7 +274,8 @@ def test_an_item_alone_is_something_to_learn(tokenizer: PreTrainedTokenizerFast)
 
 def test_weights_are_for_text_and_move_with_it(renderer: Renderer) -> None:
     def two_turns() -> dict[str, Any]:
-        first, second = chat("look <image>", "fine"), chat("play", "<tone>")
+        first = chat("look <image>", "fine")
+        second = chat("play", "<tone>")
         return {"messages": first["messages"] + second["messages"], "images": [[1, 2]], "tones": [[1]]}
 
     row = two_turns()
@@ -293,7 +298,8 @@ def test_tokens_that_the_tokenizer_adds_around_a_text_do_not_move_items(tmp_path
     rendered = Renderer(tokenizer, True, MODALITIES).render({"text": [part("clip", [1]), text(" so")]})
     assert tokenizer.decode(rendered.input_ids) == "<s><clip:<0.5 s><clip-pad><clip-pad>:clip> so<|endoftext|>"
     placeholder = tokenizer.convert_tokens_to_ids("<clip-pad>")
-    (start, rows), (inner,) = rendered.items[0].spans[0], [np.flatnonzero(rendered.input_ids == placeholder)]
+    (start, rows) = rendered.items[0].spans[0]
+    (inner,) = [np.flatnonzero(rendered.input_ids == placeholder)]
     assert list(range(start, start + rows)) == inner.tolist()
     assert np.flatnonzero(~rendered.is_target).tolist() == list(range(2, start + rows))
 
@@ -353,7 +359,8 @@ def test_items_stay_on_their_placeholders_when_packed(
         if len(rendered.input_ids) <= 96:
             packer.add(*split(0, 0, row, rendered, 96))
     while packer.buffer:
-        pack, start = packer.pop(), 0
+        pack = packer.pop()
+        start = 0
         ids = np.concatenate([sample.input_ids for sample in pack])
         targets = np.concatenate([sample.is_target for sample in pack])
         found: list[int] = []
@@ -621,7 +628,8 @@ def test_a_lane_goes_on_exactly_from_a_saved_state(folder: Path, renderer: Rende
     rows = [chat("<image>" * (i % 3), "<tone>" * (i % 2), images=["media/2.toy"] * (i % 3)) for i in range(11)]
     rows = [{**row, "tones": [[1] * (i % 4 + 1)] * (i % 2)} for i, row in enumerate(rows)]
     path = write_jsonl(folder / "rows.jsonl", rows)
-    original, resumed = lane_of(renderer, path), lane_of(renderer, path)
+    original = lane_of(renderer, path)
+    resumed = lane_of(renderer, path)
     before = identities(original, done)
     resumed.restore(json.loads(json.dumps(original.state())))
     after = identities(original, 12)

@@ -25,7 +25,7 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.rendering.template_analysis import read_template
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.unused_fields import HARMLESS
+from omnizoo.data.rows.unused_fields import METADATA_FIELDS
 from omnizoo.models.build import build_model
 from omnizoo.models.media.model_inputs import read_modalities, unread_inputs
 
@@ -57,7 +57,8 @@ def test_what_is_said_of_a_row_does_not_depend_on_the_rows_before_it(tmp_path: P
     ]
     tokenizer = make_tokenizer(tmp_path, template)
     alone = [verdict(Renderer(tokenizer, True), row) for row in rows]
-    forward, backward = Renderer(tokenizer, True), Renderer(tokenizer, True)
+    forward = Renderer(tokenizer, True)
+    backward = Renderer(tokenizer, True)
     assert [verdict(forward, row) for row in rows] == alone
     assert [verdict(backward, row) for row in reversed(rows)] == alone[::-1]
 
@@ -88,7 +89,7 @@ def test_which_fields_of_messages_a_template_reads(template: str, fields: set[st
 
 def test_the_docs_list_every_field_that_is_known_to_be_harmless() -> None:
     docs = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    assert [name for name in HARMLESS if f"`{name}`" not in docs] == []
+    assert [name for name in METADATA_FIELDS if f"`{name}`" not in docs] == []
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -37,7 +37,7 @@ from omnizoo.data.loading.reader import build_reader
 from omnizoo.data.packing.overlong import split
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.preferences import ResponseRow, sides_of
+from omnizoo.data.rows.preferences import ResponseRow, response_rows
 from omnizoo.data.sample import Preferences
 from omnizoo.data.token_fields import IGNORE_INDEX
 from omnizoo.models.build import build_model
@@ -336,7 +336,7 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
         for row in range(12):
             found = partial(source.find, row)
             pairs.append(reader.renderer.render(source.read(row), (0, 0, row), found))
-            for side in sides_of(source.read(row)):
+            for side in response_rows(source.read(row)):
                 plain = ResponseRow("", side.row)
                 apart.append(reader.renderer._render_one(plain, (0, 0, row), found, found))
         outputs, gradients = [], []
@@ -405,7 +405,7 @@ def test_an_answer_is_known_by_its_tokens_and_the_content_of_its_media(omni: Pat
 
 def test_rows_of_every_form_have_the_loss_on_their_answers(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
-    renderer = Renderer(tokenizer, True, pairs="required")
+    renderer = Renderer(tokenizer, True, preferences="required")
     chat = [{"from": "human", "value": "question"}]
     for row in (
         {"messages": [USER], "chosen": "yes", "rejected": "no"},
@@ -459,7 +459,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
 def test_a_bad_pair_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(BadRow) as caught:
-        Renderer(make_tokenizer(tmp_path), True, pairs="required").render(row)
+        Renderer(make_tokenizer(tmp_path), True, preferences="required").render(row)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -479,7 +479,7 @@ BAD_SINGLE_ROWS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("row", "reason"), BAD_SINGLE_ROWS)
 def test_a_bad_single_answer_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(BadRow) as caught:
-        Renderer(make_tokenizer(tmp_path), True, pairs="required", singles=True).render(row)
+        Renderer(make_tokenizer(tmp_path), True, preferences="required", labeled_responses=True).render(row)
     assert reason in str(caught.value)
 
 

@@ -26,7 +26,7 @@ from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader, build_reader
 from omnizoo.data.packing.overlong import split
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.preferences import ResponseRow, sides_of
+from omnizoo.data.rows.preferences import ResponseRow, response_rows
 from omnizoo.models.build import build_model
 from omnizoo.models.media.model_inputs import read_modalities
 from omnizoo.models.read_config import load_tokenizer
@@ -180,7 +180,7 @@ def test_answers_with_media_are_those_of_plain_torch_one_at_a_time(tmp_path: Pat
     names = [name for batch in data.micro_batches for name in batch.sample_ids]
     rows = sorted({int(name.split("/")[2]) for name in names})
     for number in rows:
-        for side in sides_of(reader.sources[0].read(number)):
+        for side in response_rows(reader.sources[0].read(number)):
             own.append(score(model, reader, side, number))
             with torch.no_grad():
                 others.append(score(frozen, reader, side, number))
