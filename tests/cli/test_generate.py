@@ -215,7 +215,7 @@ def test_an_adapter_is_merged_to_be_asked(tmp_path: Path, capsys: pytest.Capture
         ('{"messages": [{"role": "user", "content": "a"}]}\n{"messa', "line 2: cannot be read as JSON"),
         ("7\n8\n", "line 1: a list of messages was expected"),
         ("\n", "is empty"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "nobody asks anything"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "no prompt"),
     ],
 )
 def test_a_bad_row_of_prompts_is_one_line(

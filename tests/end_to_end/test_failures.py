@@ -78,7 +78,9 @@ def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path
     result = run.wait(240)
     last = result.stderr.splitlines()[-1]
     assert result.code == 1
-    assert last.startswith("error: rank 1: a loader worker was killed (SIGKILL), as the kernel does when memory runs")
+    assert last.startswith(
+        "error: rank 1: data.workers: a loader worker was killed (SIGKILL), as the kernel does when memory runs"
+    )
     assert "data.workers" in last
 
 
@@ -88,7 +90,7 @@ def test_a_killed_loader_worker_is_named_with_its_rank_in_the_last_line(tmp_path
         (-signal.SIGKILL, "killed (SIGKILL)"),
         (-signal.SIGBUS, "/dev/shm"),
         (-signal.SIGSEGV, "Segmentation fault"),
-        (1, "a loader worker ended without a word; data.workers: 0"),
+        (1, "a loader worker ended with exit code 1"),
     ],
 )
 def test_every_end_of_a_worker_is_told_with_a_way_out(code: int, expected: str) -> None:

@@ -376,7 +376,7 @@ def test_evaluation_without_a_usable_row_is_refused(
 ) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", [{"text": ""}])
     config = configure(eval_sources=[SourceSettings(path=str(path))], on_bad_row="skip")
-    with pytest.raises(UserError, match=r"data\.eval_sources .*no usable row"):
+    with pytest.raises(UserError, match=r"^data\.eval_sources: .*no usable row"):
         read_held_out(build_reader(held_out_config(config), tokenizer), 0, 1)
 
 

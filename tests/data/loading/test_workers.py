@@ -71,7 +71,7 @@ def test_rows_that_cannot_be_pickled_are_read_without_workers_and_a_warning_says
         loader = loader_of(given, tokenizer, 2)
         assert ids_of(loader) == expected
     (warning,) = [record.getMessage() for record in caplog.records if "data.workers" in record.getMessage()]
-    assert warning.startswith("data.workers: 0 instead of 2: other processes cannot be given ")
+    assert warning.startswith("data.workers: using 0 instead of 2")
     assert "lock" in warning
     assert loader.workers == 0
 

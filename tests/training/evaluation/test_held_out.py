@@ -65,7 +65,7 @@ def test_held_out_rows_without_an_answer_are_refused(tmp_path: Path, capsys: pyt
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "data.eval_sources" in err
-    assert "no usable row; 1 lost to data.pack_tokens (96)" in err
+    assert "no usable row; 1 dropped because of data.pack_tokens (96)" in err
 
 
 def test_a_step_without_any_target_has_no_loss_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -426,9 +426,7 @@ def test_rows_of_every_form_have_the_loss_on_their_answers(tmp_path: Path) -> No
     found = renderer.render({"prompt": "and so on", "chosen": " yes", "rejected": " no"})
     half = slice(0, found.responses[0][1])
     assert tokenizer.decode(found.input_ids[half][found.is_target[half]]) == " yes<|endoftext|>"
-    with pytest.raises(
-        BadRow, match=r"preference pair are longer than data.pack_tokens \(8\), and a pair is never cut"
-    ):
+    with pytest.raises(BadRow, match=r"more than data.pack_tokens \(8\), and preference rows are never split"):
         list(split(0, 0, 0, found, 8))
 
 
@@ -445,14 +443,14 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"chosen": [USER, YES], "rejected": [USER, YES, USER, NO]}, "differ at message 2"),
     ({"prompt": "else", "chosen": [USER, YES], "rejected": [USER, NO]}, "`prompt` is not what `chosen` and"),
     ({"messages": [USER], "chosen": YES | {"weight": 0.5}, "rejected": NO}, "has no weights"),
-    ({"messages": [USER], "chosen": YES, "rejected": NO, "weight": 2}, "nothing reads `weight`"),
+    ({"messages": [USER], "chosen": YES, "rejected": NO, "weight": 2}, "`weight` is not used"),
     (
         {"messages": [USER], "chosen": YES, "rejected": NO, "rejected_response": "x"},
         "read from `chosen` and `rejected`",
     ),
     ({"messages": [USER], "chosen": 7, "rejected": NO}, "`chosen` is int, not a text, a message"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "write it as messages"),
-    ({"text": "a"}, "it is no preference pair"),
+    ({"text": "a"}, "not a preference row"),
 ]
 
 
@@ -470,9 +468,9 @@ BAD_SINGLE_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"completion": "b", "label": True}, "needs a `prompt`"),
     ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1; expected true (a good answer) or false"),
     ({"prompt": "a", "completion": [USER, YES], "label": True}, "does not begin with a message of the assistant's"),
-    ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "nothing reads `score`"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "nothing reads `label`"),
-    ({"text": "a"}, "it is no preference pair (`chosen`, `rejected`) and no single answer"),
+    ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "`score` is not used"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "`label` is not used"),
+    ({"text": "a"}, "not a preference row"),
 ]
 
 

@@ -375,8 +375,8 @@ def test_what_cannot_be_judged_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     reader = read(path)
     no = said("no")
     for chosen, reason in (
-        (said(part("image", "media/0.png")), r"image \(item 0\) is in an answer, .* the whole path of a flow"),
-        (said(part("series", [1.0] * 4)), r"series \(item 0\) is in an answer, .* has no `log_likelihood`"),
+        (said(part("image", "media/0.png")), r"image \(item 0\) is in a response .* the whole path of a flow"),
+        (said(part("series", [1.0] * 4)), r"series \(item 0\) is in a response .* has no `log_likelihood`"),
         ({"role": "assistant", "content": "<audio>"}, r"`audios` is for media of its prompt; .*\"type\": \"audio\""),
         (said(part("audio", "media/9.wav")), r"media/9.wav"),
     ):
@@ -385,7 +385,7 @@ def test_what_cannot_be_judged_is_one_line(tmp_path: Path, monkeypatch: pytest.M
             reader.renderer.render(row, find=partial(reader.sources[0].find, 0))
         assert "\n" not in str(caught.value)
     both = [said(part("series", np.ones(4))) for _ in range(2)]
-    with pytest.raises(BadRow, match="are the same: nothing is preferred"):
+    with pytest.raises(BadRow, match="`chosen` and `rejected` are equal"):
         reader.renderer.render({"messages": [USER], "chosen": [both[0]], "rejected": [both[1]]})
 
 
