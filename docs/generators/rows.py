@@ -30,18 +30,18 @@ class Limit(NamedTuple):
 
 
 LIMITS = (
-    Limit("line of JSONL, JSON array, or member of a tar", "omnizoo.data.sources.jsonl", "MOST_BYTES", "bytes"),
-    Limit("rows of a Python iterable", "omnizoo.data.sources.python_rows", "MOST_IN_MEMORY", "rows"),
-    Limit("loss weight of a message or row", "omnizoo.data.rows.messages", "MOST_WEIGHT", ""),
-    Limit("image, or frame of a video", "omnizoo.modalities.files.decoding", "MOST_PIXELS", "pixels"),
-    Limit("all decoded frames of a video", "omnizoo.modalities.files.video", "MOST_CLIP_PIXELS", "pixels"),
-    Limit("ratio of the sides of an image", "omnizoo.modalities.encoders.image", "LONGEST_ASPECT", ""),
-    Limit("audio channels", "omnizoo.modalities.files.audio", "MOST_CHANNELS", "channels"),
+    Limit("line of JSONL, JSON array, or member of a tar", "omnizoo.data.sources.jsonl", "MAX_BYTES", "bytes"),
+    Limit("rows of a Python iterable", "omnizoo.data.sources.python_rows", "MAX_ROWS_IN_MEMORY", "rows"),
+    Limit("loss weight of a message or row", "omnizoo.data.rows.messages", "MAX_WEIGHT", ""),
+    Limit("image, or frame of a video", "omnizoo.modalities.files.decoding", "MAX_PIXELS", "pixels"),
+    Limit("all decoded frames of a video", "omnizoo.modalities.files.video", "MAX_VIDEO_PIXELS", "pixels"),
+    Limit("ratio of the sides of an image", "omnizoo.modalities.encoders.image", "MAX_ASPECT_RATIO", ""),
+    Limit("audio channels", "omnizoo.modalities.files.audio", "MAX_CHANNELS", "channels"),
     Limit(
-        "chat template, per conversation: processor time", "omnizoo.data.rendering.chat_template", "MOST_SECONDS", "s"
+        "chat template, per conversation: processor time", "omnizoo.data.rendering.chat_template", "MAX_SECONDS", "s"
     ),
-    Limit("chat template, per conversation: memory", "omnizoo.data.rendering.chat_template", "MOST_MEMORY", "bytes"),
-    Limit("chat template, per conversation: text", "omnizoo.data.rendering.chat_template", "MOST_TEXT", "characters"),
+    Limit("chat template, per conversation: memory", "omnizoo.data.rendering.chat_template", "MAX_MEMORY", "bytes"),
+    Limit("chat template, per conversation: text", "omnizoo.data.rendering.chat_template", "MAX_CHARACTERS", "characters"),
 )
 
 
@@ -71,7 +71,7 @@ def _format_rules() -> dict[str, str]:
 
 def metadata_fields() -> str:
     """Return the names of fields that are ignored without a setting."""
-    names = sorted(constant(FIELDS, "HARMLESS"))
+    names = sorted(constant(FIELDS, "METADATA_FIELDS"))
     return ", ".join(code(name) for name in names) + ". In messages, also `tool_call_id`.\n"
 
 
