@@ -1,6 +1,6 @@
 """Train from Python, as in a notebook, with a custom model, rows, loss and callback.
 
-    python examples/notebook.py RUN_FOLDER
+python examples/notebook.py RUN_FOLDER
 """
 
 import sys
