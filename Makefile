@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install test test-fast tests lint style types format demo demo-lora verify-all bench bench-peers docs clean
+.PHONY: install test test-fast tests lint style types format demo demo-lora verify-all bench bench-peers docs docs-check clean
 
 install: $(INSTALLED)
 
@@ -55,7 +55,7 @@ verify-all: install
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all
 	$(BIN)/omnizoo verify examples/qwen3_moe_tiny.yaml --world 8 --layouts all --precision fp64
 	$(BIN)/omnizoo verify examples/text_tiny.yaml --families all --world 4 --layouts all
-	$(BIN)/omnizoo verify examples/text_tiny.yaml --families many --world 4 --layouts few --markdown docs/families.md
+	$(BIN)/omnizoo verify examples/text_tiny.yaml --families many --world 4 --layouts few --markdown docs/reference/families.md
 	for file in examples/published/*.yaml; do \
 		$(BIN)/omnizoo verify $$file --world 4 --layouts all || exit 1; \
 	done
@@ -75,7 +75,11 @@ bench-peers: install
 	$(BIN)/python benchmarks/standing.py --all --write
 
 docs: install
-	$(BIN)/python -m omnizoo.config.reference > docs/configuration.md
+	$(BIN)/sphinx-build -W --keep-going -n -E -q -d docs/_build/doctrees docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+docs-check: install
+	$(BIN)/python docs/check_commands.py
 
 clean:
-	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv runs docs/_build docs/_generated docs/reference/configuration .mypy_cache .ruff_cache .pytest_cache .hypothesis

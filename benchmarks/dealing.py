@@ -32,12 +32,12 @@ def main() -> None:
     layout = Layout(dp_shard=args.ranks // args.ulysses, ulysses=args.ulysses)
     random = np.random.default_rng(0)
     packs = [random_pack(i, args.items * args.ulysses // args.packs, random) for i in range(layout.dp * args.packs)]
-    tables = [PackTable.of(packs[rank :: args.ranks], PORTS, cost) for rank in range(args.ranks)]
+    tables = [PackTable.from_packs(packs[rank :: args.ranks], PORTS, cost) for rank in range(args.ranks)]
     messages = [np.frombuffer(encode_message(table, STATUS), np.uint8) for table in tables]
     best: dict[str, float] = {}
     for _ in range(20):
         times = [time.perf_counter()]
-        encode_message(PackTable.of(packs[0 :: args.ranks], PORTS, cost), STATUS)
+        encode_message(PackTable.from_packs(packs[0 :: args.ranks], PORTS, cost), STATUS)
         times.append(time.perf_counter())
         table, _ = decode_messages(messages)
         times.append(time.perf_counter())

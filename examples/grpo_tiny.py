@@ -1,4 +1,4 @@
-"""GRPO on a small model, with transformers as the rollout engine: it learns to respond with digits (docs/rl.md).
+"""GRPO on a small model, with transformers as the rollout engine: it learns to respond with digits (docs/how-to/rl.md).
 
     python examples/grpo_tiny.py --log.dir runs/grpo_tiny
     torchrun --standalone --nproc-per-node 2 examples/grpo_tiny.py --parallel.ulysses 2

@@ -1,7 +1,4 @@
-"""Train from Python, as in a notebook, with a custom model, rows, loss and callback.
-
-python examples/notebook.py RUN_FOLDER
-"""
+"""Train from Python with a custom model, rows, loss and callback. Run `python examples/notebook.py RUN_FOLDER`."""
 
 import sys
 from types import SimpleNamespace
@@ -27,7 +24,7 @@ class Tiny(torch.nn.Module):
 
 
 class Modesty(omnizoo.Loss):
-    def of_logits(self, logits, batch):  # keeps the probability of every token above zero
+    def from_logits(self, logits, batch):  # keeps the probability of every token above zero
         return batch.sum(-logits.log_softmax(-1).mean(-1))
 
 

@@ -1,8 +1,11 @@
-"""The docs are true: links lead somewhere, commands parse, keys exist, and a step sends what docs/step.md says."""
+"""The docs are true: links lead somewhere, commands parse, keys exist, code imports public names, the site builds."""
 
+import ast
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +24,28 @@ from omnizoo.parallel.layout import plan_layout
 from omnizoo.parallel.process import Process
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-CURRENT = [page for page in PAGES if page.name != "LOG.md"]  # a log may speak of what is gone
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+DOCS = ROOT / "docs"
+GENERATED = (DOCS / "_build", DOCS / "_generated", DOCS / "reference" / "configuration")
+FOLDERS = ("tutorials", "how-to", "reference", "explanation", "project")
+
+
+def site_pages() -> Iterator[Path]:
+    """Yield the hand-written pages of the site."""
+    yield DOCS / "index.md"
+    for folder in FOLDERS:
+        for page in sorted((DOCS / folder).rglob("*.md")):
+            if not any(page.is_relative_to(generated) for generated in GENERATED):
+                yield page
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *site_pages()]
+# The log of experiments may name files and keys that no longer exist.
+CURRENT = [page for page in PAGES if page.name != "experiments.md"]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.M | re.S)
 EXAMPLE = ROOT / "examples" / "text_tiny.yaml"
 KEYS = {key: kind for key, kind, *_ in reference.all_keys()}
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-current_pages = pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+current_pages = pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def code_spans(page: Path) -> list[str]:
@@ -50,8 +68,12 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Names that GitHub gives to headings."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.M)
+    """Names that GitHub gives to headings, including those of generated parts and files that the page includes."""
+    text = page.read_text()
+    for name in re.findall(r"^:::\{include\} (\S+)", text, re.M):
+        included = page.parent / name
+        text += "\n" + included.read_text() if included.exists() else ""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -76,7 +98,9 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
 
 def test_the_walk_through_a_step_names_files_and_functions_that_exist() -> None:
     walk = re.findall(
-        r"^\| \[[\w/.]+\]\(\.\./(omnizoo/[\w/.]+)\) \| (`[^|]+`) \|", (ROOT / "docs/step.md").read_text(), re.M
+        r"^\| \[[\w/.]+\]\((?:\.\./)+(omnizoo/[\w/.]+)\) \| (`[^|]+`) \|",
+        (DOCS / "explanation/step.md").read_text(),
+        re.M,
     )
     assert len(walk) > 12
     for file, names in walk:
@@ -131,6 +155,71 @@ def test_every_config_that_is_shown_is_valid(page: Path) -> None:
     for language, block in FENCE.findall(page.read_text()):
         if language == "yaml":
             Config.model_validate(base | yaml.safe_load(block))
+
+
+@current_pages
+def test_every_fence_is_understood_by_these_tests(page: Path) -> None:
+    # A directive with backticks would be taken for the end of a code block; directives are written with colons.
+    assert "```" not in FENCE.sub("", page.read_text()), "a code fence is not closed, or has more than a language"
+
+
+@current_pages
+def test_python_code_imports_from_omnizoo_only_its_public_names(page: Path) -> None:
+    for language, block in FENCE.findall(page.read_text()):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "omnizoo":
+                assert node.module == "omnizoo", f"{page.name}: {node.module} is internal"
+                assert {alias.name for alias in node.names} <= set(omnizoo.__all__)
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("omnizoo.") for alias in node.names), page.name
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "omnizoo":
+                assert node.attr in omnizoo.__all__, f"{page.name}: omnizoo.{node.attr}"
+
+
+@pages
+def test_no_line_is_longer_than_120_characters_except_tables(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > 120 and not line.lstrip().startswith("|")]
+    assert not long, f"{page.name}: lines {long}"
+
+
+def test_readme_has_at_most_700_words() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
+def test_every_page_that_the_package_names_exists() -> None:
+    for path in (ROOT / "omnizoo").rglob("*"):
+        if path.suffix in (".py", ".jinja", ".html"):
+            for name in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
+                assert (ROOT / name).exists(), f"{path.relative_to(ROOT)}: {name}"
+
+
+def test_metrics_page_names_every_metric_of_a_step() -> None:
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    names: set[str] = set()
+    for file, function in (("step_metrics.py", "step_metrics"), ("step.py", "metrics")):
+        tree = ast.parse((ROOT / "omnizoo" / "training" / file).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == function:
+                for inner in ast.walk(node):
+                    keys = inner.keys if isinstance(inner, ast.Dict) else []
+                    names |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+    assert "tokens_per_sec" in names
+    assert not [name for name in names if f"`{name}`" not in page]
+
+
+@pytest.mark.slow
+def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-E", "-q", "-d", str(tmp_path / "doctrees")]
+    result = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    loaded = re.compile(r"""<(?:script|link|img|iframe|source|object|embed)\b[^>]*?(?:src|href|data)=["'](?:\w+:)?//""")
+    for page in (tmp_path / "html").rglob("*.html"):
+        assert not loaded.search(page.read_text()), page.name
+    for style in (tmp_path / "html").rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import) *[\"']?(?:https?:)?//", style.read_text()), style.name
 
 
 @pages

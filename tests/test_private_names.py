@@ -187,7 +187,7 @@ def test_compiler_counters_have_expected_names() -> None:
 
     assert {"model_", "example_inputs_", "config_patches"} <= {*parameters(compile_fx)}
     assert {"fail_type", "fail_reason"} <= {*CompilationMetrics.__dataclass_fields__}
-    assert not torch._dynamo.config.nested_graph_breaks  # the numbers of graphs in docs/speed.md
+    assert not torch._dynamo.config.nested_graph_breaks  # the numbers of graphs in docs/how-to/speed.md
     counters["frames"].clear()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert counters["frames"] == {"total": 1, "ok": 1}

@@ -46,7 +46,7 @@ class Distillation(omnizoo.Loss):
             )
         return F.log_softmax(logits.float() / self.temperature, dim=1)
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         soft = self.soft_targets(batch, logits.shape[1])
         student = F.log_softmax(logits.float() / self.temperature, dim=1)
         # The square keeps the scale of the gradients independent of the temperature.

@@ -1,79 +1,37 @@
-"""A first day with OmniZoo, end to end, on small models that it makes itself: docs/quickstart.md tells it step by step.
+"""Run the tutorials on text and vision models end to end, on the small models and rows of make_models.py.
 
     python examples/first_day/first_day.py runs/first_day            # all three; or: ... text | composed | published
 
-Each part takes a Hugging Face folder and rows as people have them, writes a config (`omnizoo new`), trains, evaluates,
-exports, and asks transformers itself for the same answer.
+Each part takes a Hugging Face folder and rows, writes a config with `omnizoo new`, trains, evaluates, exports, and
+generates. The text part compares the response with that of transformers' own pipeline.
 """
 
-import csv
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, pipeline
-
-EXAMPLES = Path(__file__).parent.parent
-MEDIA = EXAMPLES / "published/data"
-TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}
-TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-TOWER = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-TOWER |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+from make_models import save_text_model, save_tower, save_vision_model, write_shapes, write_sums
+from transformers import AutoModelForMultimodalLM, AutoTokenizer, pipeline
 
 
 def omnizoo(*args: str | Path) -> str:
-    """Run a command as a user would, and show it."""
+    """Run a command in a new process, print the end of its output and return all of it."""
     command = ["omnizoo", *map(str, args)]
     print(f"\n$ {' '.join(command)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
-    print("\n".join(done.stdout.splitlines()[-12:]))
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
-    return done.stdout
+    result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    print("\n".join(result.stdout.splitlines()[-12:]))
+    if result.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}: {result.stderr}")
+    return result.stdout
 
 
-def save_text_model(folder: Path) -> Path:
-    """Stands for a downloaded model: config, weights, tokenizer."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **TEXT)).save_pretrained(folder)
-    shutil.copytree(EXAMPLES / "data/tiny/tokenizer", folder, dirs_exist_ok=True)
-    return folder
-
-
-def write_alpaca(path: Path) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["instruction", "input", "output"])
-        for number in range(300):
-            a, b = number % 6, number // 6 % 6
-            writer.writerow([f"What is {a} plus {b}?", "", f"It is {a + b}."])
-    return path
-
-
-def write_llava(path: Path) -> Path:
-    """One JSON array of conversations, a picture by name and `<image>` in the text, as LLaVA's files are."""
-    told = [json.loads(line) for line in (MEDIA / "visual.jsonl").read_text().splitlines()]
-    rows: list[dict[str, Any]] = []
-    for row in told:
-        if row.get("images") and len(row["images"]) == 1 and not row.get("videos"):
-            said = [message["content"] for message in row["messages"]]
-            turns = [{"from": "human", "value": said[0]}, {"from": "gpt", "value": said[1]}]
-            rows.append({"id": str(len(rows)), "image": row["images"][0], "conversations": turns})
-    path.write_text(json.dumps(rows * 4))
-    for picture in MEDIA.glob("*.png"):
-        shutil.copy(picture, path.parent)
-    return path
-
-
-def settings(path: Path, **changed: Any) -> Path:
-    """The config that `new` wrote, with a few values of one's own."""
+def edit_config(path: Path, **changes: Any) -> Path:
+    """Change values of a config that `omnizoo new` wrote. Keys are written as section__key."""
     config = yaml.safe_load(path.read_text())
-    for key, value in changed.items():
+    for key, value in changes.items():
         section, _, name = key.partition("__")
         config.setdefault(section, {})[name] = value
     config["train"].pop("warmup_ratio", None)
@@ -82,34 +40,47 @@ def settings(path: Path, **changed: Any) -> Path:
 
 
 def text(folder: Path) -> None:
-    """A text model, rows of a spreadsheet."""
-    model, rows, out = save_text_model(folder / "model"), write_alpaca(folder / "sums.csv"), folder / "first.yaml"
-    omnizoo("new", model, rows, "--out", out)
-    settings(out, train__epochs=12, train__lr=3e-3, log__dir=str(folder / "run"), data__pack_tokens=128)
-    settings(out, evaluation__samples=4, evaluation__metrics=["accuracy", "exact_match"], train__packs_per_step=4)
-    omnizoo("data", "inspect", out, "--out", folder / "samples.html")
-    omnizoo("train", out)
+    """Fine-tune a text model on a CSV file (docs/tutorials/text_model.md)."""
+    model = save_text_model(folder / "model")
+    rows = write_sums(folder / "sums.csv")
+    config = folder / "first.yaml"
+    omnizoo("new", model, rows, "--out", config)
+    edit_config(config, train__epochs=12, train__lr=3e-3, train__packs_per_step=4, data__pack_tokens=128)
+    edit_config(config, evaluation__samples=4, evaluation__metrics=["accuracy", "exact_match"])
+    edit_config(config, log__dir=str(folder / "run"))
+
+    omnizoo("data", "inspect", config, "--out", folder / "samples.html")
+    omnizoo("train", config)
     omnizoo("eval", folder / "run")
     omnizoo("export", folder / "run", folder / "trained")
     prompt = "What is 2 plus 3?"
-    ours = omnizoo("generate", folder / "trained", "--prompt", prompt, "--temperature", "0", "--max-tokens", "16")
-    asked = AutoTokenizer.from_pretrained(folder / "trained")
-    chat = asked.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-    end = asked.convert_tokens_to_ids("<|im_end|>")
-    answer = pipeline("text-generation", model=str(folder / "trained"), tokenizer=asked)(
-        chat, do_sample=False, max_new_tokens=16, return_full_text=False, eos_token_id=end
-    )[0]["generated_text"].removesuffix("<|im_end|>")
-    print(f"transformers' own pipeline: {answer}")
-    assert ours.strip() == answer.strip(), (ours, answer)
+    response = omnizoo("generate", folder / "trained", "--prompt", prompt, "--temperature", "0", "--max-tokens", "16")
+
+    expected = transformers_response(folder / "trained", prompt)
+    print(f"transformers' own pipeline: {expected}")
+    assert response.strip() == expected.strip(), (response, expected)
+
+
+def transformers_response(model: Path, prompt: str) -> str:
+    """Return the response of transformers' text-generation pipeline to a prompt, without sampling."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    messages = [{"role": "user", "content": prompt}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    generate = pipeline("text-generation", model=str(model), tokenizer=tokenizer)
+    outputs = generate(chat, do_sample=False, max_new_tokens=16, return_full_text=False, eos_token_id=end_of_turn)
+    response: str = outputs[0]["generated_text"]
+    return response.removesuffix("<|im_end|>")
 
 
 def composed(folder: Path) -> None:
-    """Eyes for a text model: a vision tower and the text model of above, joined by a projector."""
-    rows = write_llava(folder / "rows.json")
+    """Add vision to a text model: a vision encoder and a text model, joined by a projector."""
+    rows = write_shapes(folder / "shapes.json")
+    encoder = {"kind": "vision", "path": str(save_tower(folder / "tower"))}
     config = {
         "model": {
             "foundation": {"path": str(save_text_model(folder / "model"))},
-            "modalities": {"image": {"encoder": {"kind": "vision", "config": TOWER}, "projector": {"kind": "mlp"}}},
+            "modalities": {"image": {"encoder": encoder, "projector": {"kind": "mlp"}}},
         },
         "data": {
             "sources": [{"path": str(rows), "take": "all but every 10th"}],
@@ -124,41 +95,40 @@ def composed(folder: Path) -> None:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     omnizoo("train", path)
     omnizoo("export", folder / "run", folder / "trained")
-    ask(folder, rows)
+    ask_about_image(folder, rows)
 
 
 def published(folder: Path) -> None:
-    """A published vision model, the same rows."""
-    rows = write_llava(folder / "rows.json")
-    fields = yaml.safe_load((EXAMPLES / "published/qwen3_vl.yaml").read_text())["model"]["config"]
-    torch.manual_seed(0)
-    model = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    model.save_pretrained(folder / "model")
-    shutil.copytree(MEDIA / "tokenizer", folder / "model", dirs_exist_ok=True)
-    out = folder / "first.yaml"
-    omnizoo("new", folder / "model", rows, "--out", out)
-    settings(out, train__epochs=3, train__lr=2e-3, log__dir=str(folder / "run"), evaluation__samples=2)
-    omnizoo("train", out)
+    """Fine-tune a multimodal Hugging Face model (docs/tutorials/vision_model.md)."""
+    model = save_vision_model(folder / "model")
+    rows = write_shapes(folder / "shapes.json")
+    config = folder / "first.yaml"
+    omnizoo("new", model, rows, "--out", config)
+    edit_config(config, train__epochs=3, train__lr=2e-3, log__dir=str(folder / "run"), evaluation__samples=2)
+    omnizoo("train", config)
     omnizoo("eval", folder / "run")
     omnizoo("export", folder / "run", folder / "trained")
-    AutoModelForMultimodalLM.from_pretrained(folder / "trained")  # as transformers itself loads it
-    ask(folder, rows)
+    AutoModelForMultimodalLM.from_pretrained(folder / "trained")  # transformers loads the export
+    ask_about_image(folder, rows)
 
 
-def ask(folder: Path, rows: Path) -> None:
+def ask_about_image(folder: Path, rows: Path) -> None:
+    """Generate a response to the first row, and print the expected one."""
     row = json.loads(rows.read_text())[0]
-    question = row["conversations"][0]["value"].replace("<image>", "")
-    content = [{"type": "image", "image": row["image"]}, {"type": "text", "text": question}]
+    question, answer = (turn["value"] for turn in row["conversations"])
+    image = {"type": "image", "image": row["image"]}
+    content = [image, {"type": "text", "text": question.replace("<image>", "")}]
     (folder / "question.json").write_text(json.dumps([{"role": "user", "content": content}]))
     omnizoo("generate", folder / "trained", "--messages", folder / "question.json", "--temperature", "0")
-    print(f"expected: {row['conversations'][1]['value']}")
+    print(f"expected: {answer}")
 
 
 def main() -> None:
-    root, parts = Path(sys.argv[1]), sys.argv[2:] or ["text", "composed", "published"]
-    for part in parts:
-        (root / part).mkdir(parents=True)
-        {"text": text, "composed": composed, "published": published}[part](root / part)
+    parts = {"text": text, "composed": composed, "published": published}
+    root = Path(sys.argv[1])
+    for name in sys.argv[2:] or parts:
+        (root / name).mkdir(parents=True)
+        parts[name](root / name)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 
 
 def encode_speech(text: str, speaker: int) -> list[list[int]]:
-    """Return codes, [frames, codebooks], one frame per two letters. No code is 0, as a frame of zeros ends the audio."""
+    """Return codes, [frames, codebooks], one frame per two letters. No code is 0: a frame of zeros ends the audio."""
     first_codes = [(ord(letter) + 7 * speaker) % (CODES - 1) for letter in text[::2]]
     return [[(code * (book + 1) + book) % (CODES - 1) + 1 for book in range(CODEBOOKS)] for code in first_codes]
 

@@ -34,8 +34,6 @@ class Series:
 
 
 class SeriesEncoder(Series, Encoder):
-    """Encodes each patch of a series with a small MLP."""
-
     def __init__(self, width: int, patch: int = 8, hidden: int = 64) -> None:
         super().__init__()
         self.patch = patch

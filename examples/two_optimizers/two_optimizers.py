@@ -31,7 +31,7 @@ class Peer(omnizoo.Loss):
         self.expected = logits.float().log_softmax(dim=-1)
         self.other.train()
 
-    def of_logits(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
         predicted = logits.float().log_softmax(dim=-1)
         divergence = F.kl_div(predicted, self.expected, reduction="none", log_target=True).sum(dim=-1)
         return batch.sum(divergence)

@@ -15,44 +15,51 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-PACK_LOOKS, ITEM_LOOKS = 3_000_000, 10_000_000  # maximum numbers of compared pairs; about ten milliseconds
-LARGE, NEAR = 64, 16  # world size above which items stay within blocks of ranks; minimum block size
+# Maximum numbers of compared pairs, which take about ten milliseconds.
+MAX_PACK_COMPARISONS = 3_000_000
+MAX_ITEM_COMPARISONS = 10_000_000
+
+LARGE_WORLD = 64  # world size above which items stay within blocks of ranks
+MIN_BLOCK = 16  # minimum number of ranks of a block
 
 
 def assign_packs(costs: Sequence[float] | Floats, ranks: int) -> list[list[int]]:
     """Return the packs of each rank, in ascending order: the same number on every rank, and about the same cost."""
-    whole, size = _whole(costs), len(costs) // ranks
-    assert len(costs) == size * ranks > 0, f"{len(costs)} packs cannot be spread evenly over {ranks} ranks"
+    int_costs = _to_integers(costs)
+    size = len(costs) // ranks
+    assert len(costs) == size * ranks > 0, f"{len(costs)} packs cannot be divided evenly over {ranks} ranks"
     packs: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
-    for pack in np.argsort(-whole, kind="stable").tolist():
+    for pack in np.argsort(-int_costs, kind="stable").tolist():
         load, rank = heappop(loads)
         packs[rank].append(pack)
         if len(packs[rank]) < size:
-            heappush(loads, (load + int(whole[pack]), rank))
-    owner = np.empty(len(whole), np.int64)
-    for rank, own in enumerate(packs):
-        owner[own] = rank
-    _trade(whole, owner, ranks, PACK_LOOKS)
-    return [own.tolist() for own in np.argsort(owner, kind="stable").reshape(ranks, size)]
+            heappush(loads, (load + int(int_costs[pack]), rank))
+    owner = np.empty(len(int_costs), np.int64)
+    for rank, packs_of_rank in enumerate(packs):
+        owner[packs_of_rank] = rank
+    _swap_items(int_costs, owner, ranks, MAX_PACK_COMPARISONS)
+    packs_by_rank: list[list[int]] = np.argsort(owner, kind="stable").reshape(ranks, size).tolist()
+    return packs_by_rank
 
 
 def assign_items(costs: Sequence[float] | Floats, ranks: int) -> Numbers:
     """Return the rank of each item, such that all ranks have about the same cost. Shape `[items]`."""
-    whole = _whole(costs)
+    int_costs = _to_integers(costs)
     loads = [(0, rank) for rank in range(ranks)]
-    owner = np.empty(len(whole), np.int64)
-    for item in np.argsort(-whole, kind="stable").tolist():
+    owner = np.empty(len(int_costs), np.int64)
+    for item in np.argsort(-int_costs, kind="stable").tolist():
         load, rank = loads[0]
         owner[item] = rank
-        heapreplace(loads, (load + int(whole[item]), rank))
+        heapreplace(loads, (load + int(int_costs[item]), rank))
     # A zero-cost item on every rank allows a swap to move a single item.
     owner = np.concatenate([owner, np.arange(ranks)])
-    _trade(np.concatenate([whole, np.zeros(ranks, np.int64)]), owner, ranks, ITEM_LOOKS)
-    return owner[: len(whole)]
+    padded_costs = np.concatenate([int_costs, np.zeros(ranks, np.int64)])
+    _swap_items(padded_costs, owner, ranks, MAX_ITEM_COMPARISONS)
+    return owner[: len(int_costs)]
 
 
-def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int, together: int) -> Numbers:
+def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int, sp: int) -> Numbers:
     """Return the rank of each item. With many ranks, prefer ranks near those that hold the tokens of the item.
 
     The ranks form blocks of neighbors. Only the cost that a block has above the mean is assigned to other blocks, so
@@ -62,26 +69,30 @@ def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int
         costs: `[items]`, cost of each item.
         home: `[items]`, first of the ranks that hold the tokens of each item.
         ranks: World size.
-        together: Number of neighboring ranks that hold the tokens of an item (the size of the sp axis).
+        sp: Number of neighboring ranks that hold the tokens of an item.
     """
-    size = max(NEAR, 4 * together)  # a block with few packs has too few items to balance
-    if ranks <= LARGE or ranks % size or size % together or ranks == size:
+    size = max(MIN_BLOCK, 4 * sp)  # a block with few packs has too few items to balance
+    if ranks <= LARGE_WORLD or ranks % size or size % sp or ranks == size:
         return assign_items(costs, ranks)
-    whole, block, blocks = _whole(costs), home // size, ranks // size
-    _even_out(whole, block, blocks)
+
+    int_costs = _to_integers(costs)
+    block = home // size
+    blocks = ranks // size
+    _even_out(int_costs, block, blocks)
+
     # Longest processing time first, vectorized over all blocks.
-    order = np.argsort(-whole, kind="stable")
+    order = np.argsort(-int_costs, kind="stable")
     order = order[np.argsort(block[order].astype(np.int16), kind="stable")]
     count = np.bincount(block, minlength=blocks)
     first = np.cumsum(count) - count
     loads = np.zeros((blocks, size), np.int64)
-    owner = np.empty(len(whole), np.int64)
-    for turn in range(int(count.max(initial=0))):
-        busy = np.flatnonzero(count > turn)
-        items = order[first[busy] + turn]
-        least = loads[busy].argmin(1)
-        loads[busy, least] += whole[items]
-        owner[items] = busy * size + least
+    owner = np.empty(len(int_costs), np.int64)
+    for i in range(int(count.max(initial=0))):
+        active_blocks = np.flatnonzero(count > i)
+        items = order[first[active_blocks] + i]
+        least_busy = loads[active_blocks].argmin(1)
+        loads[active_blocks, least_busy] += int_costs[items]
+        owner[items] = active_blocks * size + least_busy
     return owner
 
 
@@ -92,50 +103,59 @@ def _even_out(costs: Numbers, block: Numbers, blocks: int) -> None:
     """
     loads = np.zeros(blocks, np.int64)
     np.add.at(loads, block, costs)
-    above = np.maximum(loads - loads.sum() // blocks, 0)
+    excess = np.maximum(loads - loads.sum() // blocks, 0)
     order = np.argsort(block, kind="stable")
-    so_far = np.cumsum(costs[order])
-    before = np.concatenate([[0], so_far])[np.searchsorted(block[order], np.arange(blocks))]
-    leaving = order[so_far - before[block[order]] <= above[block[order]]]
-    np.subtract.at(loads, block[leaving], costs[leaving])
-    least = [(int(load), number) for number, load in enumerate(loads)]
-    heapify(least)
-    for item in leaving[np.argsort(-costs[leaving], kind="stable")].tolist():
-        load, number = least[0]
+    sorted_blocks = block[order]
+    running_cost = np.cumsum(costs[order])
+    cost_before_block = np.concatenate([[0], running_cost])[np.searchsorted(sorted_blocks, np.arange(blocks))]
+    is_moved = running_cost - cost_before_block[sorted_blocks] <= excess[sorted_blocks]
+    moved_items = order[is_moved]
+    np.subtract.at(loads, block[moved_items], costs[moved_items])
+
+    heap = [(int(load), number) for number, load in enumerate(loads)]
+    heapify(heap)
+    by_cost = np.argsort(-costs[moved_items], kind="stable")
+    for item in moved_items[by_cost].tolist():
+        load, number = heap[0]
         block[item] = number
-        heapreplace(least, (load + int(costs[item]), number))
+        heapreplace(heap, (load + int(costs[item]), number))
 
 
-def _whole(costs: Sequence[float] | Floats) -> Numbers:
+def _to_integers(costs: Sequence[float] | Floats) -> Numbers:
+    """Scale costs to integers from 0 to 2**32."""
     array = np.asarray(costs, np.float64)
     assert np.isfinite(array).all(), "the cost of an item or pack is not finite"
     assert (array >= 0).all(), "the cost of an item or pack is negative"
-    scaled: Numbers = np.rint(array / (array.max(initial=0) or 1.0) * 2**32).astype(np.int64)
+    maximum = array.max(initial=0) or 1.0
+    scaled: Numbers = np.rint(array / maximum * 2**32).astype(np.int64)
     return scaled
 
 
-def _trade(costs: Numbers, owner: Numbers, ranks: int, most: int) -> None:
+def _swap_items(costs: Numbers, owner: Numbers, ranks: int, max_comparisons: int) -> None:
     """Swap items of the busiest rank for cheaper ones while this lowers its cost. Modifies `owner` in place.
 
-    Each swap is the best one available. The search ends after comparing `most` pairs.
+    Each swap is the best one available. The search ends after comparing `max_comparisons` pairs.
     """
     loads = np.zeros(ranks, np.int64)
     np.add.at(loads, owner, costs)
-    looks = 0
+    comparisons = 0
     while True:
         busiest = int(loads.argmax())
-        own = np.flatnonzero(owner == busiest)
-        looks += len(own) * len(costs)
-        if looks > most:
+        candidates = np.flatnonzero(owner == busiest)
+        comparisons += len(candidates) * len(costs)
+        if comparisons > max_comparisons:
             return
-        relief = costs[own, None] - costs
+
+        relief = costs[candidates, None] - costs  # [candidates, items], cost that the busiest rank saves by a swap
         # Cost of the busier of the two ranks after the swap. Swaps within the busiest rank are excluded.
-        after = np.maximum(loads[busiest] - relief, loads[owner] + relief)
-        after[:, own] = loads[busiest]
-        given, taken = np.unravel_index(int(after.argmin()), after.shape)
-        if after[given, taken] >= loads[busiest]:
+        cost_after = np.maximum(loads[busiest] - relief, loads[owner] + relief)
+        cost_after[:, candidates] = loads[busiest]
+        candidate, partner = np.unravel_index(int(cost_after.argmin()), cost_after.shape)
+        if cost_after[candidate, partner] >= loads[busiest]:
             return
-        other = owner[taken]
-        loads[busiest] -= relief[given, taken]
-        loads[other] += relief[given, taken]
-        owner[own[given]], owner[taken] = other, busiest
+
+        partner_rank = owner[partner]
+        loads[busiest] -= relief[candidate, partner]
+        loads[partner_rank] += relief[candidate, partner]
+        owner[candidates[candidate]] = partner_rank
+        owner[partner] = busiest

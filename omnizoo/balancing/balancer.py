@@ -62,13 +62,18 @@ class Balancer:
             cost=self.pack_cost,
             group=group,
         )
-        packs, kto_baseline = loaded.packs, None
+        packs = loaded.packs
+        kto_baseline = None
         if self._has_kto_baseline:
             packs, baseline_packs = split_kto_baseline(loaded.packs)
         batches, plan, statuses = redistribute_packs(packs, status=loaded.status())
         if self._has_kto_baseline:
             baseline_batches, baseline_plan, _ = redistribute_packs(baseline_packs)
-            kto_baseline = StepData(baseline_batches, baseline_plan.totals, baseline_plan.imbalance)
+            kto_baseline = StepData(
+                micro_batches=baseline_batches,
+                totals=baseline_plan.totals,
+                imbalance=baseline_plan.imbalance,
+            )
 
         raise_first(status["error"] for status in statuses)
         counters = {}

@@ -22,33 +22,40 @@ from omnizoo.modalities.item import MediaItem, Port
 
 Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-Rows = npt.NDArray[np.void]
+Records = npt.NDArray[np.void]
 
-HEADER = 5 * 8  # bytes; a message starts with the sizes of its 5 sections, as int64
+# A message consists of these sections in this order. It starts with their sizes in bytes, as int64.
+SECTIONS = ("packs", "lengths", "items", "spans", "status")
+HEADER_BYTES = len(SECTIONS) * np.dtype(np.int64).itemsize
 
-# Preference counts of a pack: pairs, labeled responses (desirable and undesirable), mismatched responses.
-PREFERENCES = ("pairs", "desirable", "undesirable", "mismatched")
+# Preference counts of a pack, and the role of the segments that each of them counts. A pair has one chosen response.
+PREFERENCES = {
+    "pairs": "chosen",
+    "desirable": "desirable",
+    "undesirable": "undesirable",
+    "mismatched": "mismatched",
+}
 PACK = np.dtype(
     [
         ("index", "i8"),  # position of the pack in the run
-        ("is_filler", "i8"),  # 1 for dummy packs
-        ("samples", "i8"),  # number of segments
-        ("items", "i8"),  # number of media items
-        ("labels", "i8"),  # number of text tokens that contribute to the loss
-        ("weight", "f8"),  # sum of their weights; equals their number if no row sets a weight
+        ("is_dummy", "i8"),
+        ("num_segments", "i8"),
+        ("num_items", "i8"),
+        ("num_targets", "i8"),  # text tokens that contribute to the loss
+        ("target_weight", "f8"),  # sum of their weights; equals their number if no row sets a weight
         *((name, "i8") for name in PREFERENCES),
-        ("answers", "i8"),  # number of segments with a text target
+        ("num_responses", "i8"),  # segments with a text target
         ("cost", "f8"),  # FLOPs, without those of the media items
     ]
 )
 ITEM = np.dtype(
     [
         ("port", "i8"),  # index into the model's ports
-        ("places", "i8"),  # number of placeholder tokens
-        ("targets", "i8"),  # denominator of the item's loss; 0 if it has none
+        ("num_placeholders", "i8"),
+        ("num_targets", "i8"),  # denominator of the item's loss; 0 if it has none
         ("is_target", "i8"),  # the model predicts the item, with or without a loss on it
-        ("residual", "i8"),  # denominator of the second loss
-        ("spans", "i8"),  # number of spans
+        ("num_residual_targets", "i8"),  # denominator of the second loss
+        ("num_spans", "i8"),
         ("cost", "f8"),  # FLOPs
     ]
 )
@@ -61,96 +68,132 @@ Cost = Callable[[Pack], float]  # returns the FLOPs of a pack
 class PackTable:
     """Metadata of several packs. Segments, items and spans are concatenated in pack order."""
 
-    packs: Rows  # [packs], dtype PACK
+    packs: Records  # [packs], dtype PACK
     lengths: Numbers  # [segments], in tokens
-    items: Rows  # [items], dtype ITEM
+    items: Records  # [items], dtype ITEM
     spans: Numbers  # [spans, 2], first token in the pack and number of tokens
 
     @classmethod
-    def of(cls, packs: Sequence[Pack], ports: Sequence[Port], cost: Cost) -> "PackTable":
+    def from_packs(cls, packs: Sequence[Pack], ports: Sequence[Port], cost: Cost) -> "PackTable":
+        """Build the table of some packs.
+
+        Args:
+            packs: The packs.
+            ports: All ports of the model. Items refer to them by index.
+            cost: Returns the FLOPs of a pack, without those of its media items.
+        """
         items = [item for pack in packs for item in pack.items]
+        lengths = [length for pack in packs for length in pack.lengths]
+        spans = [span for item in items for span in item.spans]
         return cls(
-            np.array([(*_counts(pack), cost(pack)) for pack in packs], PACK),
-            np.array([length for pack in packs for length in pack.lengths], np.int64),
-            np.array([(ports.index(i.port), *_sizes(i), len(i.spans), i.size.cost) for i in items], ITEM),
-            np.array([span for item in items for span in item.spans], np.int64).reshape(-1, 2),
+            packs=np.array([_pack_record(pack, cost) for pack in packs], PACK),
+            lengths=np.array(lengths, np.int64),
+            items=np.array([_item_record(item, ports) for item in items], ITEM),
+            spans=np.array(spans, np.int64).reshape(-1, 2),
         )
 
     @classmethod
-    def join(cls, parts: Sequence["PackTable"]) -> "PackTable":
-        arrays = zip(*((part.packs, part.lengths, part.items, part.spans) for part in parts), strict=True)
-        return cls(*(np.concatenate(several) for several in arrays))
+    def concatenate(cls, tables: Sequence["PackTable"]) -> "PackTable":
+        """Return one table with the packs of all `tables`, in order."""
+        return cls(
+            packs=np.concatenate([table.packs for table in tables]),
+            lengths=np.concatenate([table.lengths for table in tables]),
+            items=np.concatenate([table.items for table in tables]),
+            spans=np.concatenate([table.spans for table in tables]),
+        )
 
     @cached_property
     def first_sample(self) -> Numbers:
         """The offset of each pack in `lengths`, followed by the total. Shape `[packs + 1]`."""
-        return starts(self.packs["samples"])
+        return offsets(self.packs["num_segments"])
 
     @cached_property
     def first_span(self) -> Numbers:
         """The offset of each item in `spans`, followed by the total. Shape `[items + 1]`."""
-        return starts(self.items["spans"])
+        return offsets(self.items["num_spans"])
 
     @cached_property
     def tokens(self) -> Numbers:
         """The number of tokens of each pack. Shape `[packs]`."""
-        before = starts(self.lengths)
-        tokens: Numbers = np.diff(before[self.first_sample])
+        token_offsets = offsets(self.lengths)
+        tokens: Numbers = np.diff(token_offsets[self.first_sample])
         return tokens
 
     def lengths_of(self, packs: Numbers) -> list[int]:
         """Return the lengths of the segments of these packs, in order."""
-        lengths: list[int] = self.lengths[ranges(self.first_sample[packs], self.packs["samples"][packs])].tolist()
+        segments = concatenate_ranges(self.first_sample[packs], self.packs["num_segments"][packs])
+        lengths: list[int] = self.lengths[segments].tolist()
         return lengths
 
-    def spans_of(self, item: int, moved: int) -> list[tuple[int, int]]:
-        """Return the spans of an item, with `moved` tokens added before its pack."""
+    def spans_of(self, item: int, offset: int) -> list[tuple[int, int]]:
+        """Return the spans of an item, relative to a sequence in which its pack starts at token `offset`."""
         spans = self.spans[self.first_span[item] : self.first_span[item + 1]].tolist()
-        return [(first + moved, count) for first, count in spans]
+        return [(first + offset, count) for first, count in spans]
 
 
-def _counts(pack: Pack) -> tuple[float, ...]:
-    """Return the fields of PACK in order, without the cost."""
+def _pack_record(pack: Pack, cost: Cost) -> tuple[Any, ...]:
+    """Return one row of PACK."""
     is_target = pack.columns["labels"] != IGNORE_INDEX
+    target_weight: float = pack.num_targets
     weights = pack.columns.get("loss_weights")
-    weight = pack.num_targets if weights is None else float(weights[is_target].sum(dtype=np.float64))
+    if weights is not None:
+        target_weight = float(weights[is_target].sum(dtype=np.float64))
+
     roles = pack.preferences.roles if pack.preferences else []
-    preferences = [roles.count("chosen" if name == "pairs" else name) for name in PREFERENCES]
-    ends = np.cumsum(pack.lengths)
-    answers = len(np.unique(np.searchsorted(ends, np.flatnonzero(is_target), side="right")))
-    sizes = (len(pack.lengths), len(pack.items), pack.num_targets)
-    return (pack.index, pack.is_dummy, *sizes, weight, *preferences, answers)
+    preference_counts = [roles.count(role) for role in PREFERENCES.values()]
+    segment_ends = np.cumsum(pack.lengths)
+    segment_of_target = np.searchsorted(segment_ends, np.flatnonzero(is_target), side="right")
+    return (
+        pack.index,
+        pack.is_dummy,
+        len(pack.lengths),
+        len(pack.items),
+        pack.num_targets,
+        target_weight,
+        *preference_counts,
+        len(np.unique(segment_of_target)),
+        cost(pack),
+    )
 
 
-def _sizes(item: MediaItem) -> tuple[int, int, bool, int]:
-    num_residual_targets = item.size.num_residual_targets if item.is_target else 0
-    return item.size.num_placeholders, item.targets, item.is_target, num_residual_targets
+def _item_record(item: MediaItem, ports: Sequence[Port]) -> tuple[Any, ...]:
+    """Return one row of ITEM."""
+    return (
+        ports.index(item.port),
+        item.size.num_placeholders,
+        item.targets,
+        item.is_target,
+        item.size.num_residual_targets if item.is_target else 0,
+        len(item.spans),
+        item.size.cost,
+    )
 
 
-def starts(counts: Numbers) -> Numbers:
+def offsets(counts: Numbers) -> Numbers:
     """Return the exclusive prefix sum of `counts`, followed by the total: [2, 3] -> [0, 2, 5]."""
     sums = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=sums[1:])
     return sums
 
 
-def ranges(first: Numbers, count: Numbers) -> Numbers:
+def concatenate_ranges(first: Numbers, count: Numbers) -> Numbers:
     """Return the concatenated ranges `first[i]` to `first[i] + count[i] - 1`: [4, 9], [2, 1] -> [4, 5, 9]."""
-    before = starts(count)
-    numbers: Numbers = np.repeat(first - before[:-1], count) + np.arange(before[-1])
-    return numbers
+    result_offsets = offsets(count)
+    indices: Numbers = np.repeat(first - result_offsets[:-1], count) + np.arange(result_offsets[-1])
+    return indices
 
 
-def encode_message(told: PackTable, note: Any) -> bytes:
+def encode_message(table: PackTable, status: Any) -> bytes:
     """Return the bytes of a message with the table and a status.
 
     Args:
-        told: Metadata of the packs of this rank.
-        note: Status of this rank, which must be JSON-serializable.
+        table: Metadata of the packs of this rank.
+        status: Status of this rank, which must be JSON-serializable.
     """
-    parts = [array.tobytes() for array in (told.packs, told.lengths, told.items, told.spans)]
-    parts.append(json.dumps(note).encode())
-    return np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
+    sections = [array.tobytes() for array in (table.packs, table.lengths, table.items, table.spans)]
+    sections.append(json.dumps(status).encode())
+    header = np.array([len(section) for section in sections], np.int64).tobytes()
+    return header + b"".join(sections)
 
 
 def decode_messages(messages: Sequence[Bytes]) -> tuple[PackTable, list[Any]]:
@@ -158,14 +201,21 @@ def decode_messages(messages: Sequence[Bytes]) -> tuple[PackTable, list[Any]]:
 
     Arrays are concatenated once per section, because there may be thousands of messages.
     """
-    sizes = np.stack([message[:HEADER] for message in messages]).view(np.int64)
-    ends = (HEADER + sizes.cumsum(1)).tolist()
-    starts = (HEADER + sizes.cumsum(1) - sizes).tolist()
+    section_sizes = np.stack([message[:HEADER_BYTES] for message in messages]).view(np.int64)  # [ranks, sections]
+    section_ends = HEADER_BYTES + section_sizes.cumsum(1)
+    ends = section_ends.tolist()
+    starts = (section_ends - section_sizes).tolist()
 
-    def part(number: int) -> list[Bytes]:
-        each = zip(messages, starts, ends, strict=True)
-        return [message[start[number] : end[number]] for message, start, end in each]
+    def section(name: str) -> list[Bytes]:
+        """Return one section of every message."""
+        i = SECTIONS.index(name)
+        return [message[start[i] : end[i]] for message, start, end in zip(messages, starts, ends, strict=True)]
 
-    packs, lengths, items, spans = (np.concatenate(part(number)) for number in range(4))
-    told = PackTable(packs.view(PACK), lengths.view(np.int64), items.view(ITEM), spans.view(np.int64).reshape(-1, 2))
-    return told, [json.loads(note.tobytes()) for note in part(4)]
+    table = PackTable(
+        packs=np.concatenate(section("packs")).view(PACK),
+        lengths=np.concatenate(section("lengths")).view(np.int64),
+        items=np.concatenate(section("items")).view(ITEM),
+        spans=np.concatenate(section("spans")).view(np.int64).reshape(-1, 2),
+    )
+    statuses = [json.loads(status.tobytes()) for status in section("status")]
+    return table, statuses

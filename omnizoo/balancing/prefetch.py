@@ -20,7 +20,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.loading.lane_stream import LoadedStep
 from omnizoo.data.loading.loader import Loader
 from omnizoo.parallel.errors import sync_errors
-from omnizoo.parallel.exchange import group_of_thread
+from omnizoo.parallel.exchange import new_thread_group
 
 TIMEOUT = 60.0  # seconds to wait at the end of a run for a step that is still loading
 TIMEOUT_AFTER_ERROR = 3.0  # seconds
@@ -63,11 +63,13 @@ class Prefetcher:
         num_steps: int,
         phases: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.loader, self.balancer, self.phases = loader, balancer, phases
+        self.loader = loader
+        self.balancer = balancer
+        self.phases = phases
         self.num_left = num_steps
         self.state: dict[str, Any] = {}  # loader state after the last step that `next` returned
         self.is_working = False
-        self._group = group_of_thread()
+        self._group = new_thread_group()
         self._requests: queue.SimpleQueue[Callable[[], Loaded] | None] = queue.SimpleQueue()  # None ends the thread
         self._results: queue.SimpleQueue[tuple[StepData, dict[str, Any]] | BaseException] = queue.SimpleQueue()
         sync_errors(balancer.mesh, loader.start)
@@ -76,7 +78,7 @@ class Prefetcher:
 
     def next(self) -> StepData:
         """Return the next step. Errors that occurred while loading it are raised here."""
-        assert self.is_working, "all steps have been taken"
+        assert self.is_working, "`next` was called more often than there are steps"
         with self.phases("data"):
             result = self._results.get()
             self.is_working = False
@@ -87,6 +89,7 @@ class Prefetcher:
         return data
 
     def _start_thread(self) -> threading.Thread:
+        """Start the thread that redistributes steps."""
         num_threads = torch.get_num_threads()
         is_ready = threading.Event()
         # A daemon thread, because it may be waiting for a rank that has ended.
@@ -97,6 +100,7 @@ class Prefetcher:
         return thread
 
     def _request_step(self) -> None:
+        """Make the thread prepare the next step, if there is one."""
         if not self.num_left:
             return
         self.num_left -= 1
@@ -104,13 +108,15 @@ class Prefetcher:
         try:
             loaded = None if self.loader.workers else self._load()
             self._requests.put(lambda: loaded or self._load())
-        except Exception as error:  # noqa: BLE001 (it belongs to the next step; this one can still be trained on)
+        except Exception as error:  # noqa: BLE001 (raised with the next step; this step can still be trained on)
             self._results.put(error)
 
     def _load(self) -> Loaded:
+        """Load the next step, and return it with the state of the loader after it."""
         return load_step(self.loader), self.loader.state_dict()
 
     def _work(self, is_ready: threading.Event) -> None:
+        """Prepare steps on request, until the request is None. Runs in the thread."""
         torch.set_num_threads(1)  # otherwise torch starts a second full pool of compute threads for this thread
         is_ready.set()
         while (load := self._requests.get()) is not None:

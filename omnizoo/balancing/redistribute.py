@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from omnizoo.balancing.batch import Batch, collate
-from omnizoo.balancing.pack_metadata import Cost, PackTable, decode_messages, encode_message, starts
+from omnizoo.balancing.pack_metadata import Cost, PackTable, decode_messages, encode_message, offsets
 from omnizoo.balancing.step_plan import MicroBatchPlan, StepPlan, plan_step
 from omnizoo.data.packing.pack import Pack, dummy_pack
 from omnizoo.data.sample import Preferences
@@ -45,7 +45,7 @@ def redistribute(
         The micro-batches of this rank, the plan of the step, and the status of each rank.
     """
     ports = [port for call in calls for port in call]
-    message = encode_message(PackTable.of(packs, ports, cost), status)
+    message = encode_message(PackTable.from_packs(packs, ports, cost), status)
     pack_table, statuses = decode_messages(gather_bytes(message, group))
     plan = plan_step(pack_table, mesh.layout, micro_batch, calls, cost)
     payloads = payloads_by_rank(plan.rounds, {pack.index: pack for pack in packs}, mesh.layout)
@@ -55,8 +55,9 @@ def redistribute(
         indices = micro_batch_plan.packs[mesh.dp_rank]
         local_packs = [received_packs.get(index) or dummy_pack(index) for index in indices]
         media: dict[Port, list[Inputs]] = {port: [] for port in ports}
-        for at, port in micro_batch_plan.owned(mesh.rank):
-            media[port].append({name: pinned(t, mesh.device) for name, t in inputs[number, at].items()})
+        for item, port in micro_batch_plan.owned(mesh.rank):
+            item_inputs = inputs[number, item]
+            media[port].append({name: pinned(tensor, mesh.device) for name, tensor in item_inputs.items()})
         batches.append(collate(local_packs, media, micro_batch_plan.routes(mesh.rank)))
     return batches, plan, statuses
 
@@ -66,7 +67,8 @@ def payloads_by_rank(rounds: Sequence[MicroBatchPlan], packs: dict[int, Pack], l
     payloads: list[list[Payload]] = [[] for _ in range(layout.world)]
     for number, micro_batch_plan in enumerate(rounds):
         # Items are numbered consecutively over all packs of the micro-batch.
-        first_item = starts(micro_batch_plan.told.packs["items"][micro_batch_plan.rows].flatten())
+        num_items = micro_batch_plan.table.packs["num_items"][micro_batch_plan.rows]
+        first_item = offsets(num_items.flatten())
         for dp_rank, indices in enumerate(micro_batch_plan.packs):
             for slot, index in enumerate(indices):
                 pack = packs.get(index)
@@ -75,9 +77,11 @@ def payloads_by_rank(rounds: Sequence[MicroBatchPlan], packs: dict[int, Pack], l
                 header = {name: getattr(pack, name) for name in HEADER}
                 for rank in range(dp_rank * layout.sp, (dp_rank + 1) * layout.sp):
                     payloads[rank].append((header, pack.columns))
-                for at, item in enumerate(pack.items, int(first_item[dp_rank * len(indices) + slot])):
+                first = int(first_item[dp_rank * len(indices) + slot])
+                for item_number, item in enumerate(pack.items, first):
                     assert item.inputs is not None
-                    payloads[micro_batch_plan.owners[at]].append(({"item": [number, at]}, item.inputs))
+                    owner = micro_batch_plan.owners[item_number]
+                    payloads[owner].append(({"item": [number, item_number]}, item.inputs))
     return payloads
 
 
@@ -87,8 +91,8 @@ def _unpack(received: Sequence[Sequence[Received]]) -> tuple[dict[int, Pack], di
     inputs: dict[tuple[int, int], Inputs] = {}
     for header, tensors in (payload for from_rank in received for payload in from_rank):
         if "item" in header:
-            number, at = header["item"]
-            inputs[number, at] = tensors
+            number, item_number = header["item"]
+            inputs[number, item_number] = tensors
             continue
         if header["preferences"] is not None:  # sent as JSON, which has no named tuples
             header["preferences"] = Preferences(*header["preferences"])

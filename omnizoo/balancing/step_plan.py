@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnizoo.balancing.assign import assign_items_near, assign_packs
-from omnizoo.balancing.pack_metadata import PREFERENCES, Cost, Numbers, PackTable, ranges, starts
+from omnizoo.balancing.pack_metadata import PREFERENCES, Cost, Numbers, PackTable, concatenate_ranges, offsets
 from omnizoo.data.packing.pack import dummy_pack
 from omnizoo.modalities.item import Port
 from omnizoo.parallel.feature_exchange import FeatureRoute, PackGroup, plan_routes
@@ -63,61 +63,72 @@ class RoutedItem:
     spans: Sequence[tuple[int, int]]
     is_target: bool
     has_targets: bool
-    places: int
+    num_placeholders: int
 
 
 def plan_step(
-    told: PackTable, layout: Layout, micro_batch: int, calls: Sequence[Sequence[Port]], cost: Cost
+    table: PackTable, layout: Layout, micro_batch: int, calls: Sequence[Sequence[Port]], cost: Cost
 ) -> StepPlan:
     """Return the plan for the packs of all ranks.
 
     Args:
-        told: Metadata of the packs of all ranks, in any order.
+        table: Metadata of the packs of all ranks, in any order.
         layout: Sizes of the mesh axes.
         micro_batch: Number of packs per micro-batch and data-parallel rank.
         calls: Ports of the model, grouped by module call, whether or not these packs have items for them.
         cost: Returns the FLOPs of a pack.
     """
     ports = [port for call in calls for port in call]
-    count = len(told.packs)
-    if not count:
-        return StepPlan([], StepTotals(0, 0, {}, 0, 0.0), {})
-    totals = count_totals(told, ports)
+    num_packs = len(table.packs)
+    if not num_packs:
+        return StepPlan([], StepTotals(tokens=0, packs=0, targets={}, weight=0, flops=0.0), {})
+    totals = count_totals(table, ports)
+
     # The number of held-out packs may not be divisible by the number of ranks: add dummy packs.
-    fillers = [dummy_pack(-1 - i) for i in range(-count % (layout.dp * micro_batch))]
-    by_index = np.argsort(told.packs["index"], kind="stable")
-    rows = np.concatenate([by_index, count + np.arange(len(fillers))])
-    told = PackTable.join([told, PackTable.of(fillers, ports, cost)])
-    costs = told.packs["cost"][rows]
+    num_dummies = -num_packs % (layout.dp * micro_batch)
+    dummies = [dummy_pack(-1 - i) for i in range(num_dummies)]
+    by_index = np.argsort(table.packs["index"], kind="stable")
+    rows = np.concatenate([by_index, num_packs + np.arange(num_dummies)])
+    table = PackTable.concatenate([table, PackTable.from_packs(dummies, ports, cost)])
+
     # Every rank processes its packs in order of cost, because ranks wait for each other in every micro-batch.
-    share = np.array([sorted(own, key=lambda i: (-costs[i], i)) for own in assign_packs(costs, layout.dp)])
-    rounds = [
-        MicroBatchPlan(told, rows[share[:, first : first + micro_batch]], layout, calls)
-        for first in range(0, share.shape[1], micro_batch)
-    ]
-    slowest = float(costs[share].max(0).sum())
+    costs = table.packs["cost"][rows]
+    packs_by_rank = []
+    for packs in assign_packs(costs, layout.dp):
+        packs_by_rank.append(sorted(packs, key=lambda i: (-costs[i], i)))
+    assigned = np.array(packs_by_rank)  # [dp, packs], indices into `rows`
+    rounds = []
+    for first in range(0, assigned.shape[1], micro_batch):
+        micro_batch_rows = rows[assigned[:, first : first + micro_batch]]
+        rounds.append(MicroBatchPlan(table, micro_batch_rows, layout, calls))
+
+    slowest = float(costs[assigned].max(0).sum())
     imbalance = {"tokens": slowest * layout.dp / float(costs.sum())} | media_imbalance(rounds, layout.world)
     return StepPlan(rounds, totals, imbalance)
 
 
-def count_totals(told: PackTable, ports: Sequence[Port]) -> StepTotals:
-    is_real = told.packs["is_filler"] == 0
-    real, items = told.packs[is_real], told.items[np.repeat(is_real, told.packs["items"])]
-    targets = {TEXT: int(real["labels"].sum())}
-    for number, port in enumerate(ports):
-        own = items[items["port"] == number]
-        if port.role != "encoder" and len(own):
-            targets[port.modality] = targets.get(port.modality, 0) + int(own["targets"].sum())
-        if port.role != "encoder" and own["residual"].any():
-            targets[f"{port.modality}/{RESIDUAL}"] = int(own["residual"].sum())
+def count_totals(table: PackTable, ports: Sequence[Port]) -> StepTotals:
+    """Return the totals over all packs, without dummy packs."""
+    is_real = table.packs["is_dummy"] == 0
+    packs = table.packs[is_real]
+    items = table.items[np.repeat(is_real, table.packs["num_items"])]
+    targets = {TEXT: int(packs["num_targets"].sum())}
+    for i, port in enumerate(ports):
+        if port.role == "encoder":
+            continue
+        items_of_port = items[items["port"] == i]
+        if len(items_of_port):
+            targets[port.modality] = targets.get(port.modality, 0) + int(items_of_port["num_targets"].sum())
+        if items_of_port["num_residual_targets"].any():
+            targets[f"{port.modality}/{RESIDUAL}"] = int(items_of_port["num_residual_targets"].sum())
     return StepTotals(
-        tokens=int(told.tokens[is_real].sum()),
-        packs=len(real),
+        tokens=int(table.tokens[is_real].sum()),
+        packs=len(packs),
         targets=targets,
-        weight=_sum(real["weight"]),
-        flops=_sum(real["cost"]) + _sum(items["cost"]),
-        answers=int(real["answers"].sum()),
-        **{name: int(real[name].sum()) for name in PREFERENCES},
+        weight=_sum(packs["target_weight"]),
+        flops=_sum(packs["cost"]) + _sum(items["cost"]),
+        answers=int(packs["num_responses"].sum()),
+        **{name: int(packs[name].sum()) for name in PREFERENCES},
     )
 
 
@@ -133,56 +144,75 @@ class MicroBatchPlan:
     order, and `owners` has the rank that processes each of them. N is the number of items.
     """
 
-    def __init__(self, told: PackTable, rows: Numbers, layout: Layout, calls: Sequence[Sequence[Port]]) -> None:
+    def __init__(self, table: PackTable, rows: Numbers, layout: Layout, calls: Sequence[Sequence[Port]]) -> None:
         """Assign media items to ranks.
 
         Args:
-            told: Metadata of the packs of all ranks.
-            rows: `[dp, packs]`, rows of `told.packs` that each data-parallel rank processes.
+            table: Metadata of the packs of all ranks.
+            rows: `[dp, packs]`, rows of `table.packs` that each data-parallel rank processes.
             layout: Sizes of the mesh axes.
             calls: Ports of the model, grouped by module call.
         """
-        self.told, self.rows, self.layout, self.calls = told, rows, layout, calls
+        self.table = table
+        self.rows = rows
+        self.layout = layout
+        self.calls = calls
         self.ports = [port for call in calls for port in call]
-        self.packs: list[list[int]] = told.packs["index"][rows].tolist()
-        held, tokens = told.packs["items"][rows], told.tokens[rows]
-        self.items = ranges(starts(told.packs["items"])[rows].flatten(), held.flatten())  # [N], rows of `told.items`
-        self.moved = np.repeat((tokens.cumsum(1) - tokens).flatten(), held.flatten())  # [N], tokens before the pack
-        self.dp_of = np.repeat(np.arange(len(rows)), held.sum(1))  # [N], data-parallel rank of the item's pack
-        self.port = told.items["port"][self.items]  # [N], index into `ports`
-        self.cost = told.items["cost"][self.items]  # [N], FLOPs
+        self.packs: list[list[int]] = table.packs["index"][rows].tolist()
+
+        num_items = table.packs["num_items"][rows]  # [dp, packs]
+        first_items = offsets(table.packs["num_items"])[rows]
+        tokens = table.tokens[rows]
+        tokens_before = tokens.cumsum(1) - tokens
+        self.items = concatenate_ranges(first_items.flatten(), num_items.flatten())  # [N], rows of `table.items`
+        self.offsets = np.repeat(tokens_before.flatten(), num_items.flatten())  # [N], tokens before the item's pack
+        self.dp_of = np.repeat(np.arange(len(rows)), num_items.sum(1))  # [N], data-parallel rank of the item's pack
+        self.port = table.items["port"][self.items]  # [N], index into `ports`
+        self.cost = table.items["cost"][self.items]  # [N], FLOPs
+        call_of_port = np.repeat(np.arange(len(calls)), [len(call) for call in calls])
+        self.call = call_of_port[self.port]  # [N], index of call
+
         self.owners = np.zeros(len(self.items), np.int64)
-        self.call = np.repeat(np.arange(len(calls)), [len(call) for call in calls])[self.port]  # [N], index of call
-        for number in range(len(calls)):  # ranks wait for each other in every call, so calls are balanced separately
-            own = np.flatnonzero(self.call == number)
-            home = self.dp_of[own] * layout.sp
-            self.owners[own] = assign_items_near(self.cost[own], home, layout.world, layout.sp)
+        for i in range(len(calls)):  # ranks wait for each other in every call, so calls are balanced separately
+            items_of_call = np.flatnonzero(self.call == i)
+            home = self.dp_of[items_of_call] * layout.sp
+            owners = assign_items_near(self.cost[items_of_call], home, layout.world, layout.sp)
+            self.owners[items_of_call] = owners
 
     def owned(self, rank: int) -> list[tuple[int, Port]]:
         """Return the items that a rank processes: the number of each in this micro-batch, and its port."""
-        return [(int(at), self.ports[self.port[at]]) for at in np.flatnonzero(self.owners == rank)]
+        return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
 
     def routes(self, rank: int) -> dict[Port, FeatureRoute]:
         """Return, for each port, which features `rank` sends to other ranks, and which it receives for its tokens."""
-        has_places = self.told.items["spans"][self.items] > 0
-        present = [port for number, port in enumerate(self.ports) if (has_places & (self.port == number)).any()]
-        own = rank // self.layout.sp
-        concerned = np.flatnonzero((self.dp_of == own) | (self.owners == rank))
-        shares = [PackGroup([], [], [])] * self.layout.dp
-        for d in np.unique(self.dp_of[concerned]).tolist():
-            at = concerned[self.dp_of[concerned] == d]
-            items = [self._placed(i) for i in at.tolist()]
-            shares[d] = PackGroup(self.told.lengths_of(self.rows[d]), items, self.owners[at].tolist())
-        return plan_routes(self.layout, rank, shares, present)
+        has_spans = self.table.items["num_spans"][self.items] > 0
+        present = [port for i, port in enumerate(self.ports) if (has_spans & (self.port == i)).any()]
+        dp_rank = rank // self.layout.sp
+        relevant = np.flatnonzero((self.dp_of == dp_rank) | (self.owners == rank))
 
-    def _placed(self, at: int) -> RoutedItem:
-        item = int(self.items[at])
-        spans = self.told.spans_of(item, int(self.moved[at]))
-        told = self.told.items[item]
-        port = self.ports[self.port[at]]
-        is_inside = port.role != "follower"  # targets of followers are not in the token sequence
-        is_target, has_targets = bool(told["is_target"]) and is_inside, bool(told["targets"]) and is_inside
-        return RoutedItem(port, spans, is_target, has_targets, int(told["places"]))
+        groups = [PackGroup([], [], [])] * self.layout.dp
+        for dp in np.unique(self.dp_of[relevant]).tolist():
+            items = relevant[self.dp_of[relevant] == dp]
+            groups[dp] = PackGroup(
+                lengths=self.table.lengths_of(self.rows[dp]),
+                items=[self._routed_item(item) for item in items.tolist()],
+                owners=self.owners[items].tolist(),
+            )
+        return plan_routes(self.layout, rank, groups, present)
+
+    def _routed_item(self, item: int) -> RoutedItem:
+        """Return item number `item` of this micro-batch, in the form that `plan_routes` needs."""
+        row = int(self.items[item])
+        record = self.table.items[row]
+        port = self.ports[self.port[item]]
+        is_in_sequence = port.role != "follower"  # targets of followers are not in the token sequence
+        return RoutedItem(
+            port=port,
+            spans=self.table.spans_of(row, int(self.offsets[item])),
+            is_target=bool(record["is_target"]) and is_in_sequence,
+            has_targets=bool(record["num_targets"]) and is_in_sequence,
+            num_placeholders=int(record["num_placeholders"]),
+        )
 
 
 def media_imbalance(rounds: Sequence[MicroBatchPlan], world: int) -> dict[str, float]:
@@ -190,11 +220,15 @@ def media_imbalance(rounds: Sequence[MicroBatchPlan], world: int) -> dict[str, f
 
     Costs are summed over micro-batches. The value is 1 if the call has no items.
     """
-    figures: dict[str, float] = {}
-    for number, call in enumerate(rounds[0].calls):
+    imbalance: dict[str, float] = {}
+    for i, call in enumerate(rounds[0].calls):
         busiest = total = 0.0
-        for each in rounds:
-            loads = np.bincount(each.owners, each.cost * (each.call == number), world)
-            busiest, total = busiest + float(loads.max()), total + float(loads.sum())
-        figures |= {str(port): busiest / (total / world) if total else 1.0 for port in call}
-    return figures
+        for micro_batch_plan in rounds:
+            is_in_call = micro_batch_plan.call == i
+            loads = np.bincount(micro_batch_plan.owners, micro_batch_plan.cost * is_in_call, world)
+            busiest += float(loads.max())
+            total += float(loads.sum())
+        call_imbalance = busiest / (total / world) if total else 1.0
+        for port in call:
+            imbalance[str(port)] = call_imbalance
+    return imbalance

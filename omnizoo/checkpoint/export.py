@@ -25,7 +25,7 @@ from omnizoo.models.hf_private import auto_class, kept_in_fp32, tied_sources
 from omnizoo.models.read_config import load_tokenizer, read_generation_config, read_model_config
 from omnizoo.models.untrusted_folders import read_json
 
-MOST_IN_A_FILE = "5GB"  # maximum size of a weight file, as in published models
+MAX_FILE_SIZE = "5GB"  # maximum size of a weight file, as in published models
 # Returns the base model that the adapter of a checkpoint was trained on, and its weights (see merge_adapter.py).
 Base = Callable[[Path, ModelSection], tuple[PreTrainedModel, dict[str, torch.Tensor]]]
 
@@ -64,7 +64,7 @@ def export(
     """
     source = best_checkpoint(checkpoint) if best else resolve_checkpoint(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; give a new folder")
+        raise UserError(f"{out}: the folder is not empty. Choose a new or empty folder.")
     model_folder = source / "model"
     is_user_module = not (model_folder / "config.json").is_file()
     spec = ModelSection(
@@ -75,20 +75,23 @@ def export(
     )
     adapter = _adapter_of(source)
     if base is not None and adapter is None:
-        raise UserError(f"--merge: {source} has no adapter; leave --merge out")
+        raise UserError(f"--merge: {source} has no adapter. Remove the option.")
 
     model = None if is_user_module or adapter else _build(spec, source)
     state = _read_weights(source, model, ema)
     if adapter is not None:
-        if lacking := sorted(adapter.found.trained - set(state)):
-            raise UserError(f"{source}: its adapter has {lacking[0]}, which is not among the weights")
+        missing = sorted(adapter.info.trained - set(state))
+        if missing:
+            raise UserError(
+                f"{source}: the weights of its adapter lack {missing[0]}. Export another checkpoint of the run."
+            )
         if base is not None:
             model, base_state = base(source, spec)
-            merge(model, base_state, adapter.found, state)
+            merge(model, base_state, adapter.info, state)
             state = base_state
     if model is not None:
         dtype = dtype or _published_dtype(model_folder)
-    state = cast(state, dtype, _kept(model))
+    state = cast(state, dtype, _fixed_precision(model))
     parameters: Counter[str] = Counter()
     for tensor in state.values():  # counted before saving, which removes entries
         parameters[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
@@ -99,43 +102,46 @@ def export(
         kind = type(model).__name__
         _write_model(partial, model, state, dtype, model_folder)
     else:
-        kind = "an adapter, for PEFT" if adapter else "a module of your own"
+        kind = "PEFT adapter" if adapter else "user module"
         _write_weights(partial, state, adapter)
     load_tokenizer(spec).save_pretrained(partial)
     if out.exists():
         out.rmdir()
     os.rename(partial, out)
-    return Exported(source, out, kind, parameters)
+    return Exported(checkpoint=source, out=out, kind=kind, parameters=parameters)
 
 
 def _read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dict[str, torch.Tensor]:
     """Return the weights of `model`, or all weights of the checkpoint, by their names in the model."""
     saved = tensor_files.on_meta(source / "tensors")
-    wanted = saved if model is None else tensor_files.model_tensors(model)
-    weights = {
-        name: torch.empty(tensor.shape, dtype=saved.get(name, tensor).dtype)
-        for name, tensor in wanted.items()
-        if name.startswith(tensor_files.MODEL)
-    }
+    needed = saved if model is None else tensor_files.model_tensors(model)
+    weights = {}
+    for name, tensor in needed.items():
+        if name.startswith(tensor_files.MODEL):
+            weights[name] = torch.empty(tensor.shape, dtype=saved.get(name, tensor).dtype)
     tensor_files.read(weights, source / "tensors")
+
     if ema:
-        averages = {
-            tensor_files.AVERAGE + name.removeprefix(tensor_files.MODEL): tensor for name, tensor in weights.items()
-        }
-        averages = {name: tensor for name, tensor in averages.items() if name in saved}
+        averages = {}
+        for name, tensor in weights.items():
+            average_name = tensor_files.AVERAGE + name.removeprefix(tensor_files.MODEL)
+            if average_name in saved:
+                averages[average_name] = tensor
         if not averages:
-            raise UserError(f"--ema: {source} holds no average of the weights; train with optimizer.ema")
+            raise UserError(
+                f"--ema: {source} has no moving average of the weights. Train with optimizer.ema, or remove the option."
+            )
         tensor_files.read(averages, source / "tensors")
     return {name.removeprefix(tensor_files.MODEL): tensor for name, tensor in weights.items()}
 
 
-def _write_weights(folder: Path, state: dict[str, torch.Tensor], adapter: "Record | None") -> None:
+def _write_weights(folder: Path, state: dict[str, torch.Tensor], adapter: "SavedAdapter | None") -> None:
     """Write a PEFT folder, or the weights of a user's own module."""
     folder.mkdir(parents=True)
     if adapter is not None:
-        write_folder(folder, adapter.found, state, adapter.path, adapter.base)
+        write_folder(folder, adapter.info, state, adapter.path, adapter.base)
     else:
-        save_torch_state_dict(state, folder, max_shard_size=MOST_IN_A_FILE)
+        save_torch_state_dict(state, folder, max_shard_size=MAX_FILE_SIZE)
 
 
 def _write_model(
@@ -151,7 +157,7 @@ def _write_model(
         model.generation_config = read_generation_config(model_folder)
     tied = tied_sources(model)
     state = {tied.get(name, name): tensor for name, tensor in state.items()}
-    model.save_pretrained(folder, state_dict=state, max_shard_size=MOST_IN_A_FILE)
+    model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_FILE_SIZE)
     for name in (*PROCESSOR_FILES, VOICES):
         if (model_folder / name).is_file():
             shutil.copyfile(model_folder / name, folder / name)
@@ -163,25 +169,28 @@ def cast(
     state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, kept: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """Convert `state` to `dtype`, except integer tensors and the tensors named in `kept`."""
-    return {
-        name: tensor if dtype is None or name in kept or not tensor.is_floating_point() else tensor.to(dtype)
-        for name, tensor in state.items()
-    }
+    result = {}
+    for name, tensor in state.items():
+        is_cast = dtype is not None and name not in kept and tensor.is_floating_point()
+        result[name] = tensor.to(dtype) if is_cast else tensor
+    return result
 
 
-def _kept(model: PreTrainedModel | None) -> set[str]:
+def _fixed_precision(model: PreTrainedModel | None) -> set[str]:
     """Return the tensors that keep their precision: those that transformers keeps in fp32, and frozen tokenizers."""
     if model is None:
         return set()
-    frozen = [f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen)]
-    return {*kept_in_fp32(model), *(name for name in model.state_dict() if name.startswith(tuple(frozen)))}
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen))
+    frozen = {name for name in model.state_dict() if name.startswith(prefixes)}
+    return {*kept_in_fp32(model), *frozen}
 
 
 def _published_dtype(folder_of_model: Path) -> torch.dtype | None:
     """Return the dtype in the config.json of a model folder; None if there is none."""
     fields = read_json(folder_of_model / "config.json")
-    found = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype_name = str(fields.get("dtype") or fields.get("torch_dtype"))
+    dtype = getattr(torch, dtype_name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 @dataclass(frozen=True)
@@ -195,22 +204,26 @@ class Exported:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines to print on the terminal."""
-        shown = ", ".join(sorted(self.parameters, key=lambda dtype: -self.parameters[dtype]))
-        yield f"wrote {self.out}: {self.kind}, {sum(self.parameters.values()) / 1e6:.1f} M parameters in {shown}"
+        dtypes = ", ".join(sorted(self.parameters, key=lambda dtype: -self.parameters[dtype]))
+        millions = sum(self.parameters.values()) / 1e6
+        yield f"wrote {self.out}: {self.kind}, {millions:.1f} M parameters in {dtypes}"
         yield f"  from {self.checkpoint}"
         for file in sorted(path for path in self.out.rglob("*") if path.is_file()):
             yield f"  {file.relative_to(self.out)} ({_size(file.stat().st_size)})"
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+def _size(num_bytes: int) -> str:
+    """Format a number of bytes."""
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 @dataclass(frozen=True)
-class Record:
+class SavedAdapter:
     """The adapter of a checkpoint, and the base model, which the checkpoint does not contain."""
 
-    found: AdapterInfo
+    info: AdapterInfo
     path: str | None  # model folder of the base
     base: str  # hash of the base
 
@@ -220,13 +233,17 @@ def has_adapter(checkpoint: Path) -> bool:
     return _adapter_of(resolve_checkpoint(checkpoint)) is not None
 
 
-def _adapter_of(source: Path) -> Record | None:
+def _adapter_of(source: Path) -> SavedAdapter | None:
+    """Return the adapter that the state of a checkpoint describes; None if it has none."""
     try:
         fields = manifest.read_state(source, manifest.read(source)).get("adapter")
-        return None if fields is None else Record(AdapterInfo.of(fields), fields["path"], str(fields["base"]))
+        if fields is None:
+            return None
+        return SavedAdapter(AdapterInfo.of(fields), fields["path"], str(fields["base"]))
     except (manifest.Damage, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{source}: state.json does not tell of an adapter as it should: {named_line(error)}"
+            f"{source}/state.json: the description of the adapter is invalid: {named_line(error)}. Export another "
+            "checkpoint of the run."
         ) from error
 
 
@@ -235,7 +252,10 @@ def _build(spec: ModelSection, source: Path) -> PreTrainedModel:
     config = read_model_config(spec)
     builder = auto_class(config, spec.trust_remote_code)
     if builder is None:
-        raise UserError(f"{source}: transformers has no model of type `{config.model_type}` that writes text")
+        raise UserError(
+            f"{source}: transformers has no text generation model of type `{config.model_type}`. Install the version "
+            "of transformers that the run was trained with."
+        )
     with torch.device("meta"):
         model = builder.from_config(config, trust_remote_code=spec.trust_remote_code)
     assert isinstance(model, PreTrainedModel)

@@ -26,22 +26,28 @@ logger = logging.getLogger(__name__)
 
 
 def folder_of(directory: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return directory / f"step_{step:08d}"
 
 
 def partial_of(directory: Path, step: int) -> Path:
+    """Return the temporary folder in which the checkpoint of a step is written."""
     return directory / f".step_{step:08d}.partial"
 
 
 def step_of(folder: Path) -> int | None:
     """Return the step in the name of a checkpoint folder; None if the folder has another kind of name."""
-    found = re.fullmatch(r"step_(\d{8,})", folder.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step_(\d{8,})", folder.name)
+    return int(match[1]) if match else None
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the folders with names of checkpoints, newest first. They are not checked for damage."""
-    steps = {path: step for path in directory.glob("step_*") if (step := step_of(path)) is not None and path.is_dir()}
+    steps = {}
+    for path in directory.glob("step_*"):
+        step = step_of(path)
+        if step is not None and path.is_dir():
+            steps[path] = step
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
@@ -51,25 +57,28 @@ def damage(folder: Path, mesh: Mesh | None = None) -> str | None:
     With a mesh, each rank reads a part of the files, and all ranks return the same result. Collective in this case: all
     ranks must call it.
     """
-    rank, world = (mesh.rank, mesh.layout.world) if mesh else (0, 1)
-    found: tuple[Manifest | None, str | None] = (None, None)
+    rank = mesh.rank if mesh else 0
+    world_size = mesh.layout.world if mesh else 1
+    manifest_or_reason: tuple[Manifest | None, str | None] = (None, None)
     if rank == 0:
-        found = _look(folder)
-    manifest, reason = mesh.from_first(found) if mesh else found
+        manifest_or_reason = _read_manifest(folder)
+    manifest, reason = mesh.from_first(manifest_or_reason) if mesh else manifest_or_reason
     if manifest is None:
         return str(reason)
     try:
         # Files are assigned in the order of their names, so that a rank on the same layout reads the shards that it
         # is about to load.
-        manifests.check_hashes(folder, manifest, sorted(manifest.files)[rank::world])
+        manifests.check_hashes(folder, manifest, sorted(manifest.files)[rank::world_size])
     except Damage as error:
         reason = str(error)
     if mesh:
-        reason = mesh.from_first(next(filter(None, mesh.gather(reason)), None))
+        reasons = mesh.gather(reason)
+        reason = mesh.from_first(next(filter(None, reasons), None))
     return reason
 
 
-def _look(folder: Path) -> tuple[Manifest | None, str | None]:
+def _read_manifest(folder: Path) -> tuple[Manifest | None, str | None]:
+    """Return the manifest and None, or None and the reason why the checkpoint is damaged. Hashes are not checked."""
     try:
         manifest = manifests.read(folder)
         manifests.check_outside(folder, manifest)
@@ -84,15 +93,18 @@ def newest_intact(directory: Path, mesh: Mesh | None = None) -> tuple[Path | Non
 
     With a mesh, the result is the same on all ranks. Collective in this case: all ranks must call it.
     """
-    passed: dict[Path, str] = {}
-    found = checkpoints(directory) if mesh is None or mesh.is_first else []
-    for folder in mesh.from_first(found) if mesh else found:
+    folders = checkpoints(directory) if mesh is None or mesh.is_first else []
+    if mesh:
+        folders = mesh.from_first(folders)
+
+    damaged: dict[Path, str] = {}
+    for folder in folders:
         reason = damage(folder, mesh)
         if reason is None:
-            return folder, passed
-        passed[folder] = reason
-        logger.warning("checkpoint %s is damaged or incomplete: %s; trying the one before", folder, reason)
-    return None, passed
+            return folder, damaged
+        damaged[folder] = reason
+        logger.warning("checkpoint %s is damaged or incomplete: %s. Trying the previous checkpoint.", folder, reason)
+    return None, damaged
 
 
 def owner(folder: Path) -> str | None:
@@ -122,13 +134,22 @@ def commit(partial: Path, final: Path, step: int, run: str, written: Mapping[str
     """
     for name in written:
         if not (partial / name).is_file():
-            raise FileNotFoundError(f"{name}, written by another rank, is not there: do all nodes share this folder?")
-    found = {file.relative_to(partial).as_posix(): file for file in sorted(partial.rglob("*")) if file.is_file()}
-    own = {name: file for name, file in found.items() if name not in written}
-    hashes = {**written, **{name: manifests.hash_file(file) for name, file in own.items()}}
-    (partial / manifests.NAME).write_text(Manifest(run, step, dict(sorted(hashes.items()))).text())
+            raise FileNotFoundError(
+                f"{name}: written by another rank, but not found here. Use a checkpoint.dir that all nodes share."
+            )
+
+    hashes = dict(written)
+    small_files = []
+    for file in sorted(partial.rglob("*")):
+        name = file.relative_to(partial).as_posix()
+        if file.is_file() and name not in written:
+            small_files.append(file)
+            hashes[name] = manifests.hash_file(file)
+    manifest = Manifest(run, step, dict(sorted(hashes.items())))
+    (partial / manifests.NAME).write_text(manifest.text())
+
     folders = [path for path in partial.rglob("*") if path.is_dir()]
-    for path in [*own.values(), partial / manifests.NAME, *folders, partial]:
+    for path in [*small_files, partial / manifests.NAME, *folders, partial]:
         flush(path)
     if final.exists():  # damaged, or written before the run resumed from an earlier step
         discard(final)
@@ -145,10 +166,12 @@ def discard(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file."""
     path.write_text(json.dumps(value, indent=1))
 
 
 def flush(path: Path) -> None:
+    """Call fsync on a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

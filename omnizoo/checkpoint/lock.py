@@ -32,30 +32,34 @@ def hold(folder: Path, key: str) -> Iterator[None]:
     Raises:
         UserError: If the folder is not writable or another run uses it.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing_folders = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(path, key)
     except OSError as error:
-        _remove(made)
-        raise UserError(f"{key}: {folder} cannot be written to: {error.strerror}") from None
+        _remove_empty(missing_folders)
+        raise UserError(
+            f"{key}: {folder} is not writable: {error.strerror}. Choose another folder, or change its permissions."
+        ) from None
     try:
         yield
     finally:
         with suppress(OSError):  # the disk may be unavailable by now
             path.unlink(missing_ok=True)
         os.close(lock)
-        _remove(made)
+        _remove_empty(missing_folders)
 
 
-def _remove(made: list[Path]) -> None:
-    for place in made:
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove the folders that are empty."""
+    for folder in folders:
         with suppress(OSError):  # not empty
-            place.rmdir()
+            folder.rmdir()
 
 
 def _lock(path: Path, key: str) -> int:
+    """Create and lock the file `path`, write the owner into it, and return its descriptor."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -66,22 +70,26 @@ def _lock(path: Path, key: str) -> int:
                 break  # otherwise the previous owner has just ended and removed the file
             os.close(lock)
         except OSError as error:
-            busy = error.errno in (errno.EACCES, errno.EAGAIN)
-            holder = _holder(lock)
-            if busy or _may_live(holder):
+            is_locked = error.errno in (errno.EACCES, errno.EAGAIN)
+            owner = _read_owner(lock)
+            if is_locked or _may_be_running(owner):
                 os.close(lock)
-                host, pid = (holder or {}).get("host", "?"), (holder or {}).get("pid", "?")
-                unsure = "" if busy else f"; if it does not run any more, delete {path}"
-                raise UserError(
-                    f"{key}: {path.parent} is in use by a run on {host}, process {pid}{unsure}; wait for its end, or "
-                    "give this run a folder of its own"
-                ) from None
-            logger.warning("%s: the file system has no locks (%s); a second run may not be noticed", path, error)
+                host = (owner or {}).get("host", "?")
+                pid = (owner or {}).get("pid", "?")
+                advice = "Wait until that run ends, or use another folder."
+                if not is_locked:
+                    advice += f" If that run has ended, delete {path}."
+                raise UserError(f"{key}: {path.parent} is in use by a run on {host}, process {pid}. {advice}") from None
+            logger.warning(
+                "%s: the file system does not support locks (%s), so a second run in this folder is not detected",
+                path,
+                error,
+            )
             break
     try:
-        own = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+        this_process = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(own).encode(), 0)
+        os.pwrite(lock, json.dumps(this_process).encode(), 0)
     except OSError:
         os.close(lock)
         raise
@@ -89,27 +97,29 @@ def _lock(path: Path, key: str) -> int:
 
 
 def _is_at(lock: int, path: Path) -> bool:
+    """Whether the open file `lock` is the file at `path`."""
     try:
         return os.path.samestat(os.fstat(lock), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def _holder(lock: int) -> dict[str, object] | None:
+def _read_owner(lock: int) -> dict[str, object] | None:
+    """Return host, process id and start time of the lock's owner; None if the file does not contain them."""
     try:
-        holder = json.loads(os.pread(lock, 4096, 0))
+        owner = json.loads(os.pread(lock, 4096, 0))
     except (ValueError, OSError):
         return None
-    return holder if isinstance(holder, dict) else None
+    return owner if isinstance(owner, dict) else None
 
 
-def _may_live(holder: dict[str, object] | None) -> bool:
+def _may_be_running(owner: dict[str, object] | None) -> bool:
     """Whether the owner of the lock may be running, on file systems without locks. Assume so for other hosts."""
-    if holder is None:
+    if owner is None:
         return False
-    if holder.get("host") != socket.gethostname():
+    if owner.get("host") != socket.gethostname():
         return True
     try:
-        return psutil.Process(int(str(holder["pid"]))).create_time() == holder.get("started")
+        return psutil.Process(int(str(owner["pid"]))).create_time() == owner.get("started")
     except (psutil.Error, KeyError, ValueError):
         return False

@@ -20,27 +20,34 @@ HASH = "xxh3_128"
 
 @dataclass(frozen=True)
 class File:
+    """Size and hash of a file."""
+
     bytes: int
     hash: str
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """The content of a manifest."""
+
     run: str  # id of the run that wrote it
     step: int
     files: Mapping[str, File]  # by path relative to the checkpoint folder, with slashes
 
     def text(self) -> str:
+        """Return the text of the manifest file, with a hash of itself."""
         files = {name: {"bytes": file.bytes, HASH: file.hash} for name, file in sorted(self.files.items())}
         fields = {"format": FORMAT, "run": self.run, "step": self.step, "files": files}
-        return json.dumps(fields | {"check": hash_bytes(json.dumps(fields).encode())}, indent=1) + "\n"
+        check = hash_bytes(json.dumps(fields).encode())
+        return json.dumps(fields | {"check": check}, indent=1) + "\n"
 
 
-class Damage(Exception):  # noqa: N818 (it is passed over where there is a checkpoint before)
+class Damage(Exception):  # noqa: N818 (not an error if there is an earlier checkpoint)
     """A checkpoint is damaged. The message names the file and the reason."""
 
 
 def hash_bytes(data: bytes) -> str:
+    """Return the hash of `data`, as hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -59,19 +66,20 @@ def read(folder: Path) -> Manifest:
     """
     text, fields = _read_json(folder / NAME)
     if isinstance(fields, dict) and "format" not in fields and set(fields) == {"step", "files"}:
-        raise Damage(f"{NAME} has no checksums: it was written before OmniZoo had them, and cannot be checked")
-    if isinstance(fields, dict) and isinstance(found := fields.get("format"), int) and found > FORMAT:
-        raise Damage(f"{NAME} is of format {found}; this OmniZoo reads {FORMAT}")
+        raise Damage(f"{NAME} has no checksums: it was written by an older version of OmniZoo")
+    version = fields.get("format") if isinstance(fields, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise Damage(f"{NAME} has format {version}, but this version of OmniZoo reads format {FORMAT}")
     try:
         files = {name: File(file["bytes"], file[HASH]) for name, file in fields["files"].items()}
         manifest = Manifest(fields["run"], fields["step"], files)
-        written = manifest.text().encode()
+        expected = manifest.text().encode()
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        raise Damage(f"{NAME} lacks fields or has wrong ones") from None
-    if written != text:
+        raise Damage(f"{NAME} has missing or invalid fields") from None
+    if expected != text:
         raise Damage(f"{NAME} does not match its own checksum")
     if not isinstance(manifest.run, str) or type(manifest.step) is not int:
-        raise Damage(f"{NAME} lacks fields or has wrong ones")
+        raise Damage(f"{NAME} has missing or invalid fields")
     return manifest
 
 
@@ -93,28 +101,34 @@ def check_outside(folder: Path, manifest: Manifest) -> None:
         Damage: If a file is missing, has the wrong size or is not in the manifest, or if the folder has another step.
     """
     if folder.name.startswith("step_") and folder.name != f"step_{manifest.step:08d}":
-        raise Damage(f"{NAME} is of step {manifest.step}, the folder is called {folder.name}")
-    places = {str(parent) for name in manifest.files for parent in PurePosixPath(name).parents}
-    for found in sorted(below(folder)):
-        if found not in manifest.files and found not in places and found != NAME:
-            raise Damage(f"{found} is not in {NAME}")
+        raise Damage(f"{NAME} has step {manifest.step}, but the name of the folder is {folder.name}")
+    folders = {str(parent) for name in manifest.files for parent in PurePosixPath(name).parents}
+    for path_name in sorted(below(folder)):
+        if path_name not in manifest.files and path_name not in folders and path_name != NAME:
+            raise Damage(f"{path_name} is not in {NAME}")
     for name, file in manifest.files.items():
         path = folder / name
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise Damage(f"{NAME} names {name}, which is outside of the checkpoint")
+            raise Damage(f"{NAME} contains {name}, which is outside the checkpoint")
         if not path.is_file():
             raise Damage(f"{name} is missing")
-        if (size := path.stat().st_size) != file.bytes:
-            raise Damage(f"{name} has {size} bytes, not {file.bytes}")
+        size = path.stat().st_size
+        if size != file.bytes:
+            raise Damage(f"{name} has {size} bytes, but {NAME} has {file.bytes}")
 
 
 def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Check the hashes of the files `names`.
+
+    Raises:
+        Damage: If a file cannot be read, or has another hash.
+    """
     for name in names:
         try:
-            found = hash_file(folder / name)
+            actual = hash_file(folder / name)
         except OSError as error:
             raise Damage(f"{name} cannot be read ({error.strerror})") from None
-        if found != manifest.files[name]:
+        if actual != manifest.files[name]:
             raise Damage(f"{name} does not match its checksum")
 
 
@@ -128,7 +142,7 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if not isinstance(state, dict) or "step" not in state:
         raise Damage("state.json has no step")
     if state["step"] != manifest.step:
-        raise Damage(f"state.json is of step {state['step']}, {NAME} of step {manifest.step}")
+        raise Damage(f"state.json has step {state['step']}, but {NAME} has step {manifest.step}")
     return state
 
 

@@ -27,7 +27,7 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     """Return the base model of a checkpoint's adapter, on the CPU, and its weights by name, in fp32.
 
     Args:
-        source: A checkpoint with an adapter. The config of its run says where the base weights are.
+        source: A checkpoint with an adapter. The config of its run contains the path of the base weights.
         spec: Builds the model from the model folder of the checkpoint, with the code that the user allows.
 
     Raises:
@@ -36,18 +36,24 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     config = load_config(source / "config.yaml", [])
     state = manifest.read_state(source, manifest.read(source))
     if is_own_module(config.model) or config.model.given is not None:
-        raise UserError(f"--merge: the base of {source} is a module of your own; merge the adapter in Python")
+        raise UserError(f"--merge: the base model of {source} is a user module. Merge the adapter in Python.")
     check_base_identity(state["adapter"]["base"], base_identity(config), f"--merge: {source}")
-    if (adapter := config.model.adapter) is not None and adapter.base is not None:
-        log.warning("--merge: trained on a base in %s, and merged into the base as it was before", adapter.base)
+    adapter = config.model.adapter
+    if adapter is not None and adapter.base is not None:
+        log.warning(
+            "--merge: the adapter was trained on a base in %s, and is merged into the original base", adapter.base
+        )
     model = build_model(spec, "fp32")
     if any(isinstance(module, Frozen) for module in model.modules()):
-        raise UserError(f"--merge: the base of {source} has tokenisers that are read from other folders: not supported")
+        raise UserError(
+            f"--merge: the base model of {source} has frozen tokenizers from other folders, which is not supported. "
+            "Export the adapter without --merge."
+        )
     origins = weight_origins(model, media_model(model), config.model)
-    wanted = {name for name, _ in tensors_of(model)}
-    wanted = load_published(model, origins, config.model, torch.device("cpu"), wanted)
+    names = {name for name, _ in tensors_of(model)}
+    missing = load_published(model, origins, config.model, torch.device("cpu"), names)
     allocate(model, torch.device("cpu"))
-    fill(model, initial_weights(partial(build_model, spec, "fp32"), config.train.seed, wanted))
+    fill(model, initial_weights(partial(build_model, spec, "fp32"), config.train.seed, missing))
     assert isinstance(model, PreTrainedModel)
     persistent = set(model.state_dict())
     return model, {name: tensor.detach() for name, tensor in tensors_of(model) if name in persistent}

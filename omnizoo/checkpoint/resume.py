@@ -16,11 +16,13 @@ from omnizoo.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-OWN_FOLDER = "give it a log.dir of its own, or move them away"
+ADVICE = "Use another log.dir, or move the existing checkpoints away."
 
 
 @dataclass(frozen=True)
 class StartingPoint:
+    """The checkpoint or weights that a run begins from."""
+
     run: str  # id of the resumed or new run
     checkpoint: Path | None  # None to start from the initial weights of the model
     weights_only: bool = False  # start at step 0, with a new optimizer and from the start of the data
@@ -56,32 +58,37 @@ def find_checkpoint(config: Config, directory: Path, mesh: Mesh) -> StartingPoin
             or if all checkpoints are damaged: the run would otherwise silently start again at step 0.
     """
     plan: ResumePlan = mesh.from_first(sync_errors(mesh, lambda: _plan(config, directory) if mesh.is_first else None))
-    found = plan.exact
+    checkpoint = plan.exact
     if plan.exact is not None:
         reason = folders.damage(plan.exact, mesh)
         if reason is not None:
             key = "model.init_from" if plan.origin.weights_only else "checkpoint.resume"
-            raise UserError(f"{key}: {plan.exact} is not a complete checkpoint: {reason}; name another")
+            raise UserError(f"{key}: {plan.exact} is damaged or incomplete: {reason}. Choose another checkpoint.")
     elif plan.newest_in is not None:
-        found, passed = folders.newest_intact(plan.newest_in, mesh)
-        if found is None and passed:
-            raise UserError(all_damaged(plan.newest_in, passed))
-        if found is None and plan.required:
-            raise UserError(f"model.init_from: {plan.newest_in} contains no checkpoint (step_...)")
-    origin = plan.origin
-    return StartingPoint(origin.run, found, origin.weights_only and found is not None, origin.resume)
+        checkpoint, damaged = folders.newest_intact(plan.newest_in, mesh)
+        if checkpoint is None and damaged:
+            raise UserError(all_damaged(plan.newest_in, damaged))
+        if checkpoint is None and plan.required:
+            raise UserError(
+                f"model.init_from: {plan.newest_in} contains no checkpoint (step_...). Pass a checkpoint or another "
+                "run folder."
+            )
+    weights_only = plan.origin.weights_only and checkpoint is not None
+    return replace(plan.origin, checkpoint=checkpoint, weights_only=weights_only)
 
 
-def all_damaged(directory: Path, passed: dict[Path, str]) -> str:
-    newest, reason = next(iter(passed.items()))
+def all_damaged(directory: Path, damaged: dict[Path, str]) -> str:
+    """Return the error message for a folder in which all checkpoints are damaged. `damaged` has the reasons."""
+    newest, reason = next(iter(damaged.items()))
+    others = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
     return (
-        f"{directory} holds no intact checkpoint: {newest.name}: {reason}"
-        + (f" (and {len(passed) - 1} more)" if len(passed) > 1 else "")
-        + "; move it away to start at step 0, or name a good one in checkpoint.resume"
+        f"checkpoint.dir: {directory} contains no intact checkpoint: {newest.name}: {reason}{others}. Move it away to "
+        "start at step 0, or set checkpoint.resume to an intact checkpoint."
     )
 
 
 def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, by its name or its manifest."""
     return path.name.startswith("step_") or (path / manifest.NAME).exists()
 
 
@@ -107,42 +114,49 @@ def request_of(config: Config) -> str:
 
 
 def _plan(config: Config, directory: Path) -> ResumePlan:
-    request, root = request_of(config), Path(config.log.dir)
-    known, present = read_identity(root), folders.checkpoints(directory)
-    new_run = StartingPoint(new_id(), None, False, request)
-    if request == "never" and not present:
+    """Return which checkpoint to look for, from the config and the folders of the run."""
+    request = request_of(config)
+    root = Path(config.log.dir)
+    identity = read_identity(root)
+    existing = folders.checkpoints(directory)
+    new_run = StartingPoint(run=new_id(), checkpoint=None, resume=request)
+    if request == "never" and not existing:
         return _from_weights(config, new_run)
-    own = only_owner(directory, root)
-    resumed = (
-        ResumePlan(StartingPoint(own, None, False, known.resume if known else "auto"), newest_in=directory)
-        if own
-        else None
-    )
+
+    run = only_owner(directory, root)
+    resumed = None
+    if run:
+        first_request = identity.resume if identity else "auto"
+        origin = StartingPoint(run=run, checkpoint=None, resume=first_request)
+        resumed = ResumePlan(origin, newest_in=directory)
     if request == "auto":
         return resumed or ResumePlan(new_run, newest_in=directory)
     if request == "never":
         # torchrun restarts ranks with the original command; `never` applied to the first start only.
-        if known and known.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and resumed:
+        num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if identity and identity.resume == "never" and num_restarts and resumed:
             return resumed
-        raise UserError(f"checkpoint.resume: never, but {directory} holds {present[0].name} of a run: {OWN_FOLDER}")
+        raise UserError(f"checkpoint.resume: never, but {directory} contains {existing[0].name} of a run. {ADVICE}")
 
-    key, target = "checkpoint.resume", request
+    key = "checkpoint.resume"
+    target = request
     if config.checkpoint.resume == "auto" and config.model.init_from is not None:
-        key, target = "model.init_from", config.model.init_from
+        key = "model.init_from"
+        target = config.model.init_from
     path = Path(target).expanduser()
-    is_own = path.resolve().parent == directory.resolve() and folders.step_of(path) is not None
-    if is_own and key == "checkpoint.resume":
-        _is_newest(path, present)
-        return ResumePlan(StartingPoint(own or new_id(), None, False, known.resume if known else request), exact=path)
-    if known and known.resume == request and resumed:
-        if present:
-            logger.info("the run that started from %s resumes from its own checkpoints", target)
+    is_in_directory = path.resolve().parent == directory.resolve() and folders.step_of(path) is not None
+    if is_in_directory and key == "checkpoint.resume":
+        _check_newest(path, existing)
+        first_request = identity.resume if identity else request
+        return ResumePlan(StartingPoint(run=run or new_id(), checkpoint=None, resume=first_request), exact=path)
+    if identity and identity.resume == request and resumed:
+        if existing:
+            logger.info("%s: %s was used at the first start; the run resumes from its newest checkpoint", key, target)
             return resumed
-        new_run = StartingPoint(known.id, None, False, request)  # the run was killed before its first checkpoint
-    elif present:
-        raise UserError(
-            f"{key}: {target} starts another run than that of {present[0]}, which is in its way: {OWN_FOLDER}"
-        )
+        # The run was killed before its first checkpoint.
+        new_run = StartingPoint(run=identity.id, checkpoint=None, resume=request)
+    elif existing:
+        raise UserError(f"{key}: {target} starts a new run, but {existing[0]} belongs to an earlier run. {ADVICE}")
     return _from_weights(config, new_run) if key == "model.init_from" else _from_checkpoint(path, new_run)
 
 
@@ -153,35 +167,32 @@ def _from_weights(config: Config, origin: StartingPoint) -> ResumePlan:
     path = Path(config.model.init_from).expanduser()
     origin = replace(origin, weights_only=True)
     if not path.is_dir():
-        raise UserError(f"model.init_from: {path} is not a folder; expected a checkpoint or the folder of a run")
+        raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.")
     if is_checkpoint(path):
         return ResumePlan(origin, exact=path)
     if (path / "config.json").exists():
-        raise UserError(f"model.init_from: {path} is a Hugging Face folder; set model.path to it")
+        raise UserError(f"model.init_from: {path} is a Hugging Face folder. Set model.path to it instead.")
     return ResumePlan(origin, newest_in=checkpoints_in(path), required=True)
 
 
 def _from_checkpoint(path: Path, origin: StartingPoint) -> ResumePlan:
     """Return the plan of a new run that continues from a checkpoint of another run."""
     if not path.is_dir():
-        raise UserError(f"checkpoint.resume: {path} is not a folder; expected auto, never or a checkpoint")
+        raise UserError(f"checkpoint.resume: {path} is not a folder. Use auto, never or the path of a checkpoint.")
     if not is_checkpoint(path):
-        raise UserError(f"checkpoint.resume: {path} is not a complete checkpoint: it has no {manifest.NAME}")
+        raise UserError(f"checkpoint.resume: {path} is not a checkpoint: {manifest.NAME} not found. Pass a checkpoint.")
     return ResumePlan(origin, exact=path)
 
 
-def _is_newest(path: Path, present: list[Path]) -> None:
+def _check_newest(path: Path, existing: list[Path]) -> None:
     """Check that no newer checkpoint exists: `auto` would later resume from it instead.
 
     Newer checkpoints are accepted if `path` is damaged, which raises later.
     """
-    step = folders.step_of(path)
-    later = [folder for folder in present if (folders.step_of(folder) or 0) > (step or 0)]
-    if later and folders.damage(path) is None:
-        raise UserError(
-            f"checkpoint.resume: {path} has later checkpoints beside it ({later[0].name}), which the run would mix up "
-            f"with its own: {OWN_FOLDER}"
-        )
+    step = folders.step_of(path) or 0
+    newer = [folder for folder in existing if (folders.step_of(folder) or 0) > step]
+    if newer and folders.damage(path) is None:
+        raise UserError(f"checkpoint.resume: {path} is older than {newer[0].name} in the same folder. {ADVICE}")
 
 
 def resolve_checkpoint(checkpoint: Path) -> Path:
@@ -191,15 +202,16 @@ def resolve_checkpoint(checkpoint: Path) -> Path:
         UserError: If there is no intact checkpoint.
     """
     if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is not a folder; give a checkpoint (step_...) or a run folder")
+        raise UserError(f"{checkpoint}: not a folder. Pass a checkpoint (step_...) or a run folder.")
     if is_checkpoint(checkpoint):
-        if (reason := folders.damage(checkpoint)) is not None:
-            raise UserError(f"{checkpoint} is not a complete checkpoint: {reason}")
+        reason = folders.damage(checkpoint)
+        if reason is not None:
+            raise UserError(f"{checkpoint}: damaged or incomplete: {reason}. Choose another checkpoint.")
         return checkpoint
-    newest, passed = folders.newest_intact(checkpoints_in(checkpoint))
+    newest, damaged = folders.newest_intact(checkpoints_in(checkpoint))
     if newest is None:
-        reasons = "".join(f"; {path.name}: {reason}" for path, reason in passed.items())
-        raise UserError(f"{checkpoint} holds no complete checkpoint (step_...){reasons}")
+        reasons = "".join(f"; {path.name}: {reason}" for path, reason in damaged.items())
+        raise UserError(f"{checkpoint}: contains no intact checkpoint (step_...){reasons}. Choose another folder.")
     return newest
 
 
@@ -210,16 +222,17 @@ def best_checkpoint(run: Path) -> Path:
         UserError: If there is no record, or if its checkpoint is missing, damaged or of another run.
     """
     if not run.is_dir() or is_checkpoint(run):
-        raise UserError(f"--best: {run} is not the folder of a run; give that, or leave --best out")
+        raise UserError(f"--best: {run} is not a run folder. Pass a run folder, or remove the option.")
     directory = checkpoints_in(run)
-    found = retention.read_best(directory)
-    if found is None:
+    best = retention.read_best(directory)
+    if best is None:
         raise UserError(
-            f"--best: {directory} has no {retention.BEST}, which runs with checkpoint.best: eval/loss write"
+            f"--best: {directory} has no {retention.BEST}. Train with checkpoint.best: eval/loss, or remove the option."
         )
-    source = folders.folder_of(directory, found.step)
-    if folders.owner(source) != found.run:
+    source = folders.folder_of(directory, best.step)
+    if folders.owner(source) != best.run:
         raise UserError(
-            f"--best: {directory / retention.BEST} names {source.name} of run {found.run}, which is not there"
+            f"--best: {directory / retention.BEST} refers to {source.name} of run {best.run}, which does not exist. "
+            "Remove the option, or pass a checkpoint."
         )
     return resolve_checkpoint(source)

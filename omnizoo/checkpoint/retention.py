@@ -33,11 +33,14 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
         keep: Number of newest checkpoints to keep, including `newest`. The best checkpoint is kept in addition.
         newest: The checkpoint that was just written. Checkpoints of other runs are not removed.
     """
-    run, own = owner(newest), checkpoints(directory)
-    before = [folder for folder in own[own.index(newest) + 1 :] if owner(folder) == run]
+    run = owner(newest)
+    folders = checkpoints(directory)
+    older = folders[folders.index(newest) + 1 :]
+    older_of_run = [folder for folder in older if owner(folder) == run]
     best = read_best(directory)
-    for folder in before[keep - 1 :]:
-        if best is None or best.run != run or best.step != step_of(folder):
+    for folder in older_of_run[keep - 1 :]:
+        is_best = best is not None and best.run == run and best.step == step_of(folder)
+        if not is_best:
             discard(folder)
     clean(directory)
 
@@ -56,7 +59,12 @@ def read_best(directory: Path) -> Best | None:
     """Read `best.json`. Return None if it does not exist, or after a warning if it cannot be read."""
     try:
         fields = json.loads((directory / BEST).read_bytes())
-        best = Best(str(fields["run"]), str(fields["metric"]), float(fields["value"]), fields["step"])
+        best = Best(
+            run=str(fields["run"]),
+            metric=str(fields["metric"]),
+            value=float(fields["value"]),
+            step=fields["step"],
+        )
         if type(best.step) is not int:
             raise TypeError(f"step is {best.step!r:.40}")
     except FileNotFoundError:

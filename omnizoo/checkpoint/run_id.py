@@ -22,10 +22,12 @@ class Identity:
     resume: str  # `request_of` the config at the first start; a command with the same value resumes the run
 
     def text(self) -> str:
+        """Return the text of `run.json`."""
         return json.dumps(asdict(self)) + "\n"
 
 
 def new_id() -> str:
+    """Return a random id for a new run."""
     return uuid.uuid4().hex[:12]
 
 
@@ -37,17 +39,18 @@ def read_identity(root: Path) -> Identity | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.warning("%s cannot be read (%s): the run is known by its checkpoints only", root / RUN_FILE, error)
+        logger.warning("%s cannot be read (%s): the run is identified by its checkpoints only", root / RUN_FILE, error)
         return None
 
 
 def owners(directory: Path) -> dict[str, Path]:
     """Return the ids of the runs that have checkpoints in `directory`, and the newest checkpoint of each."""
-    found: dict[str, Path] = {}
+    newest_by_run: dict[str, Path] = {}
     for folder in folders.checkpoints(directory):
-        if (run := folders.owner(folder)) is not None:
-            found.setdefault(run, folder)
-    return found
+        run = folders.owner(folder)
+        if run is not None:
+            newest_by_run.setdefault(run, folder)
+    return newest_by_run
 
 
 def only_owner(directory: Path, root: Path) -> str | None:
@@ -56,15 +59,19 @@ def only_owner(directory: Path, root: Path) -> str | None:
     Raises:
         UserError: If the checkpoints belong to several runs, or to another run than the run folder `root`.
     """
-    known, found = read_identity(root), owners(directory)
-    strangers = {run: newest for run, newest in found.items() if known is not None and run != known.id}
-    if strangers:
-        run, newest = next(iter(strangers.items()))
+    identity = read_identity(root)
+    newest_by_run = owners(directory)
+    if identity is not None:
+        for run, newest in newest_by_run.items():
+            if run != identity.id:
+                raise UserError(
+                    f"checkpoint.dir: {newest} belongs to run {run}, but {root} belongs to run {identity.id}. Move one "
+                    "of them away, or use another log.dir and checkpoint.dir."
+                )
+    if len(newest_by_run) > 1:
+        runs = ", ".join(f"{newest.name} of {run}" for run, newest in newest_by_run.items())
         raise UserError(
-            f"{newest} is of another run ({run}) than {root} ({known.id if known else ''}): move one of them away, or "
-            "give the run a log.dir and a checkpoint.dir of its own"
+            f"checkpoint.dir: {directory} contains checkpoints of several runs ({runs}). Keep those of one run, and "
+            "move the others away."
         )
-    if len(found) > 1:
-        listed = ", ".join(f"{newest.name} of {run}" for run, newest in found.items())
-        raise UserError(f"{directory} holds checkpoints of several runs ({listed}): move those of all but one away")
-    return known.id if known is not None else next(iter(found), None)
+    return identity.id if identity is not None else next(iter(newest_by_run), None)

@@ -66,7 +66,8 @@ def save_checkpoint(
     Raises:
         SaveError: If writing failed on any rank. The error is raised on all ranks.
     """
-    partial, final = folder.partial_of(directory, step), folder.folder_of(directory, step)
+    partial = folder.partial_of(directory, step)
+    final = folder.folder_of(directory, step)
 
     def prepare() -> None:
         if mesh.is_first:
@@ -101,7 +102,7 @@ def save_checkpoint(
         try:
             retention.prune(directory, config.checkpoint.keep, final)
         except OSError as error:
-            logger.warning("older checkpoints in %s cannot be removed: %s", directory, error)
+            logger.warning("checkpoint.keep: older checkpoints in %s could not be removed: %s", directory, error)
     return final
 
 
@@ -147,6 +148,7 @@ def read_saved_state(origin: StartingPoint) -> dict[str, Any]:
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of `state.json`, or raise a `UserError`."""
     with _read_errors(checkpoint):
         return manifest.read_state(checkpoint, manifest.read(checkpoint))
 
@@ -157,7 +159,7 @@ def _read_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, SafetensorError, OSError, manifest.Damage) as error:
-        raise UserError(f"checkpoint {checkpoint} cannot be read: {_reason(error)}") from error
+        raise UserError(f"{checkpoint}: cannot be read: {_reason(error)}. Choose another checkpoint.") from error
 
 
 def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:

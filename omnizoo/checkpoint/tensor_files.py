@@ -24,7 +24,10 @@ from omnizoo.config.errors import UserError
 from omnizoo.models.adapters.lora import attached
 from omnizoo.parallel.fsdp.sharded_tensors import local_shard, with_local
 
-MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "ema."
+# Prefixes of tensor names.
+MODEL = "model."
+OPTIMIZER = "optimizer."
+AVERAGE = "ema."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -48,20 +51,25 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if any(not optimizer.state.get(p) for p in parameters.values()):
         _create_state(optimizer)
-    state = {
-        f"{OPTIMIZER}{name}.{key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()
-    }
+
+    tensors = {}
+    for name, p in parameters.items():
+        for key, value in optimizer.state[p].items():
+            tensors[f"{OPTIMIZER}{name}.{key}"] = value
     average = getattr(optimizer, "average", {})
-    return state | {f"{AVERAGE}{name}": average[p] for name, p in parameters.items() if p in average}
+    for name, p in parameters.items():
+        if p in average:
+            tensors[f"{AVERAGE}{name}"] = average[p]
+    return tensors
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
     """Create missing optimizer state by a step with zero gradients and zero learning rate, which keeps all weights."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    everyone = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in everyone]
-    parameters = [p for p in everyone if not optimizer.state.get(p)]
-    for p in everyone:
+    all_parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in all_parameters]
+    parameters = [p for p in all_parameters if not optimizer.state.get(p)]
+    for p in all_parameters:
         p.grad = None
     for p in parameters:
         p.grad = torch.zeros_like(p)
@@ -70,7 +78,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for p, gradient in zip(everyone, gradients, strict=True):
+    for p, gradient in zip(all_parameters, gradients, strict=True):
         p.grad = gradient
     for p in parameters:
         for value in optimizer.state[p].values():
@@ -121,7 +129,9 @@ class _HashingStream:
     """The file methods that DCP uses to write safetensors. Data is written sequentially, in any number of chunks."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.bytes, self.digest = stream, 0, xxhash.xxh3_128()
+        self._stream = stream
+        self.bytes = 0
+        self.digest = xxhash.xxh3_128()
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
@@ -155,16 +165,23 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     saved = _saved(folder)
     for name, tensor in sorted(tensors.items()):
         if name not in saved:
-            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: it has no {name}")
-        if saved[name].size != tensor.shape:
             raise UserError(
-                f"checkpoint {folder.parent} is of another {_whose(name)}: {name} is {tuple(saved[name].size)} there "
-                f"and {tuple(tensor.shape)} here"
+                f"{folder.parent}: {name} is missing. The checkpoint was written with another {_section_of(name)}: "
+                "restore that, or choose another checkpoint."
+            )
+        saved_shape = tuple(saved[name].size)
+        if saved_shape != tuple(tensor.shape):
+            raise UserError(
+                f"{folder.parent}: {name} has shape {saved_shape}, but this run has {tuple(tensor.shape)}. The "
+                f"checkpoint was written with another {_section_of(name)}: restore that, or choose another checkpoint."
             )
     kinds = {name.split(".")[0] for name in tensors}
     for name in sorted(saved):
         if name.split(".")[0] in kinds and name not in tensors:
-            raise UserError(f"checkpoint {folder.parent} is of another {_whose(name)}: this one has no {name}")
+            raise UserError(
+                f"{folder.parent}: {name} does not exist in this run. The checkpoint was written with another "
+                f"{_section_of(name)}: restore that, or choose another checkpoint."
+            )
     with warnings.catch_warnings():  # an export reads in a single process on purpose
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         plain = {name: _plain(tensor) for name, tensor in tensors.items()}
@@ -195,7 +212,7 @@ def _fill_quantized(tensors: dict[str, torch.Tensor], plain: dict[str, torch.Ten
             local_shard(tensor).copy_(local_shard(plain[name]))
 
 
-def _whose(name: str) -> str:
+def _section_of(name: str) -> str:
     """Return the part of a run that defines a tensor, for error messages."""
     return "model" if name.startswith(MODEL) else "`optimizer` section"
 
@@ -209,5 +226,6 @@ def on_meta(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _saved(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shape and dtype of every saved tensor, by name."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: meta for name, meta in metadata.items() if isinstance(meta, TensorStorageMetadata)}

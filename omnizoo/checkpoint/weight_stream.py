@@ -28,62 +28,70 @@ def stream_weights(model: nn.Module, keys: PublishedKeys, dtype: torch.dtype | N
         dtype: Precision of the tensors. None keeps that of the model.
         is_kept: Whether this rank needs the tensors. If False, nothing is yielded.
     """
-    tensors = _held(model)
-    for group in keys.groups(_own(model, tensors)):
-        weights = {name: _whole(model, name, tensors) for name in group}
+    tensors = _local_tensors(model)
+    for group in keys.groups(_names_without_adapter(model, tensors)):
+        weights = {name: _full_weight(model, name, tensors) for name in group}
         weights = {name: weight.to(dtype or tensors[name].dtype) for name, weight in weights.items()}
         if is_kept:
             yield from ((name, tensor.contiguous()) for name, tensor in keys.convert(model, weights).items())
 
 
-def stream_own(model: nn.Module, is_kept: bool) -> Named:
+def stream_model_weights(model: nn.Module, is_kept: bool) -> Named:
     """Yield names in the model and full tensors, in its precision. Collective: all ranks must exhaust the iterator."""
-    tensors = _held(model)
-    for name in _own(model, tensors):
-        weight = _whole(model, name, tensors)
+    tensors = _local_tensors(model)
+    for name in _names_without_adapter(model, tensors):
+        weight = _full_weight(model, name, tensors)
         if is_kept:
             yield name, weight
 
 
-def _held(model: nn.Module) -> dict[str, torch.Tensor]:
+def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers by name, as local shards."""
-    kept = {name for name, _ in model.named_parameters()} | set(model.state_dict())
-    return {name: tensor for name, tensor in tensors_of(model) if name in kept}
+    names = {name for name, _ in model.named_parameters()} | set(model.state_dict())
+    return {name: tensor for name, tensor in tensors_of(model) if name in names}
 
 
-def _own(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+def _names_without_adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of all tensors except adapter matrices."""
-    found = attached(model)
-    return [name for name in tensors if found is None or name not in found.started]
+    adapter = attached(model)
+    return [name for name in tensors if adapter is None or name not in adapter.started]
 
 
-def _whole(model: nn.Module, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    found, weight = attached(model), full_tensor(tensors[name])
-    return weight if found is None else _merged(model, found, name, weight, tensors)
+def _full_weight(model: nn.Module, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the full tensor `name`, with the adapter merged. Collective: all ranks must call it."""
+    adapter = attached(model)
+    weight = full_tensor(tensors[name])
+    return weight if adapter is None else _merged(model, adapter, name, weight, tensors)
 
 
 def stream_adapter(model: nn.Module, dtype: torch.dtype | None, is_kept: bool) -> Named:
     """Yield PEFT names and full tensors of the adapter. Collective: all ranks must exhaust the iterator."""
-    found = attached(model)
-    if found is None:
-        raise UserError("adapter_only: the model has no adapter (model.adapter); leave it out")
+    adapter = attached(model)
+    if adapter is None:
+        raise UserError("adapter_only: the model has no adapter (model.adapter). Remove the argument.")
     for name, parameter in model.named_parameters():
-        if name in found.trained:
-            whole = full_tensor(parameter)
+        if name in adapter.trained:
+            full = full_tensor(parameter)
             if is_kept:
-                key, factor = published_factor(name, whole, found)
+                key, factor = published_factor(name, full, adapter)
                 yield key, factor.to(dtype or factor.dtype).contiguous()
 
 
 def _merged(
-    model: nn.Module, found: AdapterInfo, name: str, weight: torch.Tensor, tensors: dict[str, torch.Tensor]
+    model: nn.Module, adapter: AdapterInfo, name: str, weight: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    module, is_expert = name.removesuffix(".weight"), name in found.experts
-    if not is_expert and (module == name or module not in found.modules):
+    """Return `weight`, the full tensor `name`, with the adapter merged if it has one for this weight."""
+    module = name.removesuffix(".weight")
+    is_expert = name in adapter.experts
+    if not is_expert and (module == name or module not in adapter.modules):
         return weight
-    part = replace(found, modules=() if is_expert else (module,), experts=(name,) if is_expert else ())
-    prefix = f"{name}_lora_" if is_expert else f"{module}.lora_"
-    factors = {own: full_tensor(tensors[own]) for own in sorted(found.started) if own.startswith(prefix)}
+    if is_expert:
+        adapter_of_weight = replace(adapter, modules=(), experts=(name,))
+        prefix = f"{name}_lora_"
+    else:
+        adapter_of_weight = replace(adapter, modules=(module,), experts=())
+        prefix = f"{module}.lora_"
+    matrices = {key: full_tensor(tensors[key]) for key in sorted(adapter.started) if key.startswith(prefix)}
     weights = {name: weight}
-    merge(model, weights, part, factors)
+    merge(model, weights, adapter_of_weight, matrices)
     return weights[name]

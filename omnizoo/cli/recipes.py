@@ -2,22 +2,49 @@
 
 import argparse
 import logging
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from omnizoo.cli.parser import path_argument
+from omnizoo.cli.render_file import render_file
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments: the command has none."""
+    parser.add_argument("--markdown", metavar="FILE", type=path_argument, help="file for the list as Markdown tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of families, and the families that are not supported. Returns 0."""
+    """Print the list, or write it to the file `--markdown`. Returns 0."""
     from transformers.utils import logging as transformers_logging
 
+    transformers_logging.set_verbosity(logging.CRITICAL)  # warnings about default configs are irrelevant here
+    if args.markdown is not None:
+        write_markdown(args.markdown)
+    else:
+        print_tables()
+    return 0
+
+
+def write_markdown(path: Path) -> None:
+    """Write the list as Markdown tables."""
+    from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, REFUSED, families
+
+    text = render_file(
+        "recipes.md.jinja",
+        families=families(),
+        capabilities=CAPABILITIES,
+        refused=dict(sorted(REFUSED.items())),
+        no_media=dict(sorted(NO_MEDIA.items())),
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+def print_tables() -> None:
+    """Print the list as tables."""
     from omnizoo.recipes.zoo import CAPABILITIES, NO_MEDIA, OMNI_PROOF, PROOF, REFUSED, families
 
-    transformers_logging.set_verbosity(logging.CRITICAL)  # warnings about default configs are irrelevant here
     columns = ("family", "models", "kind", "lines of recipe", "shared lines", *CAPABILITIES)
     table = Table(*columns, title="recipes", title_justify="left")
     for entry in families():
@@ -40,4 +67,3 @@ def run(args: argparse.Namespace) -> int:
         for family, reason in sorted(reasons.items()):
             table.add_row(family, reason)
         console.print(table)
-    return 0

@@ -103,7 +103,7 @@ REPLACEMENTS = {
     "model.modalities.NAME.projector.lr": "aligner_lr",
     "train.losses ([{kind: dpo}] for preferences)": "stage rlhf_type pref_loss",
     "train.losses.N.options.beta": "pref_beta beta",
-    "train.losses.N.options (docs/losses.md)": "label_smoothing_factor",
+    "train.losses.N.options (docs/how-to/plugins.md)": "label_smoothing_factor",
     NOT_YET: "neftune_noise_alpha pipeline_model_parallel_size save_only_model",
     f"{NO_KEY}: `omnizoo train` trains": "do_train",
     "evaluation.every and data.eval_sources": "do_eval",

@@ -1,7 +1,7 @@
 """Every config key with its type, default and description, from the schema.
 
-It is the source of `omnizoo train --help`, of the expected types in error messages, and of docs/configuration.md, which
-`python -m omnizoo.config.reference > docs/configuration.md` generates.
+It is the source of `omnizoo train --help`, of the expected types in error messages, and of the configuration reference
+of the documentation (docs/generators/configuration.py).
 """
 
 import json
@@ -15,30 +15,6 @@ from pydantic.fields import FieldInfo
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.base import ConfigSection
 from omnizoo.config.type_text import annotation_text, sections_in, with_bounds
-
-PREAMBLE = """\
-# Configuration
-
-<!-- Generated from omnizoo/config/sections by `python -m omnizoo.config.reference > docs/configuration.md`. -->
-
-A config is one YAML file. Any key can also be set on the command line, which takes precedence over the file:
-
-```
-omnizoo train my.yaml --train.lr 1e-3 --data.sources.0.path corpus.jsonl --model.config.num_hidden_layers 2
-```
-
-- `--section.key value` and `--section.key=value` are equivalent. Values are YAML: `true`, `null`, `[a, b]`, `{a: 1}`.
-- Items of a list have an index (`N` in the tables): `--data.sources.0.weight 2`. The index after the last appends.
-- Modalities have a name (`NAME` in the tables): `--model.modalities.sensor.encoder.freeze true`.
-- Relative paths are relative to the working directory of the command, not to the config file.
-- Numbers are read as in YAML 1.2: `1e-3` is a number, `yes`, `on` and `2024-01-01` are text.
-- Types are strict: `steps: "10"` is an error. An integer is fine where a number is expected.
-- Unknown keys, repeated keys and values out of range are errors, and all of them are reported at once. This includes
-  the fields of an inline `model.config`: they are the fields of the family's Hugging Face config.
-- Upper bounds are far above what any run needs. They turn a typo (`lanes: 10000000`) into an error.
-- A config has at most 512 KiB, 20,000 values (with aliases expanded) and 64 levels. YAML tags are errors.
-- The run folder contains the complete config, including defaults, as `config.yaml`; `omnizoo train` accepts it.
-"""
 
 
 class Key(NamedTuple):
@@ -111,25 +87,3 @@ def _value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(value)
-
-
-def markdown() -> str:
-    """Return the configuration reference, docs/configuration.md, as Markdown."""
-    page = [PREAMBLE]
-    for section, summary in sections().items():
-        page += [
-            f"## {section}\n",
-            f"{summary[:1].upper()}{summary[1:]}.\n",
-            "| key | type | default | meaning |",
-            "|---|---|---|---|",
-        ]
-        for key in all_keys():
-            if key.key.startswith(section + "."):
-                description = key.description.replace("|", r"\|")
-                page.append(f"| `{key.key}` | {key.type} | `{key.default}` | {description} |")
-        page.append("")
-    return "\n".join(page)
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

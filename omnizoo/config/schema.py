@@ -1,7 +1,7 @@
 """The config schema: all sections, and checks across them. Every key has a type and a description.
 
 The results of a run depend on all sections except `parallel` and `log`: the layout never changes the results.
-`docs/configuration.md` and `omnizoo train --help` are generated from the fields.
+The configuration reference and `omnizoo train --help` are generated from the fields.
 """
 
 from typing import Any, Literal

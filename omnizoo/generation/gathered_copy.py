@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnizoo.checkpoint.weight_stream import stream_own
+from omnizoo.checkpoint.weight_stream import stream_model_weights
 from omnizoo.config.schema import Config
 from omnizoo.models.build import MASTER_DTYPE
 from omnizoo.models.hf_private import auto_class
@@ -26,7 +26,7 @@ def whole_copy(model: nn.Module, config: Config, mesh: Mesh) -> PreTrainedModel 
     release(model)  # weights that are still gathered have the dtype of the forward pass
     targets = {} if copy is None else dict(tensors_of(copy))
     with torch.no_grad():
-        for name, weight in stream_own(model, mesh.is_first):
+        for name, weight in stream_model_weights(model, mesh.is_first):
             targets.pop(name).copy_(weight)
     if copy is not None:
         assert not targets.keys() & copy.state_dict().keys(), f"weights without a value: {sorted(targets)[:3]}"

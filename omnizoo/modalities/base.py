@@ -261,8 +261,17 @@ class VocabularyDecoder(HeadDecoder):
 class ItemDecoder:
     """Mixin for decoders of models that generate items only and no text, such as speech models."""
 
-    def generate_item(self, embeddings: torch.Tensor, most: int, sampling: Sampling) -> torch.Tensor:
-        """Generate at most `most` targets of a new item, after a prompt with embeddings `[T, width]`."""
+    def generate_item(self, embeddings: torch.Tensor, max_targets: int, sampling: Sampling) -> torch.Tensor:
+        """Generate the targets of a new item.
+
+        Args:
+            embeddings: `[T, width]`, embeddings of the prompt.
+            max_targets: Maximum number of targets.
+            sampling: Temperature, top-k and top-p.
+
+        Returns:
+            Targets `[n, K]`.
+        """
         raise NotImplementedError
 
 
@@ -318,7 +327,7 @@ class Follower(ItemModule):
         """Return a context manager that collects token states `[T, ...]` from a forward pass of the language model."""
         raise NotImplementedError
 
-    def rows_from(self, kept: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    def rows_from(self, states: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """Return one row per token, `[T, C]`, from the states that `capture` collected for the tokens `ids [T]`."""
         raise NotImplementedError
 
@@ -391,5 +400,5 @@ class Modality:
 def find_module(modalities: Mapping[str, Modality], port: Port) -> Encoder | Decoder | Follower:
     """Return the module of a port, which must exist."""
     module: Encoder | Decoder | Follower | None = getattr(modalities[port.modality], port.role)
-    assert module is not None, f"there is no {port}"
+    assert module is not None, f"{port}: the modality has no such module"
     return module

@@ -29,7 +29,7 @@ BUILT_IN = {
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 RESERVED = ("config", "folder", "projector")  # set by separate config keys, not by options
 LARGEST = 2**31  # upper bound of numeric options of built-in modules
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 # Raised by the constructors of transformers, torch and plugins for invalid arguments.
 BUILDING_ERRORS = (*CODE_ERRORS, StrictDataclassError)
@@ -50,10 +50,11 @@ def check_code(role: str, kind: str, key: str, allowed: Sequence[str]) -> None:
     if kind in BUILT_IN[role] or not colon:
         return
     if not any(module == name or module.startswith(f"{name}.") for name in allowed if name):
+        built_in = ", ".join(BUILT_IN[role])
         raise UserError(
-            f"{key}.kind: its config.json would have {kind} imported, which is code and not one of OmniZoo's own "
-            f"({', '.join(BUILT_IN[role])}); if you trust it, allow it: --allow-code {module} (in a config "
-            f"model.allow_code: [{module}], in Python allow_code=[{module!r}])"
+            f"{key}.kind: config.json names {kind}, which imports code and is not built in ({built_in}). "
+            f"If you trust it, allow it with --allow-code {module} (in a config: model.allow_code: [{module}], "
+            f"in Python: allow_code=[{module!r}])."
         )
 
 
@@ -72,27 +73,31 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
     kind = spec["kind"]
     target = BUILT_IN[role].get(kind, kind)
     if ":" not in target:
+        built_in = ", ".join(BUILT_IN[role])
         raise UserError(
-            f"{key}.kind: {kind!r} is no built-in {role} ({', '.join(BUILT_IN[role])}); "
-            "one of your own is `package.module:Class`"
+            f"{key}.kind: {kind!r} is not a built-in {role}. "
+            f"Use one of {built_in}, or `package.module:Class` for a plugin."
         )
     contract: type[Encoder | Decoder] = Encoder if role == "encoder" else Decoder
     cls = resolve_class(target, f"{key}.kind", contract, "a class that is called as Class(width, **options)")
-    given = {name: spec[name] for name in ("config", "folder", "projector") if spec.get(name) is not None}
-    if "model_type" in given.get("config", {}):  # without it, the class parses the config
-        given["config"] = hf_config(given["config"], key)
+    arguments = {name: spec[name] for name in RESERVED if spec.get(name) is not None}
+    if "model_type" in arguments.get("config", {}):  # without it, the class parses the config
+        arguments["config"] = hf_config(arguments["config"], key)
     options = spec.get("options", {})
-    given |= options
-    check_call(cls, target, key, [width], given)
+    arguments |= options
+
+    check_call(cls, target, key, [width], arguments)
     _check_options(cls, options, f"{key}.options", is_built_in=kind in BUILT_IN[role])
     try:
-        built: Encoder | Decoder = cls(width, **given)
-    except UserError as error:  # the message starts with the role; complete it to the config key
-        known = str(error).startswith((f"{role}.", f"{role}:", "projector."))
-        raise UserError(f"{key.removesuffix(role)}{error}" if known else f"{key}: {error}") from error
+        module: Encoder | Decoder = cls(width, **arguments)
+    except UserError as error:
+        starts_with_role = str(error).startswith((f"{role}.", f"{role}:", "projector."))
+        if starts_with_role:  # complete the role to the config key
+            raise UserError(f"{key.removesuffix(role)}{error}") from error
+        raise UserError(f"{key}: {error}") from error
     except BUILDING_ERRORS as error:
-        raise UserError(f"{key}: {target} cannot be built from this: {explain(error)}") from error
-    return built
+        raise UserError(f"{key}: {target} raised an error when it was built: {explain(error)}") from error
+    return module
 
 
 def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in: bool) -> None:
@@ -100,21 +105,25 @@ def _check_options(cls: type, options: Mapping[str, Any], key: str, is_built_in:
 
     Numeric options of built-in classes must be above 0.
     """
-    declared = [vars(base)["__init__"] for base in reversed(cls.__mro__[:-1]) if "__init__" in vars(base)]
-    hints = {name: hint for init in declared for name, hint in get_type_hints(init).items()}
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        if "__init__" in vars(base):
+            hints |= get_type_hints(vars(base)["__init__"])
+
     for name, value in options.items():
         if name in RESERVED:
-            raise UserError(f"{key}.{name}: is no option; it is a key of its own, next to options")
+            raise UserError(f"{key}.{name}: {name} is not an option. Move it out of options, one level up.")
         try:
             TypeAdapter(hints.get(name, Any), config=STRICT).validate_python(value)
         except ValidationError as error:
-            wanted = error.errors()[0]["msg"].lower()
-            raise UserError(f"{key}.{name} is {repr(value)[:60]}; {wanted}") from error
+            reason = error.errors()[0]["msg"].lower()
+            raise UserError(f"{key}.{name}: {repr(value)[:60]} is not valid: {reason}") from error
         except PydanticUserError:  # pydantic cannot validate a type that a plugin defines
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_built_in and is_number and not 0 < value <= (MOST_LAYERS if name == "layers" else LARGEST):
-            raise UserError(f"{key}.{name} is {value}; expected a number above 0 that a model can have")
+        maximum = MAX_LAYERS if name == "layers" else LARGEST
+        if is_built_in and is_number and not 0 < value <= maximum:
+            raise UserError(f"{key}.{name}: expected a number above 0 and at most {maximum}, not {value}")
 
 
 def hf_config(fields: dict[str, Any], key: str) -> PretrainedConfig:

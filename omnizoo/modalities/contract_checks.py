@@ -36,27 +36,30 @@ def check_encoder(encoder: Encoder, media: Sequence[Media]) -> None:
     Raises:
         AssertionError: If a check fails. The message states the problem.
     """
-    items, counts = _prepared(encoder, media)
-    alone = [encoder.encode([item]) for item in items]
-    for medium, each, expected in zip(media, alone, counts, strict=True):
-        assert each.ndim == 2, f"`encode` must return [placeholder tokens, width], not {list(each.shape)}"
-        assert len(each) == expected, (
-            f"{medium.name}: `measure` returned {expected} placeholder tokens, `encode` {len(each)}"
+    items, counts = _prepare_items(encoder, media)
+    separate = [encoder.encode([item]) for item in items]
+    for medium, features, expected in zip(media, separate, counts, strict=True):
+        assert features.ndim == 2, f"`encode` must return [placeholder tokens, width], not {list(features.shape)}"
+        assert len(features) == expected, (
+            f"{medium.name}: `measure` returned {expected} placeholder tokens, `encode` {len(features)}"
         )
-        assert each.isfinite().all(), f"{medium.name}: features that are not finite"
+        assert features.isfinite().all(), f"{medium.name}: features are not finite"
+
     together = encoder.encode(items)
-    _same("features", together.split(counts), alone, media)
-    _same("features, in another order,", encoder.encode(items[::-1]).split(counts[::-1])[::-1], alone, media)
+    _check_equal("features", together.split(counts), separate, media)
+    reversed_features = encoder.encode(items[::-1]).split(counts[::-1])
+    _check_equal("features, in another order,", reversed_features[::-1], separate, media)
+
     dummy = encoder.encode([encoder.dummy_input()])
-    assert len(dummy) > 0, "`dummy_input` must have a placeholder token: it replaces an item where a rank has none"
+    assert len(dummy) > 0, "`dummy_input` must have a placeholder token: it replaces items on ranks without any"
     assert dummy.shape[1] == together.shape[1], "features of `dummy_input` have another width"
     if any(parameter.requires_grad for parameter in encoder.parameters()):
         encoder.zero_grad()
         dummy.sum().backward()
-        _all_reached(encoder, "`encode` of `dummy_input`: ranks without items would wait for others forever")
+        _check_gradients(encoder, "`encode` of `dummy_input`: ranks without items would deadlock")
     if isinstance(encoder, SharedTower):
-        found = [encoder.count_placeholders(item) for item in items]
-        assert found == counts, f"`count_placeholders` must return what `measure` returned: {counts}, not {found}"
+        from_inputs = [encoder.count_placeholders(item) for item in items]
+        assert from_inputs == counts, f"`count_placeholders` returned {from_inputs}, but `measure` {counts}"
 
 
 def check_decoder(decoder: Decoder, media: Sequence[Media], width: int) -> None:
@@ -70,66 +73,89 @@ def check_decoder(decoder: Decoder, media: Sequence[Media], width: int) -> None:
     Raises:
         AssertionError: If a check fails. The message states the problem.
     """
-    items, counts = _prepared(decoder, media)
-    alone = [decoder.targets([item]) for item in items]
-    for medium, each, expected in zip(media, alone, counts, strict=True):
-        assert each.ndim == 2, f"`targets` must return [placeholder tokens, K], not {list(each.shape)}"
-        assert len(each) == expected, (
-            f"{medium.name}: `measure` returned {expected} placeholder tokens, `targets` {len(each)}"
+    items, counts = _prepare_items(decoder, media)
+    separate = [decoder.targets([item]) for item in items]
+    for medium, item_targets, expected in zip(media, separate, counts, strict=True):
+        assert item_targets.ndim == 2, f"`targets` must return [placeholder tokens, K], not {list(item_targets.shape)}"
+        assert len(item_targets) == expected, (
+            f"{medium.name}: `measure` returned {expected} placeholder tokens, `targets` {len(item_targets)}"
         )
-        assert not each.requires_grad, "`targets` must carry no gradient"
+        assert not item_targets.requires_grad, "`targets` must not require gradients"
+
     targets = decoder.targets(items)
-    _same("targets", targets.split(counts), alone, media)
+    _check_equal("targets", targets.split(counts), separate, media)
+
     hidden = torch.randn(len(targets), width, generator=torch.Generator().manual_seed(0))
     embedded = decoder.embed(targets)
     assert embedded.shape == hidden.shape, f"`embed` must return {list(hidden.shape)}, not {list(embedded.shape)}"
     assert decoder.embed(targets[:0]).shape == (0, width), "`embed` of no targets must be [0, width]"
     _check_losses(decoder, hidden, targets, counts)
+    _check_mixins(decoder, hidden, targets)
+
+
+def _check_mixins(decoder: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> None:
+    """Check the methods of the mixins that the class of a decoder inherits from."""
     if isinstance(decoder, LikelihoodDecoder):
-        for each in decoder.log_likelihood(hidden, targets):
-            assert each.shape == targets.shape[:1], "`log_likelihood` must return two tensors [number of targets]"
+        for result in decoder.log_likelihood(hidden, targets):
+            assert result.shape == targets.shape[:1], "`log_likelihood` must return two tensors [number of targets]"
     if isinstance(decoder, VocabularyDecoder):
-        assert targets.shape[1] == 1, f"targets of a VocabularyDecoder are token ids [N, 1], not {list(targets.shape)}"
+        assert targets.shape[1] == 1, f"`targets` of a VocabularyDecoder must be [N, 1], not {list(targets.shape)}"
     if isinstance(decoder, CustomFlops):
         for method in ("embed", "loss"):
             modules = list(decoder.modules_run_by(method))
-            assert all(isinstance(module, torch.nn.Module) for module in modules), "`modules_run_by` returns modules"
+            assert all(isinstance(module, torch.nn.Module) for module in modules), (
+                "`modules_run_by` must return modules"
+            )
 
 
 def _check_losses(decoder: Decoder, hidden: torch.Tensor, targets: torch.Tensor, counts: list[int]) -> None:
     """Check `loss`, or each of the `losses` of a `MultiLossDecoder`."""
-    losses, without = losses_by_term(decoder, hidden, targets), losses_by_term(decoder, hidden[:0], targets[:0])
-    assert losses.keys() == weights_by_term(decoder).keys(), f"`losses` are not those of `term_weights`: {list(losses)}"
-    parts = [losses_by_term(decoder, *each) for each in zip(hidden.split(counts), targets.split(counts), strict=True)]
+    losses = losses_by_term(decoder, hidden, targets)
+    empty_losses = losses_by_term(decoder, hidden[:0], targets[:0])
+    terms = list(weights_by_term(decoder))
+    assert set(losses) == set(terms), f"`losses` returned the terms {list(losses)}, but `term_weights` has {terms}"
+
+    losses_by_item = []
+    for item_hidden, item_targets in zip(hidden.split(counts), targets.split(counts), strict=True):
+        losses_by_item.append(losses_by_term(decoder, item_hidden, item_targets))
+
     for term, loss in losses.items():
         name = f"`losses` {term!r}" if len(losses) > 1 else "`loss`"
-        assert loss.ndim == 0, f"{name} must be one number, not {list(loss.shape)}"
-        total = torch.stack([part[term] for part in parts]).sum()
+        assert loss.ndim == 0, f"{name} must be a scalar, not {list(loss.shape)}"
+        total = torch.stack([item_losses[term] for item_losses in losses_by_item]).sum()
         assert torch.allclose(loss, total, rtol=CLOSE), f"{name} must be a sum over targets, not a mean"
-        nothing = float(without[term].detach())
-        assert nothing == 0, f"{name} of no targets must be 0, not {nothing}"
+        empty_loss = float(empty_losses[term].detach())
+        assert empty_loss == 0, f"{name} of no targets must be 0, not {empty_loss}"
 
 
-def _prepared(module: Encoder | Decoder, media: Sequence[Media]) -> tuple[list[Inputs], list[int]]:
-    assert len(media) > 1, "give at least two items"
+def _prepare_items(module: Encoder | Decoder, media: Sequence[Media]) -> tuple[list[Inputs], list[int]]:
+    """Check `measure` and `prepare`, and return the prepared items and their numbers of placeholder tokens."""
+    assert len(media) > 1, "pass at least two items"
     counts = [module.measure(medium).num_placeholders for medium in media]
     items = [module.prepare(medium) for medium in media]
-    for medium, item, again in zip(media, items, [module.prepare(medium) for medium in media], strict=True):
+    prepared_again = [module.prepare(medium) for medium in media]
+    for medium, item, again in zip(media, items, prepared_again, strict=True):
         for name, tensor in item.items():
-            assert isinstance(tensor, torch.Tensor), f"{medium.name}: `prepare` returned {name!r}, which is no tensor"
-            assert torch.equal(tensor, again[name]), f"{medium.name}: `prepare` returns other values when called again"
+            assert isinstance(tensor, torch.Tensor), (
+                f"{medium.name}: `prepare` must return tensors, but {name!r} is a {type(tensor).__name__}"
+            )
+            assert torch.equal(tensor, again[name]), f"{medium.name}: `prepare` returned another {name!r} when repeated"
             assert not tensor.requires_grad, "`prepare` must not use weights: it runs in loader workers"
     assert min(counts) > 0, "an item must have a placeholder token"
     return items, counts
 
 
-def _same(what: str, together: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], media: Sequence[Media]) -> None:
-    for medium, a, b in zip(media, together, alone, strict=True):
-        difference = float((a.detach().double() - b.detach().double()).abs().max())
-        allowed = CLOSE * max(1.0, float(b.detach().double().abs().max()))
-        assert difference <= allowed, f"{medium.name}: {what} depend on the items beside it (by {difference:.1e})"
+def _check_equal(
+    what: str, together: Sequence[torch.Tensor], separate: Sequence[torch.Tensor], media: Sequence[Media]
+) -> None:
+    """Check that the results of items do not depend on the other items of a call."""
+    for medium, actual, expected in zip(media, together, separate, strict=True):
+        difference = float((actual.detach().double() - expected.detach().double()).abs().max())
+        tolerance = CLOSE * max(1.0, float(expected.detach().double().abs().max()))
+        assert difference <= tolerance, f"{medium.name}: {what} depend on other items of the call (by {difference:.1e})"
 
 
-def _all_reached(module: torch.nn.Module, by: str) -> None:
-    missed = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
-    assert not missed, f"{missed[0]} gets no gradient from {by}"
+def _check_gradients(module: torch.nn.Module, source: str) -> None:
+    """Check that all trained parameters have a gradient from `source`."""
+    missing = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing, f"{missing[0]} gets no gradient from {source}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from omnizoo.ops.quantization import own_weights
+from omnizoo.ops.quantization import direct_weights
 
 MULTIPLYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -21,10 +21,11 @@ def weights_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     Rows are not multiplied with embedding tables, norms, biases and learned rows.
     """
     for prefix, part in module.named_modules():
-        for name, parameter in own_weights(part):
+        for name, parameter in direct_weights(part):
             is_matrix = parameter.ndim > 1 and not name.endswith("bias") and not isinstance(part, nn.Embedding)
             is_multiplied = is_matrix and (isinstance(part, MULTIPLYING) or parameter.shape[0] > 1)
-            yield f"{prefix}.{name}" if prefix else name, parameter, is_multiplied
+            full_name = f"{prefix}.{name}" if prefix else name
+            yield full_name, parameter, is_multiplied
 
 
 class FlopCounter:
@@ -35,6 +36,7 @@ class FlopCounter:
         self.trained = trained  # whether anything counted so far is trained, so that gradients must reach it
 
     def multiply(self, weight: torch.Tensor, rows: float) -> None:
+        """Add the product of `rows` rows with a weight."""
         self.flops += 2 * weight.numel() * rows * (1 + weight.requires_grad + self.trained)
         self.trained |= weight.requires_grad
 
@@ -63,6 +65,7 @@ class FlopCounter:
 
 
 def is_trained(module: nn.Module) -> bool:
+    """Whether any parameter of the module requires gradients."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -71,14 +74,14 @@ def measured_flops(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     from torch.utils.flop_counter import FlopCounterMode  # imported here because it imports triton
 
     with FlopCounterMode(display=False) as counter:
-        out = run()
+        output = run()
         forward = float(counter.get_total_flops())
-        if out.requires_grad:
-            out.sum().backward()
+        if output.requires_grad:
+            output.sum().backward()
         return forward, float(counter.get_total_flops())
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
     """Return the number of (query, key) pairs of a sample in causal attention, with at most `window` keys per query."""
-    seen = length if window is None else min(length, window)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
+    max_keys = length if window is None else min(length, window)
+    return max_keys * (max_keys + 1) // 2 + (length - max_keys) * max_keys

@@ -51,13 +51,13 @@ def frozen_tokenizers(model: nn.Module) -> dict[str, nn.Module]:
 
     A tokenizer of an HF model is recognized by its codebook (`quantize` or `quantizer`) and its method `encode`.
     """
-    found: dict[str, nn.Module] = {}
+    frozen: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         makes_codes = isinstance(module, PreTrainedModel) and hasattr(module, "encode")
         has_codebook = hasattr(module, "quantize") or hasattr(module, "quantizer")
         if isinstance(module, Frozen) or (name and makes_codes and has_codebook):
-            found[name] = module
-    return found
+            frozen[name] = module
+    return frozen
 
 
 def forward_flops(
@@ -71,11 +71,15 @@ def forward_flops(
     skeleton: Any = deepcopy(frozen).to("meta")
     try:
         with torch.no_grad():
-            given = item.to("meta")
-            counted = measured_flops(lambda: encode(skeleton, given) if encode else skeleton.encode(given))[0]
+            meta_item = item.to("meta")
+            flops, _ = measured_flops(lambda: encode(skeleton, meta_item) if encode else skeleton.encode(meta_item))
     except (RuntimeError, ValueError, TypeError):
-        counted = 0.0
-    return counted or 2.0 * math.prod(item.shape[-2:]) * sum(t.numel() for t in frozen.state_dict().values())
+        flops = 0.0
+    if flops:
+        return flops
+    num_weights: int = sum(tensor.numel() for tensor in frozen.state_dict().values())
+    num_pixels: int = math.prod(item.shape[-2:])
+    return 2.0 * num_pixels * num_weights
 
 
 class Diffusers(Frozen):
@@ -86,7 +90,8 @@ class Diffusers(Frozen):
         model_class = getattr(package, str(config["_class_name"]), None)
         if not (isinstance(model_class, type) and issubclass(model_class, package.ModelMixin)):
             raise UserError(
-                f"decoder: this diffusers has no model `{config['_class_name']}`; see _class_name in config.json"
+                f"decoder: the installed diffusers has no model `{config['_class_name']}`. "
+                "Check _class_name in config.json, or upgrade diffusers."
             )
         build: Any = model_class
         super().__init__(build.from_config(dict(config)))
@@ -108,18 +113,26 @@ class Diffusers(Frozen):
         except OSError as error:
             raise UserError(f"decoder.path: cannot load {self.folder}: {first_line(error)}") from error
         if info["missing_keys"]:
-            raise UserError(f"decoder.path: {self.folder} lacks weights of its model: {info['missing_keys'][:3]}")
+            missing = ", ".join(info["missing_keys"][:3])
+            raise UserError(f"decoder.path: {self.folder} lacks weights of the model: {missing}")
         return {f"model.{name}": tensor for name, tensor in stored.state_dict().items()}
 
 
-def diffusers_package(wanted: str) -> Any:
+def diffusers_package(class_name: str) -> Any:
+    """Return the package diffusers, which provides `class_name`.
+
+    Raises:
+        UserError: If diffusers is not installed.
+    """
     try:
         return import_module("diffusers")
     except ImportError as error:
-        raise UserError(f"decoder: {wanted} needs diffusers: pip install diffusers ({error})") from error
+        raise UserError(f"decoder: {class_name} needs diffusers. Run pip install diffusers ({error}).") from error
 
 
 def read_settings(folder: str | None) -> dict[str, Any]:
     """Return the content of a folder's config.json; {} if there is none."""
-    file = Path(folder or "") / "config.json"
-    return read_json_object(file) if folder and file.is_file() else {}
+    if not folder:
+        return {}
+    file = Path(folder) / "config.json"
+    return read_json_object(file) if file.is_file() else {}

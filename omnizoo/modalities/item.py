@@ -66,30 +66,38 @@ class MediaItem:
 
     @property
     def media(self) -> Media:
-        assert self.raw is not None, "asked of an item that was prepared already"
+        """The item of the row. It exists before preparation only."""
+        assert self.raw is not None, "a prepared item has no raw media"
         return self.raw
 
     @property
     def targets(self) -> int:
         """The contribution of this item to the loss count."""
-        return (self.size.targets or self.size.num_placeholders) if self.is_target and self.has_targets else 0
+        if not (self.is_target and self.has_targets):
+            return 0
+        return self.size.targets or self.size.num_placeholders
 
     def cut(self, parts: Sequence[tuple[MediaSize, Inputs]]) -> list["MediaItem"]:
         """Split this prepared item into parts, each with its spans.
 
         If the item occurs several times in the sequence, each part has spans in every occurrence.
         """
-        tokens = np.concatenate([np.arange(first, first + count) for first, count in self.spans] or [np.zeros(0, int)])
-        ends = np.cumsum([size.num_placeholders for size, _ in parts])
-        copies = tokens.reshape(-1, ends[-1])
+        runs = [np.arange(first, first + count) for first, count in self.spans]
+        tokens = np.concatenate(runs or [np.zeros(0, int)])
+        part_ends = np.cumsum([size.num_placeholders for size, _ in parts])
+        occurrences = tokens.reshape(-1, part_ends[-1])
+        tokens_by_part = np.split(occurrences, part_ends[:-1], axis=1)
+
         items = []
-        for (size, inputs), places in zip(parts, np.split(copies, ends[:-1], axis=1), strict=True):
-            own = places.reshape(-1)
-            runs = np.split(own, np.flatnonzero(np.diff(own) != 1) + 1)
+        for (size, inputs), part_tokens in zip(parts, tokens_by_part, strict=True):
+            positions = part_tokens.reshape(-1)
+            is_gap = np.diff(positions) != 1
+            runs = np.split(positions, np.flatnonzero(is_gap) + 1)
             spans = tuple((int(run[0]), len(run)) for run in runs if len(run))
             items.append(replace(self, size=size, spans=spans, raw=None, inputs=inputs))
         return items
 
     def moved(self, by: int, **changes: Any) -> "MediaItem":
         """Return the item with its spans shifted by `by` tokens, and with `changes` to other fields."""
-        return replace(self, spans=tuple((first + by, count) for first, count in self.spans), **changes)
+        spans = tuple((first + by, count) for first, count in self.spans)
+        return replace(self, spans=spans, **changes)

@@ -60,16 +60,16 @@ class Media:
         """
         if isinstance(self.value, bytes):
             if not self.value:
-                raise BadMedia(f"{self.name} is empty")
+                raise BadMedia(f"{self.name}: the item is empty")
             return io.BytesIO(self.value)
         if not isinstance(self.value, Path):
-            raise BadMedia(f"{self.name}: a path or encoded bytes were expected")
+            raise BadMedia(f"{self.name}: expected a path or encoded bytes")
         try:
-            about = self.value.stat()
-            if not stat.S_ISREG(about.st_mode):  # opening a pipe may block, and reading a device may never end
-                raise BadMedia(f"{self.name} is {kind_of_file(about.st_mode)}, not a file")
-            if about.st_size == 0:
-                raise BadMedia(f"{self.name} is empty")
+            status = self.value.stat()
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe may block, and reading a device may never end
+                raise BadMedia(f"{self.name}: expected a file, but it is {kind_of_file(status.st_mode)}")
+            if status.st_size == 0:
+                raise BadMedia(f"{self.name}: the item is empty")
             return open(self.value, "rb")
         except OSError as error:
             raise BadMedia(f"{self.name}: {error.strerror or error}") from None

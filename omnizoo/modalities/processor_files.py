@@ -13,8 +13,10 @@ PROCESSOR_FILES = (NESTED, "preprocessor_config.json", "video_preprocessor_confi
 
 def processor_files(folder: str | Path | None) -> list[Path]:
     """Return the processor files in a folder, except the chat template."""
-    names = [name for name in PROCESSOR_FILES if name != CHAT_TEMPLATE]
-    return [Path(folder) / name for name in names if (Path(folder) / name).is_file()] if folder else []
+    if not folder:
+        return []
+    files = [Path(folder) / name for name in PROCESSOR_FILES if name != CHAT_TEMPLATE]
+    return [file for file in files if file.is_file()]
 
 
 def processor_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
@@ -26,20 +28,25 @@ def processor_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], s
         folder: The model folder.
         kind: `image_processor`, `feature_extractor` or `video_processor`.
     """
-    own_file = "video_preprocessor_config.json" if kind == "video_processor" else "preprocessor_config.json"
+    separate_file = "video_preprocessor_config.json" if kind == "video_processor" else "preprocessor_config.json"
     contents = {file.name: read_json_object(file) for file in processor_files(folder)}
-    for name in (NESTED, own_file):
+    for name in (NESTED, separate_file):
         nested = contents.get(name, {}).get(kind)
         if isinstance(nested, dict):
             return nested, f"{folder}/{name}"
-    return contents.get(own_file, {}), f"{folder}/{own_file}"
+    return contents.get(separate_file, {}), f"{folder}/{separate_file}"
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        UserError: If the file does not contain a JSON object.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not JSON: {error}") from error
+        raise UserError(f"{file}: invalid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file}: not a JSON object.")
+        raise UserError(f"{file}: expected a JSON object, not a {type(content).__name__}")
     return content

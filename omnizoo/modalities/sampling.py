@@ -7,12 +7,22 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample the next token or target. With temperature 0, the most likely one is chosen."""
+    """How to sample the next token or target. With temperature 0, the most likely one is chosen.
+
+    Args:
+        temperature: Divisor of the logits.
+        top_k: Number of candidates; 0 for all.
+        top_p: Cumulative probability of the candidates.
+        generator: Random generator; None for torch's default generator.
+
+    Example:
+        index = Sampling(temperature=0.7, top_p=0.9).draw(logits)
+    """
 
     temperature: float = 1.0
-    top_k: int = 0  # number of candidates; 0 for all
-    top_p: float = 1.0  # cumulative probability of the candidates
-    generator: torch.Generator | None = None  # None for torch's default generator
+    top_k: int = 0
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """Sample one index per distribution.
@@ -27,12 +37,14 @@ class Sampling:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
         if self.top_k:
-            smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
+            num_candidates = min(self.top_k, logits.shape[-1])
+            smallest = logits.topk(num_candidates).values[..., -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
         if self.top_p < 1.0:
-            sorted_, order = logits.sort(descending=True)
-            probability = sorted_.softmax(-1)
-            beyond = probability.cumsum(-1) - probability > self.top_p  # the most likely candidate is always kept
-            logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-        drawn = torch.multinomial(logits.softmax(-1).flatten(0, -2), 1, generator=self.generator)
-        return drawn.view(logits.shape[:-1])
+            sorted_logits, order = logits.sort(descending=True)
+            probability = sorted_logits.softmax(-1)
+            is_excluded = probability.cumsum(-1) - probability > self.top_p  # the most likely candidate is always kept
+            logits = logits.masked_fill(is_excluded.scatter(-1, order, is_excluded), -torch.inf)
+        probabilities = logits.softmax(-1).flatten(0, -2)
+        indices = torch.multinomial(probabilities, 1, generator=self.generator)
+        return indices.view(logits.shape[:-1])

@@ -30,7 +30,6 @@ from omnizoo.models.hf_private import (
 )
 from omnizoo.models.interfaces.attention import carry_pack
 from omnizoo.models.interfaces.recurrent import bind_states, has_states
-from omnizoo.models.media import composed  # noqa: F401  # registers `OmniModel` with the auto classes of transformers
 from omnizoo.models.media.composed_config import language_config
 from omnizoo.models.read_config import read_generation_config, read_model_config, tokenizer_folder
 from omnizoo.models.recipe import RECIPE, recipe_from_config

@@ -19,6 +19,7 @@ from omnizoo.config.sections.base import PythonObject, SubmoduleSettings
 from omnizoo.config.sections.model import EncoderSettings, ModalitySettings, ModelSection, ProjectorSettings
 from omnizoo.modalities.build import BUILDING_ERRORS, explain
 from omnizoo.models.check_config_fields import check_shape, config_of
+from omnizoo.models.media import composed as _registers_composed_models  # noqa: F401 - with transformers' auto classes
 from omnizoo.models.media.composed_config import OmniConfig
 from omnizoo.models.untrusted_folders import check_settings, read_json
 from omnizoo.models.user_module import given_model

@@ -2,8 +2,8 @@
 
 torch.compile caches graphs by the code of a function. Blocks that run the same code with weights of the same shapes
 share graphs, because weights are arguments of a graph. Lengths are symbolic, so a new pack length needs no new graph.
-Functions that use collectives, or run Python code in each step, are graph breaks ("edges"): one graph ends before them,
-the next one begins after them, and they run without compilation.
+Functions that use collectives, or run Python code in each step, are graph breaks: one graph ends before them, the next
+one begins after them, and they run without compilation.
 """
 
 import logging
@@ -20,33 +20,37 @@ log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-EDGE = "an edge of OmniZoo's graphs"
+GRAPH_BREAK_REASON = "an intended graph break of OmniZoo"
 # Limit of graphs per code object of a kind. Variants are layers with other attributes (such as a window), with and
 # without gradients, training and evaluation, inputs that require a gradient or not, and zero, one or many rows. The
 # default of torch is 8.
-MOST_GRAPHS = 32
+MAX_GRAPHS = 32
 COMPILED = "_omnizoo_compiled"  # name of the attribute that marks compiled blocks
 
 
 def graph_break(function: F) -> F:
     """Return `function` as a graph break: it is never compiled into a graph."""
-    made: F = torch.compiler.disable(function, reason=EDGE)
-    return made
+    uncompiled: F = torch.compiler.disable(function, reason=GRAPH_BREAK_REASON)
+    return uncompiled
 
 
-def make_edge(module: nn.Module) -> None:
+def make_graph_break(module: nn.Module) -> None:
     """Make calls of `module` graph breaks, including its hooks, because the hooks of FSDP cannot be part of a graph.
 
     torch looks up `__call__` in the class, so the module gets a new subclass, as FSDP does it.
     """
-    module.__class__ = _ending_graphs(type(module))  # type: ignore[arg-type]  # classes can be keys
+    module.__class__ = _graph_break_class(type(module))  # type: ignore[arg-type]  # classes can be keys
 
 
 @cache
-def _ending_graphs(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `kind` with the same name, whose `__call__` is a graph break."""
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {"__call__": graph_break(kind.__call__), **named})
+def _graph_break_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `base` with the same name, whose `__call__` is a graph break."""
+    attributes = {
+        "__call__": graph_break(base.__call__),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
+    return type(base.__name__, (base,), attributes)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -58,37 +62,41 @@ class CompiledKind:
     """The graphs of all modules of a kind. Calling it with a module computes `forward(module, ...)`."""
 
     def __init__(self, name: str, forward: Callable[..., Any], backend: str) -> None:
-        self.name, self.backend = name, backend
+        self.name = name
+        self.backend = backend
         self.graphs = 0  # number of graphs built so far
         self.failure: str | None = None  # reason of the first failed compilation
         self._compilations = Compilations()
-        options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": MOST_GRAPHS}  # not in torch's stubs
+        options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": MAX_GRAPHS}  # not in torch's stubs
         self._run = torch.compile(forward, backend=self._build, dynamic=True, **options)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with self._compilations:
             out = self._run(module, *args, **kwargs)
-        trouble = [reason for reason in self._compilations.trouble() if EDGE not in reason]
-        if trouble:
-            self._fail(trouble[0])
+        reasons = self._compilations.failure_reasons()
+        unintended = [reason for reason in reasons if GRAPH_BREAK_REASON not in reason]
+        if unintended:
+            self._fail(unintended[0])
         return out
 
     def _build(self, graph: Any, inputs: Any) -> Any:
+        """Compile one graph, or return its eager code if that fails. This is the backend of `torch.compile`."""
         self.graphs += 1
         try:
             return build_graph(graph, inputs, self.backend)
         except RestartAnalysis:  # torch.compile will retry with another graph
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a compiler stumbles over: the graph runs without it, too
+        except Exception as error:  # noqa: BLE001 - any error of a compiler: the graph also runs without it
             self._fail(f"{type(error).__name__}: {error}")
             return graph.forward
 
     def _fail(self, reason: str) -> None:
         """Record the first failure and log it. Blocks of this kind run without compilation from then on."""
-        if self.failure is None:
-            lines = [line.strip() for line in reason.splitlines()]
-            self.failure = " ".join(line for line in lines[:2] if line)[:500]
-            log.warning("train.compile: %s runs without compilation: %s", self.name, self.failure)
+        if self.failure is not None:
+            return
+        lines = [line.strip() for line in reason.splitlines()]
+        self.failure = " ".join(line for line in lines[:2] if line)[:500]
+        log.warning("train.compile: %s runs without compilation: %s", self.name, self.failure)
 
 
 class Kinds:
@@ -98,10 +106,12 @@ class Kinds:
         self.backend = backend
         self._kinds: dict[Any, CompiledKind] = {}
 
-    def of(self, module: nn.Module, forward: Callable[..., Any]) -> CompiledKind:
+    def kind_of(self, module: nn.Module, forward: Callable[..., Any]) -> CompiledKind:
         """Return the kind of modules with the class, `forward` and parameter shapes of `module`."""
-        shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
-        key = type(module), forward, shapes
+        parameters = []
+        for name, parameter in module.named_parameters():
+            parameters.append((name, tuple(parameter.shape), parameter.requires_grad))
+        key = type(module), forward, tuple(parameters)
         if key not in self._kinds:
             self._kinds[key] = CompiledKind(type(module).__name__, forward, self.backend)
         return self._kinds[key]
@@ -117,14 +127,16 @@ class Compiled:
     """Replacement for the `forward` of a block: runs the graphs of its kind, or eager code if compilation failed."""
 
     def __init__(self, block: nn.Module, kind: CompiledKind) -> None:
-        self.kind, self.eager, self._run = kind, block.forward, partial(kind, block)
+        self.kind = kind
+        self.eager = block.forward
+        self._run_compiled = partial(kind, block)
 
-    def chosen(self) -> Callable[..., Any]:
+    def current(self) -> Callable[..., Any]:
         """Return the function to run now.
 
         Recomputation must run the same function as the forward pass, although compilation may have failed in between.
         """
-        return self._run if self.kind.failure is None else self.eager
+        return self._run_compiled if self.kind.failure is None else self.eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.chosen()(*args, **kwargs)
+        return self.current()(*args, **kwargs)

@@ -13,6 +13,8 @@ import torch
 
 from omnizoo.config.errors import UserError
 
+log = logging.getLogger(__name__)
+
 PLANNED = "planned"  # the device type of a dry run, which simulates an accelerator with fake tensors
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
@@ -36,33 +38,34 @@ PEAK_TFLOPS = {
 }
 
 
-def pick_device(local_rank: int, wanted: str | None = None) -> torch.device:
+def pick_device(local_rank: int, device_type: str | None = None) -> torch.device:
     """Select the device of this process, and make an accelerator the current device.
 
     Args:
         local_rank: Rank within the node, which is the index of the accelerator.
-        wanted: Device type to use. By default an accelerator, or the CPU if the machine has none with a collective
+        device_type: Device type to use. By default an accelerator, or the CPU if the machine has none with a collective
             backend.
 
     Raises:
-        UserError: If the machine has no device of type `wanted`, or fewer devices than ranks.
+        UserError: If the machine has no device of type `device_type`, or fewer devices than ranks.
     """
-    if wanted == "cpu":
+    if device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if wanted is not None and (accelerator is None or accelerator.type != wanted):
-        there = "no accelerator" if accelerator is None else accelerator.type
-        raise UserError(f"--device is {wanted!r}, but this machine has {there}; expected cpu, or what is there")
+    if device_type is not None and (accelerator is None or accelerator.type != device_type):
+        available = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
+        raise UserError(f"--device: {device_type!r} is not available on this machine. Use {available}.")
     if accelerator is None:
         return torch.device("cpu")
     if accelerator.type not in BACKENDS:
-        logging.getLogger(__name__).warning("%s has no collective backend; training on the CPU", accelerator.type)
+        log.warning("%s devices have no collective backend: training on the CPU", accelerator.type)
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
+    num_devices = torch.accelerator.device_count()
+    if local_rank >= num_devices:
         raise UserError(
-            f"local rank {local_rank} finds {count} {accelerator.type} device(s) on this node: start at most {count} "
-            f"process(es) here (`--nproc {count}`), and let each of them see every device"
+            f"--nproc: local rank {local_rank} needs {local_rank + 1} devices of type {accelerator.type}, but this "
+            f"process can use {num_devices}. Use `--nproc {num_devices}` on this node, and make every device visible "
+            "to each process."
         )
     if allocator_settings() is None:
         # Packs differ in length, so segments of fixed sizes would fragment the memory. torch reads the variable when
@@ -74,12 +77,17 @@ def pick_device(local_rank: int, wanted: str | None = None) -> torch.device:
 
 def allocator_settings() -> str | None:
     """Return the user's settings for the device allocator, or None if no such variable is set."""
-    return next((os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ), None)
+    for name in ALLOCATOR_SETTINGS:
+        if name in os.environ:
+            return os.environ[name]
+    return None
 
 
 def backend_for(device: torch.device) -> str:
     """Return the backend for `init_process_group`. CPU tensors (checkpoints, object collectives) always use gloo."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
 
 
 def is_host(device: torch.device) -> bool:
@@ -107,6 +115,7 @@ def has_triton(device: torch.device) -> bool:
 
 
 def has_float64(device: torch.device) -> bool:
+    """Whether `device` supports float64."""
     return device.type in ("cpu", "cuda", PLANNED)
 
 
@@ -114,22 +123,25 @@ class HostCopy:
     """An asynchronous copy of a tensor to the host, which does not delay work that is launched after it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._host, self._arrival = tensor.to("cpu", non_blocking=True), None
+        self._host = tensor.to("cpu", non_blocking=True)
+        self._complete = None  # event, recorded when the copy is complete
         if not is_host(tensor.device):
-            self._arrival = torch.get_device_module(tensor.device).Event()
-            self._arrival.record()
+            self._complete = torch.get_device_module(tensor.device).Event()
+            self._complete.record()
 
     def values(self) -> list[float]:
         """Wait for the copy and return its values."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
+        if self._complete is not None:
+            self._complete.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `tensor` in pinned memory, for asynchronous copies to `device`, or unchanged if that is not needed."""
-    return tensor if device.type in ("cpu", PLANNED) or tensor.device.type != "cpu" else tensor.pin_memory()
+    if device.type in ("cpu", PLANNED) or tensor.device.type != "cpu":
+        return tensor
+    return tensor.pin_memory()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -141,7 +153,10 @@ def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | N
 
 
 def device_name(device: torch.device) -> str:
-    return "CPU" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+    """Return the name that the vendor gives to `device`, or "CPU"."""
+    if device.type == "cpu":
+        return "CPU"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -171,10 +186,12 @@ def total_memory(device: torch.device) -> int:
     """Return the total memory of the device in bytes, or on CPUs the memory limit of this container."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.is_file() else "max"
     total = int(psutil.virtual_memory().total)
-    return min(total, int(allowed)) if allowed.isdecimal() else total
+    limit_file = Path("/sys/fs/cgroup/memory.max")
+    if not limit_file.is_file():
+        return total
+    limit = limit_file.read_text().strip()  # a number of bytes, or "max"
+    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def available_memory() -> int:

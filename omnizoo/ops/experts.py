@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.quantization import Packed, multiply
 
-PARTS = 8
+NUM_CHUNKS = 8  # chunks in which the gradient of routing weights is computed
 
 
 @dataclass(frozen=True)
-class Factors:
+class ExpertAdapter:
     """The adapter matrices of E experts with weights `[E, A, B]`. Their product is never computed."""
 
     first: torch.Tensor  # [E, A, rank]
@@ -37,8 +37,8 @@ class Experts:
     up_bias: torch.Tensor | None  # [E, U]
     down_bias: torch.Tensor | None  # [E, H]
     activate: Callable[[torch.Tensor], torch.Tensor]  # [N, U] -> [N, I]
-    up_factors: Factors | None = None
-    down_factors: Factors | None = None
+    up_adapter: ExpertAdapter | None = None
+    down_adapter: ExpertAdapter | None = None
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,19 @@ class Pairs:
     """The N = T x K (token, choice) pairs, sorted by expert. The pairs of one expert are in token order."""
 
     order: torch.Tensor  # [N], index of the pair at each sorted position
-    place: torch.Tensor  # [N], sorted position of each pair; the inverse of `order`
+    sorted_position: torch.Tensor  # [N], sorted position of each pair; the inverse of `order`
     counts: torch.Tensor  # [E], number of pairs of each expert
     choices: int  # K
 
 
 def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
     """Sort the (token, choice) pairs of `index [T, K]`, the expert ids that each token chose, without a host sync."""
-    chosen = index.flatten()
-    order = chosen.argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    counts = order.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-    return Pairs(order, place, counts, index.shape[1])
+    expert_of_pair = index.flatten()
+    order = expert_of_pair.argsort(stable=True)
+    positions = torch.arange(len(order), device=order.device)
+    sorted_position = torch.empty_like(order).scatter_(0, order, positions)
+    counts = order.new_zeros(experts).scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
+    return Pairs(order=order, sorted_position=sorted_position, counts=counts, choices=index.shape[1])
 
 
 def gather(hidden: torch.Tensor, pairs: Pairs) -> torch.Tensor:
@@ -71,10 +72,10 @@ def by_expert(weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     return gather(weights.reshape(-1, 1), replace(pairs, choices=1))
 
 
-def weigh(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def multiply_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return `rows [N, C]` times `weights [N, 1]`, in the dtype of the rows. Weight gradients are summed in fp32."""
-    weighed: torch.Tensor = _Weigh.apply(rows, weights)  # type: ignore[no-untyped-call]
-    return weighed
+    products: torch.Tensor = _MultiplyRows.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return products
 
 
 def combine(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
@@ -98,12 +99,15 @@ def run_experts(
     Returns:
         The outputs `[N, H]`, sorted by expert.
     """
-    inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias, experts.up_factors)
+    inner = _linear(rows.to(experts.up.dtype), counts, experts.up, experts.up_bias, experts.up_adapter)
     inner = experts.activate(inner)
     if weights is None:
-        return _linear(inner, counts, experts.down, experts.down_bias, experts.down_factors)
-    out = _linear(weigh(inner, weights), counts, experts.down, None, experts.down_factors)
-    return out if experts.down_bias is None else out + weigh(_of_rows(experts.down_bias, counts, len(rows)), weights)
+        return _linear(inner, counts, experts.down, experts.down_bias, experts.down_adapter)
+
+    out = _linear(multiply_rows(inner, weights), counts, experts.down, None, experts.down_adapter)
+    if experts.down_bias is None:
+        return out
+    return out + multiply_rows(_bias_of_rows(experts.down_bias, counts, len(rows)), weights)
 
 
 def _linear(
@@ -111,28 +115,31 @@ def _linear(
     counts: torch.Tensor,
     weights: torch.Tensor | Packed,
     bias: torch.Tensor | None,
-    factors: Factors | None,
+    adapter: ExpertAdapter | None,
 ) -> torch.Tensor:
     """Apply one projection of the experts, with its adapter and bias, to `rows` sorted by expert."""
     if isinstance(weights, Packed):
-        out = multiply(rows, weights, lambda each, whole: grouped_matmul(each, counts, whole))
+        out = multiply(rows, weights, lambda rows, weight: grouped_matmul(rows, counts, weight))
     else:
         out = grouped_matmul(rows, counts, weights)
-    if factors is not None:
-        narrow = grouped_matmul(rows.to(factors.first.dtype), counts, factors.first)
-        out = out + (grouped_matmul(narrow, counts, factors.second) * factors.scaling).to(out.dtype)
-    return out if bias is None else out + _of_rows(bias, counts, len(rows))
+    if adapter is not None:
+        narrow = grouped_matmul(rows.to(adapter.first.dtype), counts, adapter.first)
+        out = out + (grouped_matmul(narrow, counts, adapter.second) * adapter.scaling).to(out.dtype)
+    if bias is not None:
+        out = out + _bias_of_rows(bias, counts, len(rows))
+    return out
 
 
-def _of_rows(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
+def _bias_of_rows(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the expert's bias for each row: `[E, H]` -> `[N, H]`."""
     return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
 def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert by its weights: `rows [N, A]`, `weights [E, A, B]` -> `[N, B]`."""
-    aligned = all(width * rows.element_size() % 16 == 0 for width in weights.shape[1:])
-    if aligned and len(rows) and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    is_aligned = all(width * rows.element_size() % 16 == 0 for width in weights.shape[1:])
+    is_supported_dtype = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if is_aligned and len(rows) and is_supported_dtype:
         return F.grouped_mm(rows, weights, offs=counts.cumsum(0, dtype=torch.int32))
     return matmul_per_expert(rows, counts, weights)
 
@@ -147,13 +154,16 @@ def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.T
 def add_choices(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """Sum the rows of each token's choices, `[N, H]` -> `[T, H]`, in order and in fp32 or better, without autograd."""
     if pairs.choices == 1:
-        return rows.index_select(0, pairs.place)
-    places = pairs.place.view(-1, pairs.choices)
+        return rows.index_select(0, pairs.sorted_position)
+    positions = pairs.sorted_position.view(-1, pairs.choices)
     if not len(rows):
-        return rows.new_zeros(len(places), rows.shape[1])
+        return rows.new_zeros(len(positions), rows.shape[1])
+
     # `embedding_bag` gathers and adds in one kernel. Without weights, torch 2.13 sums bf16 in bf16 on CPUs.
-    ones = None if rows.dtype == _exact(rows) else torch.ones_like(places, dtype=rows.dtype)
-    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=ones)
+    ones = None
+    if rows.dtype != _wide_dtype(rows):
+        ones = torch.ones_like(positions, dtype=rows.dtype)
+    return F.embedding_bag(positions, rows, mode="sum", per_sample_weights=ones)
 
 
 def repeat_by_choice(tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
@@ -161,7 +171,8 @@ def repeat_by_choice(tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     return tokens.index_select(0, pairs.order // pairs.choices)
 
 
-def _exact(rows: torch.Tensor) -> torch.dtype:
+def _wide_dtype(rows: torch.Tensor) -> torch.dtype:
+    """Return fp32, or float64 if the rows are float64."""
     return torch.promote_types(rows.dtype, torch.float32)
 
 
@@ -175,7 +186,8 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs, permute: Any, reverse: Any) -> Any:
-        ctx.pairs, ctx.reverse = pairs, reverse
+        ctx.pairs = pairs
+        ctx.reverse = reverse
         return permute(rows, pairs)
 
     @staticmethod
@@ -184,8 +196,8 @@ class _Permute(torch.autograd.Function):
         return ctx.reverse(grad, ctx.pairs), None, None, None
 
 
-class _Weigh(torch.autograd.Function):
-    """Multiply rows by weights, see `weigh`."""
+class _MultiplyRows(torch.autograd.Function):
+    """Multiply rows by weights, see `multiply_rows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -198,7 +210,9 @@ class _Weigh(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         grad_weights = None
         if ctx.needs_input_grad[1]:  # chunk by chunk, because the fp32 products take twice the memory of bf16 rows
-            parts = zip(rows.chunk(PARTS), grad.chunk(PARTS), strict=True)
-            products = [(part.to(_exact(rows)) * g).sum(1, keepdim=True) for part, g in parts]
-            grad_weights = torch.cat(products).to(weights.dtype)
+            wide = _wide_dtype(rows)
+            sums = []
+            for row_chunk, grad_chunk in zip(rows.chunk(NUM_CHUNKS), grad.chunk(NUM_CHUNKS), strict=True):
+                sums.append((row_chunk.to(wide) * grad_chunk).sum(1, keepdim=True))
+            grad_weights = torch.cat(sums).to(weights.dtype)
         return torch.mul(grad, weights, out=torch.empty_like(rows)), grad_weights

@@ -31,10 +31,13 @@ class KeepFloat64(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
-        return func(*map(_widen, args), **{key: _widen(value) for key, value in (kwargs or {}).items()})
+        wide_args = [_widen(value) for value in args]
+        wide_kwargs = {key: _widen(value) for key, value in (kwargs or {}).items()}
+        return func(*wide_args, **wide_kwargs)
 
 
 def _widen(value: Any) -> Any:
+    """Return float64 in place of the dtype float32, and any other value unchanged."""
     return torch.float64 if value is torch.float32 else value
 
 
@@ -62,4 +65,5 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Return nested arguments with all floating-point tensors cast to `dtype`."""
     return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

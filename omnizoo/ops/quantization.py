@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.torch_private import without_function_modes
 
-BLOCK = 64
-PIECE = 2**24  # numbers that are converted at a time, because the intermediate tensors are several times as large
+BLOCK = 64  # numbers that share a scale
+CHUNK = 2**24  # numbers that are converted at a time, because the intermediate tensors are several times as large
 # The published values, as in bitsandbytes.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -56,9 +56,12 @@ class Packing:
     @property
     def shapes(self) -> tuple[list[int], list[int]]:
         """The shapes of the full codes and scales."""
-        first, size, *rest = self.shape
-        blocks = -(-size // BLOCK)
-        return [first, blocks * BLOCK // (2 if self.kind == "nf4" else 1), *rest], [first, blocks, *rest]
+        rows, columns, *rest = self.shape
+        num_blocks = -(-columns // BLOCK)
+        codes_per_byte = 2 if self.kind == "nf4" else 1
+        codes = [rows, num_blocks * BLOCK // codes_per_byte, *rest]
+        scales = [rows, num_blocks, *rest]
+        return codes, scales
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize `weight`, which may be a shard.
@@ -67,8 +70,9 @@ class Packing:
             The codes (uint8 or int8) and the scales (fp32 numbers, viewed as int32).
         """
         with without_function_modes():  # in float64 runs a mode replaces fp32 by float64, but scales must be fp32
-            parts = [self._pack(piece) for piece in weight.detach().split(_rows(weight))]
-            codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+            packed = [self._pack(chunk) for chunk in weight.detach().split(_rows(weight))]
+            codes = torch.cat([chunk_codes for chunk_codes, _ in packed])
+            scales = torch.cat([chunk_scales for _, chunk_scales in packed])
         return codes, scales
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -77,26 +81,31 @@ class Packing:
         weight = torch.empty(shape, dtype=self.dtype, device=codes.device)
         rows = _rows(weight)
         with without_function_modes():
-            for whole, *packed in zip(weight.split(rows), codes.split(rows), scales.split(rows), strict=True):
-                whole.copy_(self._unpack(*packed)[:, : self.shape[1]])
+            chunks = zip(weight.split(rows), codes.split(rows), scales.split(rows), strict=True)
+            for chunk, chunk_codes, chunk_scales in chunks:
+                chunk.copy_(self._unpack(chunk_codes, chunk_scales)[:, : self.shape[1]])
         return weight
 
     def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, size, *rest = weight.shape
+        """Quantize a few rows, see `pack`."""
+        rows, columns, *rest = weight.shape
         weight = weight.float()
-        if missing := -size % BLOCK:
-            weight = torch.cat([weight, weight.new_zeros(first, missing, *rest)], 1)
-        blocks = weight.view(first, -1, BLOCK, *rest)
+        padding = -columns % BLOCK
+        if padding:
+            weight = torch.cat([weight, weight.new_zeros(rows, padding, *rest)], 1)
+        blocks = weight.view(rows, -1, BLOCK, *rest)
         scales = blocks.abs().amax(2)
         scaled = (blocks / scales.where(scales > 0, 1.0).unsqueeze(2)).view(weight.shape)
         if self.kind == "int8":
             return (scaled * 127).round().to(torch.int8), scales.view(torch.int32)
         values = self.table.on(weight.device)
-        codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+        midpoints = (values[1:] + values[:-1]) / 2
+        codes = torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
         low, high = codes.chunk(2, 1)
         return low | (high << 4), scales.view(torch.int32)
 
     def _unpack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Dequantize a few rows in fp32, including the padding of the last block."""
         if self.kind == "int8":
             scaled = codes.float() / 127
         else:
@@ -108,7 +117,7 @@ class Packing:
 
 def _rows(weight: torch.Tensor) -> int:
     """Return the number of rows along dim 0 to convert at a time."""
-    return max(1, PIECE // max(1, weight[:1].numel()))
+    return max(1, CHUNK // max(1, weight[:1].numel()))
 
 
 @dataclass(frozen=True)
@@ -122,75 +131,84 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the dequantized weight."""
         return self.packing.dtype
 
     def __len__(self) -> int:
         return len(self.codes)
 
-    def whole(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return the dequantized weight, `[..., in_features, out_features]`."""
         weight = self.packing.unpack(self.codes, self.scales)
         return weight.transpose(-1, -2) if self.is_transposed else weight
 
 
-def multiply(rows: torch.Tensor, weight: Packed, by: Multiply) -> torch.Tensor:
-    """Return `by(rows, dequantized weight)`, where `by` is linear in `rows`.
+def multiply(rows: torch.Tensor, weight: Packed, matmul: Multiply) -> torch.Tensor:
+    """Return `matmul(rows, dequantized weight)`, where `matmul` is linear in `rows`.
 
     Backward dequantizes the weight again, so that it is not kept in memory.
     """
-    out: torch.Tensor = _Multiply.apply(rows, weight.codes, weight.scales, weight, by)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Multiply.apply(rows, weight.codes, weight.scales, weight, matmul)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Multiply(torch.autograd.Function):
+    """See `multiply`. The weight gets no gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, weight: Packed, by: Multiply
+        ctx: Any, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, weight: Packed, matmul: Multiply
     ) -> torch.Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.packing, ctx.is_transposed, ctx.by = weight.packing, weight.is_transposed, by
-        return by(rows, weight.whole())
+        ctx.packing = weight.packing
+        ctx.is_transposed = weight.is_transposed
+        ctx.matmul = matmul
+        return matmul(rows, weight.dequantize())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         codes, scales = ctx.saved_tensors
         weight = Packed(codes, scales, ctx.packing, ctx.is_transposed)
-        return ctx.by(grad, weight.whole().transpose(-1, -2)), None, None, None, None
+        grad_rows = ctx.matmul(grad, weight.dequantize().transpose(-1, -2))
+        return grad_rows, None, None, None, None
 
 
 # The functions below are about modules, in which the weight `<name>` is replaced by the parameters `<name>_codes` and
 # `<name>_scales`.
 
 
-def packed_names(own: str) -> tuple[str, str]:
-    """Return the names of the parameters with codes and scales of the weight `own`."""
-    return f"{own}_codes", f"{own}_scales"
+def packed_names(weight_name: str) -> tuple[str, str]:
+    """Return the names of the parameters with the codes and the scales of a weight."""
+    return f"{weight_name}_codes", f"{weight_name}_scales"
 
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:
     """Return the packings of the quantized weights of `module`, without its submodules, by the name of the weight."""
-    found: dict[str, Packing] = vars(module).get(PACKINGS, {})
-    return found
+    packings: dict[str, Packing] = vars(module).get(PACKINGS, {})
+    return packings
 
 
-def own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def direct_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and parameters of `module`, without its submodules.
 
     For a quantized weight, an empty tensor on meta with the shape and dtype of the full weight is returned.
     """
     packings = packings_of(module)
-    for own, packing in packings.items():
-        yield own, torch.empty(packing.shape, dtype=packing.dtype, device="meta")
-    held = {name for own in packings for name in packed_names(own)}
-    yield from ((name, p) for name, p in module.named_parameters(recurse=False) if name not in held)
+    for name, packing in packings.items():
+        yield name, torch.empty(packing.shape, dtype=packing.dtype, device="meta")
+
+    codes_and_scales = {packed_name for name in packings for packed_name in packed_names(name)}
+    for name, parameter in module.named_parameters(recurse=False):
+        if name not in codes_and_scales:
+            yield name, parameter
 
 
 def count_weights(model: nn.Module) -> int:
     """Return the number of weights of `model`. Tied weights count once, quantized ones by their full shape."""
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
-        for own, packing in packings_of(module).items():
-            held = sum(module.get_parameter(name).numel() for name in packed_names(own))
-            total += packing.shape.numel() - held
+        for name, packing in packings_of(module).items():
+            num_stored = sum(module.get_parameter(packed_name).numel() for packed_name in packed_names(name))
+            total += packing.shape.numel() - num_stored
     return total

@@ -102,13 +102,14 @@ def use_in_place(unit: Any) -> None:
 
 
 def _take_shard(
-    parameter: Any, own: Callable[..., None], sizes: list[int], dtypes: list[torch.dtype], ranks: int, device: Any
+    parameter: Any, original: Callable[..., None], sizes: list[int], dtypes: list[torch.dtype], ranks: int, device: Any
 ) -> None:
-    """Use the shard as the output of the all-gather if it needs no cast or copy; else call `own`, the original."""
+    """Use the shard as the output of the all-gather if it needs no cast or copy; else call `original`, the original."""
     data = parameter._sharded_param_data
-    is_whole = data.untyped_storage().nbytes() == data.nbytes and list(sizes) == [data.numel()]
-    if not is_whole or dtypes != [data.dtype] or data.device != device or hasattr(data, "fsdp_pre_all_gather"):
-        own(sizes, dtypes, ranks, device)
+    is_full = data.untyped_storage().nbytes() == data.nbytes and list(sizes) == [data.numel()]
+    needs_copy = dtypes != [data.dtype] or data.device != device or hasattr(data, "fsdp_pre_all_gather")
+    if not is_full or needs_copy:
+        original(sizes, dtypes, ranks, device)
     elif not _is_shard(parameter):
         parameter.all_gather_outputs = [data]
         vars(parameter).pop("_unsharded_param", None)  # it refers to a copy, or to the weights before they were moved
@@ -120,10 +121,10 @@ def _is_shard(parameter: Any) -> bool:
     return len(outputs) == 1 and outputs[0] is parameter._sharded_param_data
 
 
-def _free_copy(parameter: Any, own: Callable[[], None]) -> None:
-    """Free the gathered weights by `own`, the original method, unless they are the shard."""
+def _free_copy(parameter: Any, original: Callable[[], None]) -> None:
+    """Free the gathered weights by `original`, the original method, unless they are the shard."""
     if not _is_shard(parameter):
-        own()
+        original()
 
 
 def _take_gradients(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
@@ -168,6 +169,7 @@ def _stays_on_compute_stream(parameter: Any) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no data, as in a dry run."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -196,14 +198,14 @@ def register_device(name: str, module: Any, fused: Sequence[str]) -> None:
 
 
 def _no_kernel(*_: Any) -> None:
-    raise AssertionError("a tensor of a device without memory is not fake")
+    raise AssertionError("a tensor on the device of a dry run is not a fake tensor")
 
 
 _KERNELS = torch.library.Library("aten", "IMPL")
 
 
 @contextmanager
-def tensors_made_on_host() -> Iterator[None]:
+def tensors_built_on_host() -> Iterator[None]:
     """Context manager: `torch.tensor(list, device=...)` builds a CPU tensor and then moves it to the device.
 
     A dispatch mode then receives both operators.
@@ -224,7 +226,12 @@ def within_shard_propagation(sharded: Any, scope: Callable[[], AbstractContextMa
     propagator = type(sharded._op_dispatcher.sharding_propagator)
     names = [name for name in dir(propagator) if name.startswith("_propagate_tensor_meta")]
     assert names, "torch has renamed these methods"
-    return [(propagator, name, _within(getattr(propagator, name), lambda *_: scope())) for name in names]
+
+    replacements = []
+    for name in names:
+        method = _within(getattr(propagator, name), lambda *_: scope())
+        replacements.append((propagator, name, method))
+    return replacements
 
 
 def within_fsdp(scope: Callable[[str, Sequence[str]], AbstractContextManager[None]]) -> list[Replacement]:
@@ -245,7 +252,11 @@ def within_fsdp(scope: Callable[[str, Sequence[str]], AbstractContextManager[Non
         (_fsdp_param_group.FSDPParam, "accumulate_unsharded_grad_if_needed", "accumulate"),
         (_fsdp_param_group.FSDPParam, "to_accumulated_grad_if_needed", "accumulate"),
     ]
-    return [(owner, name, _within(getattr(owner, name), partial(enter, work))) for owner, name, work in methods]
+    replacements = []
+    for owner, name, work in methods:
+        method = _within(getattr(owner, name), partial(enter, work))
+        replacements.append((owner, name, method))
+    return replacements
 
 
 def _within(function: Callable[..., Any], enter: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
@@ -311,9 +322,14 @@ class Varlen:
     left: int  # -1 for no limit
     right: int  # -1 for no limit
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether queries attend to all earlier keys, and to no later ones."""
+        return (self.left, self.right) == (-1, 0)
+
 
 def flash_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Varlen, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run flash attention on the device, and return the output and `lse [heads, queries]`.
 
@@ -321,12 +337,19 @@ def flash_cuda(
     `torch.nn.attention.varlen.varlen_attn` passes.
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, pieces.cu_q, pieces.cu_k, pieces.max_q, pieces.max_k, 0.0),
-        (pieces.left, pieces.right) == (-1, 0),
-        False,
+        q,
+        k,
+        v,
+        varlen.cu_q,
+        varlen.cu_k,
+        varlen.max_q,
+        varlen.max_k,
+        0.0,  # dropout
+        varlen.is_causal,
+        False,  # do not return the mask
         scale=scale,
-        window_size_left=pieces.left,
-        window_size_right=pieces.right,
+        window_size_left=varlen.left,
+        window_size_right=varlen.right,
     )
     return out, lse
 
@@ -338,18 +361,29 @@ def flash_cuda_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    pieces: Varlen,
+    varlen: Varlen,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `q`, `k` and `v` for `flash_cuda`."""
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(grad_out, q, k, v, out, lse, pieces.cu_q, pieces.cu_k, pieces.max_q, pieces.max_k, 0.0),
-        (pieces.left, pieces.right) == (-1, 0),
-        *(rng_state, torch.empty(0, device=q.device)),
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        varlen.cu_q,
+        varlen.cu_k,
+        varlen.max_q,
+        varlen.max_k,
+        0.0,  # dropout
+        varlen.is_causal,
+        rng_state,
+        torch.empty(0, device=q.device),
         scale=scale,
-        window_size_left=pieces.left,
-        window_size_right=pieces.right,
+        window_size_left=varlen.left,
+        window_size_right=varlen.right,
     )
     return dq, dk, dv
 
@@ -362,7 +396,7 @@ class Recomputation:
 
     def __init__(self) -> None:
         self.is_aside = False  # while True, operators are neither saved nor replayed by selective recomputation
-        self._kept: deque[Any] | None = None  # results that `once` keeps for the current block; None outside a block
+        self._results: deque[Any] | None = None  # results of `once` in the current block; None outside a block
         self._is_again = False  # whether the current block is being recomputed
         self._is_selective = False  # whether the current block is recomputed selectively
         self.is_for_gradients = False  # while True, only the autograd graph of a result is used, not its values
@@ -371,20 +405,20 @@ class Recomputation:
         """Return a context manager in which `is_for_gradients` is True."""
         return replaced((self, "is_for_gradients", True))
 
-    def once(self, make: Callable[[], T], large: bool = False) -> T:
-        """Return `make()`, or during recomputation the result of the first call.
+    def once(self, compute: Callable[[], T], large: bool = False) -> T:
+        """Return `compute()`, or during recomputation the result of the first call.
 
         Results that are `large` are kept only by selective recomputation.
         """
-        if self._kept is None or (large and not self._is_selective):
-            return make()
+        if self._results is None or (large and not self._is_selective):
+            return compute()
         if self._is_again:
-            kept: T = self._kept.popleft()
-            return kept
+            first_result: T = self._results.popleft()
+            return first_result
         with self.aside():
-            made = make()
-        self._kept.append(made)
-        return made
+            result = compute()
+        self._results.append(result)
+        return result
 
     def aside(self) -> AbstractContextManager[None]:
         """Return a context manager in which selective recomputation ignores all operators."""
@@ -396,18 +430,29 @@ class Recomputation:
         With a `policy`, torch's modes save the results that the policy selects. They cannot save all-to-alls, which
         write into an argument, so subclasses of these modes do.
         """
-        kept: deque[Any] = deque()
-        first, again = (self._within(kept, is_again, policy is not None) for is_again in (False, True))
+        results: deque[Any] = deque()
+        is_selective = policy is not None
+        forward = self._block_context(results, is_again=False, is_selective=is_selective)
+        recompute = self._block_context(results, is_again=True, is_selective=is_selective)
         if policy is None:
-            return first, again
-        keeping, kept_modes = create_selective_checkpoint_contexts(policy)
-        keeping.__class__, kept_modes.__class__ = _Keeping, _Kept
-        keeping.recomputation = kept_modes.recomputation = self
-        keeping.received = kept_modes.received = deque()
-        return both(first, keeping), both(again, kept_modes)
+            return forward, recompute
 
-    def _within(self, kept: deque[Any], is_again: bool, is_selective: bool) -> AbstractContextManager[None]:
-        return replaced((self, "_kept", kept), (self, "_is_again", is_again), (self, "_is_selective", is_selective))
+        saving_mode, replaying_mode = create_selective_checkpoint_contexts(policy)
+        saving_mode.__class__ = _SavingMode
+        replaying_mode.__class__ = _ReplayingMode
+        received: deque[torch.Tensor] = deque()
+        for mode in (saving_mode, replaying_mode):
+            mode.recomputation = self
+            mode.received = received
+        return both(forward, saving_mode), both(recompute, replaying_mode)
+
+    def _block_context(self, results: deque[Any], is_again: bool, is_selective: bool) -> AbstractContextManager[None]:
+        """Return a context manager for the forward pass of a block, or for its recomputation."""
+        return replaced(
+            (self, "_results", results),
+            (self, "_is_again", is_again),
+            (self, "_is_selective", is_selective),
+        )
 
 
 @contextmanager
@@ -431,10 +476,11 @@ class _SteppingAside(TorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the all-to-all `func`, or replay its result."""
         raise NotImplementedError
 
 
-class _Keeping(_SteppingAside, _CachingTorchDispatchMode):
+class _SavingMode(_SteppingAside, _CachingTorchDispatchMode):
     """Mode of the forward pass: saves the outputs of all-to-alls."""
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -443,7 +489,7 @@ class _Keeping(_SteppingAside, _CachingTorchDispatchMode):
         return work
 
 
-class _Kept(_SteppingAside, _CachedTorchDispatchMode):
+class _ReplayingMode(_SteppingAside, _CachedTorchDispatchMode):
     """Mode of recomputation: returns the saved outputs of all-to-alls instead of communicating."""
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -459,8 +505,8 @@ def named_range(name: str) -> AbstractContextManager[Any]:
     `torch.profiler.record_function` takes 20 times as long, and is an operator, which the modes of selective
     recomputation would record.
     """
-    made: AbstractContextManager[Any] = _RecordFunctionFast(name)
-    return made
+    profiler_range: AbstractContextManager[Any] = _RecordFunctionFast(name)
+    return profiler_range
 
 
 def runs_as_graph(module: torch.nn.Module) -> bool:
@@ -482,21 +528,25 @@ class Compilations:
         self._reasons: Counter[str] = Counter()
 
     def __enter__(self) -> None:
-        self._frames, self._failed, self._reasons = *_frames(), _reasons()
+        self._frames, self._failed = _frames()
+        self._reasons = _reasons()
         self._settings.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._settings.__exit__(None, None, None)
 
-    def trouble(self) -> list[str]:
+    def failure_reasons(self) -> list[str]:
         """Return the reasons of graph breaks and of failed compilations in the last call."""
         frames, failed = _frames()
         if frames == self._frames:
             return []
         reasons = list(_reasons() - self._reasons)
         if failed > self._failed and not reasons:
-            metrics = [each for each in get_compilation_metrics() if each.fail_type]
-            reasons += [f"{each.fail_type}: {each.fail_reason}" for each in metrics[-1:]] or ["torch does not say why"]
+            failures = [metrics for metrics in get_compilation_metrics() if metrics.fail_type]
+            if failures:
+                reasons.append(f"{failures[-1].fail_type}: {failures[-1].fail_reason}")
+            else:
+                reasons.append("torch reports no reason")
         return reasons
 
 
@@ -521,10 +571,10 @@ def build_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], backend: str
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 
-            made: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
+            compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
         else:
-            made = lookup_backend(backend)(graph, list(inputs))
-    run: Callable[..., Any] = made
+            compiled = lookup_backend(backend)(graph, list(inputs))
+    run: Callable[..., Any] = compiled
     return run
 
 

@@ -40,12 +40,14 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.see(func, args)
+        self.count(func, args)
         return func(*args, **(kwargs or {}))
 
-    def see(self, func: Any, args: tuple[Any, ...]) -> None:
+    def count(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count an operator if it is a collective. Other dispatch modes can call this for the operators they handle."""
-        name = NAMES.get(func._schema.name.removeprefix("c10d::")) if func.namespace == "c10d" else None
+        if func.namespace != "c10d":
+            return
+        name = NAMES.get(func._schema.name.removeprefix("c10d::"))
         if name is None:
             return
         # Out-of-place collectives take (output, input); in-place ones take a single tensor argument.
@@ -58,15 +60,17 @@ class CollectiveCounter(TorchDispatchMode):
         if name == "send" and args[3] in DIRECT:
             self._count_direct(args[2], args[3], tensors[0], group)
             return
-        given = tensors[1] if len(tensors) > 1 and name not in ("all-reduce", "broadcast", "send") else tensors[0]
-        put_in = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
-        self.add(name, group, put_in[0].device, sum(t.nbytes for t in put_in))
+        is_out_of_place = len(tensors) > 1 and name not in ("all-reduce", "broadcast", "send")
+        argument = tensors[1] if is_out_of_place else tensors[0]
+        inputs = [t for t in tree_leaves(argument) if isinstance(t, torch.Tensor)]
+        self.add(name, group, inputs[0].device, sum(t.nbytes for t in inputs))
 
-    def _count_direct(self, to: int, tag: int, given: Any, group: dist.ProcessGroup) -> None:
+    def _count_direct(self, destination: int, tag: int, message: Any, group: dist.ProcessGroup) -> None:
         """Count a collective that consists of point-to-point messages once: at its message to the next rank."""
-        if to == (group.rank() + 1) % group.size():
-            name, parts = DIRECT[tag], 1 if tag == GATHERING else group.size()
-            self.add(name, group, given[0].device, given[0].nbytes * parts)
+        if destination != (group.rank() + 1) % group.size():
+            return
+        messages_per_input = 1 if tag == GATHERING else group.size()
+        self.add(DIRECT[tag], group, message[0].device, message[0].nbytes * messages_per_input)
 
     def add(self, name: str, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         """Count one collective over `group` with an input of `size` bytes on `device`."""

@@ -14,13 +14,15 @@ def sync_errors(mesh: Mesh, work: Callable[[], T], kind: type[Exception] = UserE
 
     Collective: all ranks must call it. `work` must not wait for other ranks before it raises.
     """
-    error, result = None, None
+    error = None
+    result = None
     try:
         result = work()
     except kind as caught:
         error = caught
     if mesh.sum([error is not None])[0]:
-        raise_first(mesh.from_first(mesh.gather(str(error) if error else None)), kind, error)
+        messages = mesh.gather(str(error) if error else None)
+        raise_first(mesh.from_first(messages), kind, error)
     return result  # type: ignore[return-value]  # T may include None
 
 
@@ -39,5 +41,6 @@ def first_different_rank(mesh: Mesh, value: Any) -> int | None:
     All ranks return the same. Collective: all ranks must call it.
     """
     values = mesh.gather(value)
-    apart: int | None = mesh.from_first(next((rank for rank, own in enumerate(values) if own != values[0]), None))
-    return apart
+    different_ranks = [rank for rank, rank_value in enumerate(values) if rank_value != values[0]]
+    first: int | None = mesh.from_first(different_ranks[0] if different_ranks else None)
+    return first

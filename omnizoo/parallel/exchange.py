@@ -22,11 +22,11 @@ Counts = Sequence[Sequence[int]]  # [tables][ranks], number of rows
 Payload = tuple[dict[str, Any], Mapping[str, torch.Tensor | npt.NDArray[Any]]]  # JSON-serializable header, arrays
 Received = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
-ALIGNED = 16  # bytes; received arrays are views of the buffer, so their offsets must be aligned for every dtype
-POLL = 0.0005  # seconds
+ALIGNMENT = 16  # bytes; received arrays are views of the buffer, so their offsets must be aligned for every dtype
+POLL_SECONDS = 0.0005
 
 
-def group_of_thread() -> dist.ProcessGroup:
+def new_thread_group() -> dist.ProcessGroup:
     """Return a new gloo group of all ranks for one thread per rank, so that its messages do not mix with others'.
 
     Collective: all ranks must call it.
@@ -74,20 +74,25 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, sent: Counts, received: Counts, group: dist.ProcessGroup | None, axis: str, *tables: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.sent, ctx.received, ctx.group, ctx.axis = sent, received, group, axis
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
+        ctx.axis = axis
         with sent_along(axis):
             out = _all_to_all(tables, sent, received, group)
-        ctx.mark_non_differentiable(*(t for t, needed in zip(out, ctx.needs_input_grad[4:], strict=True) if not needed))
+        needs_grad = ctx.needs_input_grad[4:]
+        ctx.mark_non_differentiable(*(table for table, needs in zip(out, needs_grad, strict=True) if not needs))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]  # must be equal on all ranks
-        sent, received = [ctx.received[i] for i in wanted], [ctx.sent[i] for i in wanted]
+        trained = [i for i, needs in enumerate(ctx.needs_input_grad[4:]) if needs]  # must be equal on all ranks
+        sent = [ctx.received[i] for i in trained]
+        received = [ctx.sent[i] for i in trained]
         with sent_along(ctx.axis):
-            back = _all_to_all([grads[i] for i in wanted], sent, received, ctx.group)
-        by_table = dict(zip(wanted, back, strict=True))
+            received_grads = _all_to_all([grads[i] for i in trained], sent, received, ctx.group)
+        by_table = dict(zip(trained, received_grads, strict=True))
         return None, None, None, None, *(by_table.get(i) for i in range(len(grads)))
 
 
@@ -102,43 +107,62 @@ def _all_to_all(
         return (out,)
     # Each rank is sent its rows of the first table, then those of the second, and so on. Most pairs of ranks exchange
     # nothing, so only the non-empty pieces are handled individually.
-    widths = np.array([math.prod(table.shape[1:]) * table.element_size() for table in tables])
-    giving, getting = np.array(sent), np.array(received)
-    flat = [table.contiguous().view(torch.uint8).flatten() for table in tables]
-    pieces = [iter(f.split((n[n > 0] * w).tolist())) for f, n, w in zip(flat, giving, widths, strict=True)]
-    out = flat[0].new_empty(int(widths @ getting.sum(1)))
-    buffer = torch.cat([out[:0], *(next(pieces[table]) for _, table in np.argwhere(giving.T))])
-    dist.all_to_all_single(out, buffer, (widths @ getting).tolist(), (widths @ giving).tolist(), group=group)
+    row_bytes = np.array([math.prod(table.shape[1:]) * table.element_size() for table in tables])
+    sent_rows = np.array(sent)  # [tables, ranks]
+    received_rows = np.array(received)  # [tables, ranks]
 
-    arrived: list[list[torch.Tensor]] = [[out[:0]] for _ in tables]
-    order = np.argwhere(getting.T)
-    lengths = [int(getting[table, rank] * widths[table]) for rank, table in order]
-    for (_, table), piece in zip(order, out.split(lengths), strict=True):
-        arrived[table].append(piece)
+    flat_tables = [table.contiguous().view(torch.uint8).flatten() for table in tables]
+    sent_pieces = []
+    for flat, rows, size in zip(flat_tables, sent_rows, row_bytes, strict=True):
+        piece_sizes = (rows[rows > 0] * size).tolist()
+        sent_pieces.append(iter(flat.split(piece_sizes)))
+    out = flat_tables[0].new_empty(int(row_bytes @ received_rows.sum(1)))
+    buffer = torch.cat([out[:0], *(next(sent_pieces[table]) for _, table in np.argwhere(sent_rows.T))])
+    received_bytes = (row_bytes @ received_rows).tolist()
+    sent_bytes = (row_bytes @ sent_rows).tolist()
+    dist.all_to_all_single(out, buffer, received_bytes, sent_bytes, group=group)
+
+    received_pieces: list[list[torch.Tensor]] = [[out[:0]] for _ in tables]
+    order = np.argwhere(received_rows.T)
+    piece_sizes = [int(received_rows[table, rank] * row_bytes[table]) for rank, table in order]
+    for (_, table), piece in zip(order, out.split(piece_sizes), strict=True):
+        received_pieces[table].append(piece)
     return tuple(
-        torch.cat(parts).view(table.dtype).view(-1, *table.shape[1:])
-        for table, parts in zip(tables, arrived, strict=True)
+        torch.cat(pieces).view(table.dtype).view(-1, *table.shape[1:])
+        for table, pieces in zip(tables, received_pieces, strict=True)
     )
 
 
-def exchange_payloads(to: Sequence[Sequence[Payload]], group: dist.ProcessGroup | None = None) -> list[list[Received]]:
-    """Send the payloads `to[rank]` to each rank, and return the payloads received from each rank.
+def exchange_payloads(
+    payloads_by_rank: Sequence[Sequence[Payload]], group: dist.ProcessGroup | None = None
+) -> list[list[Received]]:
+    """Send the payloads `payloads_by_rank[rank]` to each rank, and return the payloads received from each rank.
 
     Arrays are sent and received on the host. Collective: all ranks of `group` must call it.
     """
     rank = dist.get_rank(group)
-    own: list[Received] = [(json.loads(json.dumps(header)), _host(arrays)) for header, arrays in to[rank]]
-    if len(to) == 1:
-        return [own]
-    buffers = [_pack(payloads) if i != rank and payloads else _NOTHING for i, payloads in enumerate(to)]
-    sent = torch.tensor([len(buffer) for buffer in buffers])
-    received = torch.empty_like(sent)
-    _finish(dist.all_to_all_single(received, sent, group=group, async_op=True), group)
-    out, all_sent = torch.empty(int(received.sum()), dtype=torch.uint8), torch.cat(buffers)
-    sizes = received.tolist(), sent.tolist()
-    _finish(dist.all_to_all_single(out, all_sent, *sizes, group=group, async_op=True), group)
-    arrived = [_unpack(buffer) for buffer in out.split(received.tolist())]
-    return [*arrived[:rank], own, *arrived[rank + 1 :]]
+    local: list[Received] = []
+    for header, arrays in payloads_by_rank[rank]:
+        local.append((json.loads(json.dumps(header)), _to_host(arrays)))
+    if len(payloads_by_rank) == 1:
+        return [local]
+
+    buffers = []
+    for destination, payloads in enumerate(payloads_by_rank):
+        buffers.append(_pack(payloads) if destination != rank and payloads else _EMPTY)
+    sent_sizes = torch.tensor([len(buffer) for buffer in buffers])
+    received_sizes = torch.empty_like(sent_sizes)
+    _finish(dist.all_to_all_single(received_sizes, sent_sizes, group=group, async_op=True), group)
+
+    received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8)
+    sent = torch.cat(buffers)
+    work = dist.all_to_all_single(
+        received, sent, received_sizes.tolist(), sent_sizes.tolist(), group=group, async_op=True
+    )
+    _finish(work, group)
+    result = [_unpack(buffer) for buffer in received.split(received_sizes.tolist())]
+    result[rank] = local
+    return result
 
 
 def gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list[npt.NDArray[np.uint8]]:
@@ -146,15 +170,16 @@ def gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list
 
     Collective: all ranks of `group` must call it.
     """
-    text = torch.from_numpy(np.frombuffer(bytearray(message), np.uint8))
+    content = torch.from_numpy(np.frombuffer(bytearray(message), np.uint8))
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64)
-    _finish(dist.all_gather_single(sizes, torch.tensor([len(text)]), group=group, async_op=True), group)
+    _finish(dist.all_gather_single(sizes, torch.tensor([len(content)]), group=group, async_op=True), group)
+
     longest = int(sizes.max())
-    own = torch.zeros(longest + -longest % ALIGNED, dtype=torch.uint8)  # gloo's all-gather needs equal sizes
-    own[: len(text)] = text
-    out = own.new_empty(ranks * len(own))
-    _finish(dist.all_gather_single(out, own, group=group, async_op=True), group)
+    padded = torch.zeros(longest + -longest % ALIGNMENT, dtype=torch.uint8)  # gloo's all-gather needs equal sizes
+    padded[: len(content)] = content
+    out = padded.new_empty(ranks * len(padded))
+    _finish(dist.all_gather_single(out, padded, group=group, async_op=True), group)
     return [row[:size] for row, size in zip(out.view(ranks, -1).numpy(), sizes.tolist(), strict=True)]
 
 
@@ -165,51 +190,58 @@ def _finish(work: dist.Work, group: dist.ProcessGroup | None) -> None:
     the interpreter shuts down (Python 3.11) would abort the process.
     """
     while group is not None and not work.is_completed():
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     work.wait()
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def _pack(payloads: Sequence[Payload]) -> torch.Tensor:
-    """Serialize payloads: length of the JSON description, the description, the arrays; each aligned to `ALIGNED`."""
-    hosted = [(header, _host(arrays)) for header, arrays in payloads]
-    described = [
-        (header, [(name, str(array.dtype).removeprefix("torch."), array.shape) for name, array in arrays.items()])
-        for header, arrays in hosted
-    ]
-    text = torch.frombuffer(bytearray(json.dumps(described), "utf-8"), dtype=torch.uint8)
-    arrays = [array.flatten().view(torch.uint8) for _, named in hosted for array in named.values()]
-    pieces = [torch.tensor([len(text)]).view(torch.uint8), text, *arrays]
-    return torch.cat(
-        [part for piece in pieces for part in (piece, torch.zeros(-len(piece) % ALIGNED, dtype=torch.uint8))]
-    )
+    """Serialize payloads: length of the JSON description, the description, the arrays; each aligned to `ALIGNMENT`."""
+    descriptions = []
+    contents = []
+    for header, arrays in payloads:
+        array_descriptions = []
+        for name, array in _to_host(arrays).items():
+            array_descriptions.append((name, str(array.dtype).removeprefix("torch."), array.shape))
+            contents.append(array.flatten().view(torch.uint8))
+        descriptions.append((header, array_descriptions))
+    text = torch.frombuffer(bytearray(json.dumps(descriptions), "utf-8"), dtype=torch.uint8)
+    text_length = torch.tensor([len(text)]).view(torch.uint8)
+
+    pieces = []
+    for content in (text_length, text, *contents):
+        pieces.append(content)
+        pieces.append(torch.zeros(-len(content) % ALIGNMENT, dtype=torch.uint8))
+    return torch.cat(pieces)
 
 
 def _unpack(buffer: torch.Tensor) -> list[Received]:
     """Return the payloads in a buffer that `_pack` has written. Arrays are views of the buffer."""
     if not len(buffer):
         return []
-    at = 0
+    offset = 0
 
-    def take(size: int) -> torch.Tensor:
+    def read(size: int) -> torch.Tensor:
         """Return the next `size` bytes and skip the padding after them."""
-        nonlocal at
-        at, first = at + size + -size % ALIGNED, at
-        return buffer[first : first + size]
+        nonlocal offset
+        start = offset
+        offset += size + -size % ALIGNMENT
+        return buffer[start : start + size]
 
-    described = json.loads(take(int(take(8).view(torch.int64))).numpy().tobytes())
+    text_length = int(read(8).view(torch.int64))
+    descriptions = json.loads(read(text_length).numpy().tobytes())
     payloads = []
-    for header, arrays in described:
-        named = {}
-        for name, dtype, shape in arrays:
-            kind = getattr(torch, dtype)
-            named[name] = take(math.prod(shape) * kind.itemsize).view(kind).view(shape)
-        payloads.append((header, named))
+    for header, array_descriptions in descriptions:
+        arrays = {}
+        for name, dtype_name, shape in array_descriptions:
+            dtype = getattr(torch, dtype_name)
+            arrays[name] = read(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        payloads.append((header, arrays))
     return payloads
 
 
-def _host(arrays: Mapping[str, torch.Tensor | npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+def _to_host(arrays: Mapping[str, torch.Tensor | npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
     """Return the arrays as contiguous CPU tensors."""
     return {name: torch.as_tensor(array, device="cpu").detach().contiguous() for name, array in arrays.items()}

@@ -38,7 +38,7 @@ class ExpertRoute:
     """Routing of one MoE layer: the (token, choice) pairs that this rank sends to and receives from each rank."""
 
     pairs: Pairs  # pairs of this rank's tokens, sorted by expert
-    arriving: Pairs  # received pairs; reorders (source rank, expert, token) to (expert, source rank, token)
+    received_pairs: Pairs  # reorders (source rank, expert, token) to (expert, source rank, token)
     sent: list[int]  # number of pairs sent to each rank
     received: list[int]  # number of pairs received from each rank
 
@@ -74,44 +74,47 @@ class Dispatch:
                 the experts of this rank.
         """
         route: ExpertRoute = self.recomputation.once(partial(self.route, index))
-        pairs, arriving = route.pairs, route.arriving
+        pairs = route.pairs
+        received = route.received_pairs
         rows = exchange_rows(gather(hidden, pairs), route.sent, route.received, self.group, "ep")
-        arrived = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group, "ep")
-        rows = compute(gather(rows, arriving), arriving.counts, gather(arrived, arriving))
-        out: torch.Tensor = _WayBack.apply(combine(rows, arriving), self, route)  # type: ignore[no-untyped-call]
+        row_weights = exchange_rows(by_expert(weights, pairs), route.sent, route.received, self.group, "ep")
+        rows = compute(gather(rows, received), received.counts, gather(row_weights, received))
+        out: torch.Tensor = _ReturnToTokens.apply(combine(rows, received), self, route)  # type: ignore[no-untyped-call]
         return out
 
     def route(self, index: torch.Tensor) -> ExpertRoute:
         """Return the route of tokens that chose the experts `index` `[T, K]`. Collective: all ranks must call it."""
         ranks = self.group.size()
-        here = self.experts // ranks
+        num_local_experts = self.experts // ranks
         pairs = sort_by_expert(index, self.experts)
-        arriving = torch.empty_like(pairs.counts)
+        received_counts = torch.empty_like(pairs.counts)
         with sent_along("ep"):
-            dist.all_to_all_single(arriving, pairs.counts, group=self.group)
-        sent, received = self.split(pairs, arriving)
+            dist.all_to_all_single(received_counts, pairs.counts, group=self.group)
+        sent, received = self.split(pairs, received_counts)
+
         # Pairs arrive sorted by (source rank, expert, token). Experts need (expert, source rank, token), which is
         # deterministic.
-        expert = torch.arange(here, device=index.device).repeat(ranks)
-        local = expert.repeat_interleave(arriving, output_size=sum(received)).unsqueeze(1)
-        return ExpertRoute(pairs, sort_by_expert(local, here), sent, received)
+        experts = torch.arange(num_local_experts, device=index.device).repeat(ranks)
+        expert_of_pair = experts.repeat_interleave(received_counts, output_size=sum(received)).unsqueeze(1)
+        received_pairs = sort_by_expert(expert_of_pair, num_local_experts)
+        return ExpertRoute(pairs=pairs, received_pairs=received_pairs, sent=sent, received=received)
 
-    def split(self, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
+    def split(self, pairs: Pairs, received_counts: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return the number of pairs sent to and received from each rank. This is the only host sync of the layer."""
-        by_rank = torch.stack([pairs.counts, arriving]).view(2, self.group.size(), -1).sum(2)
+        by_rank = torch.stack([pairs.counts, received_counts]).view(2, self.group.size(), -1).sum(2)
         sent, received = by_rank.tolist()
         return sent, received
 
 
-def most_of(group: dist.ProcessGroup, device: torch.device, count: int) -> int:
+def max_over_group(group: dist.ProcessGroup, device: torch.device, count: int) -> int:
     """Return the maximum of `count` over the ranks of `group`. Collective, with a host sync."""
-    most = torch.full((), count, dtype=torch.int64, device=device)  # `full` keeps the value readable in a dry run
+    maximum = torch.full((), count, dtype=torch.int64, device=device)  # `full` keeps the value readable in a dry run
     with sent_along("ep"):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    return int(most)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
+    return int(maximum)
 
 
-class _WayBack(torch.autograd.Function):
+class _ReturnToTokens(torch.autograd.Function):
     """Sends the experts' outputs back and adds up the choices of each token, like `combine` across ranks.
 
     The function saves no tensor for backward. Selective recomputation keeps its output, which is K times smaller than
@@ -120,15 +123,17 @@ class _WayBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, dispatch: Dispatch, route: ExpertRoute) -> torch.Tensor:
-        ctx.dispatch, ctx.route = dispatch, route
+        ctx.dispatch = dispatch
+        ctx.route = route
 
-        def come_back() -> torch.Tensor:
+        def return_rows() -> torch.Tensor:
             if dispatch.recomputation.is_for_gradients:
-                return rows.new_empty(len(route.pairs.order) // route.pairs.choices, rows.shape[1])
-            arrived = exchange_rows(rows, route.received, route.sent, dispatch.group, "ep")
-            return add_choices(arrived, route.pairs)
+                num_tokens = len(route.pairs.order) // route.pairs.choices
+                return rows.new_empty(num_tokens, rows.shape[1])
+            returned = exchange_rows(rows, route.received, route.sent, dispatch.group, "ep")
+            return add_choices(returned, route.pairs)
 
-        return dispatch.recomputation.once(come_back, large=True)
+        return dispatch.recomputation.once(return_rows, large=True)
 
     @staticmethod
     @once_differentiable
@@ -140,13 +145,14 @@ class _WayBack(torch.autograd.Function):
 
 def check_experts(layout: Layout, experts: int) -> None:
     """Raise a `UserError` if `ep` does not divide the number of experts. The message suggests the nearest valid one."""
-    if experts % layout.ep:
-        possible = [ep for ep in divisors(layout.fsdp) if experts % ep == 0]
-        nearest = min(possible, key=lambda ep: abs(ep - layout.ep))
-        raise UserError(
-            f"parallel.ep: {layout.ep} does not divide the model's {experts} experts; the nearest that does, and "
-            f"divides the {layout.fsdp} ranks that share one copy of the weights, is {nearest}"
-        )
+    if experts % layout.ep == 0:
+        return
+    valid_sizes = [ep for ep in divisors(layout.fsdp) if experts % ep == 0]
+    nearest = min(valid_sizes, key=lambda ep: abs(ep - layout.ep))
+    raise UserError(
+        f"parallel.ep: {layout.ep} does not divide the model's {experts} experts. Use {nearest}, the nearest size that "
+        f"divides them and the {layout.fsdp} ranks that share one copy of the weights."
+    )
 
 
 def shard_experts(
@@ -166,26 +172,27 @@ def shard_experts(
         The modules that became FSDP2 units.
     """
     units: list[nn.Module] = []
-    how: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
+    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
     for module in modules:
         for child in module.children():
             if any(True for _ in child.parameters()):  # all experts share these weights: shard them like dense ones
-                make_unit(child, mesh.fsdp, **how)
+                make_unit(child, mesh.fsdp, **options)
                 units.append(child)
-        own = dict(module.named_parameters(recurse=False))
-        split = {tuple(p.shape): _dim_to_split(name, p.shape, mesh.layout) for name, p in own.items()}
+
+        parameters = dict(module.named_parameters(recurse=False))
+        split_dims = {tuple(p.shape): _dim_to_split(name, p.shape, mesh.layout) for name, p in parameters.items()}
         if mesh.layout.ep > 1:
-            for name, p in own.items():
-                part = distribute_tensor(p.detach(), mesh.experts["ep"], [Shard(0)], src_data_rank=None)
-                setattr(module, name, nn.Parameter(part, p.requires_grad))
-        make_unit(module, mesh.expert_fsdp, shard_placement_fn=partial(_placement, split), **how)
+            for name, p in parameters.items():
+                local_experts = distribute_tensor(p.detach(), mesh.experts["ep"], [Shard(0)], src_data_rank=None)
+                setattr(module, name, nn.Parameter(local_experts, p.requires_grad))
+        make_unit(module, mesh.expert_fsdp, shard_placement_fn=partial(_placement, split_dims), **options)
         units.append(module)
     return units
 
 
-def _placement(split: dict[tuple[int, ...], int], parameter: nn.Parameter) -> Shard:
+def _placement(split_dims: dict[tuple[int, ...], int], parameter: nn.Parameter) -> Shard:
     """Return the placement of a parameter. FSDP2 passes a parameter without its name, so the shape identifies it."""
-    return Shard(split[tuple(parameter.shape)])
+    return Shard(split_dims[tuple(parameter.shape)])
 
 
 def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
@@ -195,12 +202,13 @@ def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
     (5.22.2) slices each of them and then concatenates the slices along that dim. A rank would get a slice of both
     projections instead of a slice of the concatenated weight.
     """
-    ranks, last = layout.ep_shard, len(shape) - 1
+    ranks = layout.ep_shard
+    last = len(shape) - 1
     if layout.ep == 1 and (shape[0] % ranks == 0 or shape[last] % ranks):
         return 0  # FSDP2 can pad dim 0, and no other dim, if it is not divisible
     if shape[last] % ranks:
         raise UserError(
-            f"parallel.ep: {layout.ep} leaves {ranks} ranks to share each expert, but the last dim of `{name}` "
-            f"{list(shape)} cannot be divided by {ranks}; use parallel.ep: {layout.fsdp} or 1"
+            f"parallel.ep: {layout.ep} shards each expert over {ranks} ranks, but {ranks} does not divide the last dim "
+            f"of `{name}` {list(shape)}. Use parallel.ep: {layout.fsdp} or 1."
         )
     return last

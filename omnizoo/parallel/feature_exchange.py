@@ -39,7 +39,7 @@ class RoutedSpan(Protocol):
     def has_targets(self) -> bool: ...  # whether the features contribute to the loss as targets
 
     @property
-    def places(self) -> int: ...  # number of features; the spans may repeat the features several times
+    def num_placeholders(self) -> int: ...  # number of features; the spans may repeat the features several times
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class FeatureRoute:
     order: torch.Tensor  # [sent] indices into this rank's features, sorted by destination rank
     sent: list[int]  # number of features sent to each rank
     received: list[int]  # number of features received from each rank
-    place: torch.Tensor  # [received] local index of the feature's token; -1 if another rank holds it
-    before: torch.Tensor  # [received] local index of the token that predicts it; -1 if on another rank, or no target
-    learnt: torch.Tensor  # [received] 1 if the feature is a target
+    token: torch.Tensor  # [received] local index of the feature's token; -1 if another rank holds it
+    previous_token: torch.Tensor  # [received] local index of the token that predicts it; -1 if on another rank, or none
+    has_targets: torch.Tensor  # [received] 1 if the feature contributes to the loss as a target
 
 
 def plan_routes(
@@ -82,42 +82,62 @@ def plan_routes(
     """
     assert len(shares) == layout.dp, f"{len(shares)} shares for {layout.dp} dp ranks"
     dp_rank, sp_rank = divmod(rank, layout.sp)
-    ports = sorted(
-        {item.port for share in shares for item in share.items if item.spans} if present is None else present
-    )
+    if present is None:
+        present = list({item.port for share in shares for item in share.items if item.spans})
+    ports = sorted(present)
+
     # Rows: destination rank, index among this rank's features.
-    leaving = {port: [np.empty((2, 0), np.int64)] for port in ports}
+    sent = {port: [np.empty((2, 0), np.int64)] for port in ports}
     # Rows: source rank, local index of the token, local index of the token before, whether it is a target.
-    arriving = {port: [np.empty((4, 0), np.int64)] for port in ports}
-    made = dict.fromkeys(ports, 0)
+    received = {port: [np.empty((4, 0), np.int64)] for port in ports}
+    num_features = dict.fromkeys(ports, 0)  # features that this rank computes
     for dp, share in enumerate(shares):
-        owned = zip(share.items, share.owners, strict=True)
-        items = [(item, owner) for item, owner in owned if item.spans and (dp == dp_rank or owner == rank)]
+        items = []
+        for item, owner in zip(share.items, share.owners, strict=True):
+            if item.spans and (dp == dp_rank or owner == rank):
+                items.append((item, owner))
         if not items:  # `_holders` is expensive: compute it only for shares that involve this rank
             continue
-        holder, place = _holders(layout, share.lengths)
-        starts = np.cumsum([0, *share.lengths])
+
+        holder, local_index = _holders(layout, share.lengths)
+        sample_starts = np.cumsum([0, *share.lengths])
         for item, owner in items:
             tokens = np.concatenate([np.arange(first, first + count) for first, count in item.spans])
-            is_first = item.is_target and np.isin(tokens, starts).any()
-            assert not is_first, "what is to be predicted has no token before it"
-            reached = np.stack([tokens, tokens - 1] if item.is_target else [tokens])  # [1 or 2, places]
-            to = holder[reached]
+            is_first = item.is_target and np.isin(tokens, sample_starts).any()
+            assert not is_first, "a target has no token before it"
+            used_at = np.stack([tokens, tokens - 1] if item.is_target else [tokens])  # [1 or 2, placeholders]
+            destinations = holder[used_at]
             if owner == rank:
-                own = np.broadcast_to(made[item.port] + np.arange(len(tokens)) % item.places, to.shape)
-                made[item.port] += item.places
-                is_new = np.ones(to.shape, bool)
-                is_new[1:] = to[1:] != to[0]
-                leaving[item.port].append(np.stack([dp * layout.sp + to.T[is_new.T], own.T[is_new.T]]))
+                feature = num_features[item.port] + np.arange(len(tokens)) % item.num_placeholders
+                num_features[item.port] += item.num_placeholders
+                sent[item.port].append(_sent_features(feature, dp * layout.sp, destinations))
             if dp == dp_rank:
-                here = np.full((4, len(tokens)), -1)
-                here[0], here[3] = owner, item.has_targets
-                here[1 : 1 + len(to)] = np.where(to == sp_rank, place[reached], -1)
-                arriving[item.port].append(here[:, (here[1:3] >= 0).any(0)])
-    return {
-        port: _route(layout.world, np.concatenate(leaving[port], axis=1), np.concatenate(arriving[port], axis=1))
-        for port in ports
-    }
+                rows = np.full((4, len(tokens)), -1)
+                rows[0] = owner
+                rows[1 : 1 + len(destinations)] = np.where(destinations == sp_rank, local_index[used_at], -1)
+                rows[3] = item.has_targets
+                is_used_here = (rows[1:3] >= 0).any(0)
+                received[item.port].append(rows[:, is_used_here])
+
+    routes = {}
+    for port in ports:
+        routes[port] = _route(layout.world, np.concatenate(sent[port], axis=1), np.concatenate(received[port], axis=1))
+    return routes
+
+
+def _sent_features(feature: Numbers, first_rank: int, destinations: Numbers) -> Numbers:
+    """Return (destination rank, feature) for each feature that is sent, `[2, sent]`, each feature once per rank.
+
+    Args:
+        feature: `[placeholders]`, index of each feature.
+        first_rank: Global rank of the first sequence-parallel rank.
+        destinations: `[1 or 2, placeholders]`, sequence-parallel ranks that hold the token, and the token before it.
+    """
+    is_new = np.ones(destinations.shape, bool)
+    is_new[1:] = destinations[1:] != destinations[0]
+    features = np.broadcast_to(feature, destinations.shape)
+    # Transposed, so that the features of one token are adjacent.
+    return np.stack([first_rank + destinations.T[is_new.T], features.T[is_new.T]])
 
 
 def exchange_features(
@@ -125,17 +145,21 @@ def exchange_features(
 ) -> dict[Port, torch.Tensor]:
     """Send this rank's features `[n, C]` of each port, and return the received rows for the tokens that it holds.
 
-    `FeatureRoute.place` and `FeatureRoute.before` contain the token of each received row. All ports share one
+    `FeatureRoute.token` and `FeatureRoute.previous_token` contain the token of each received row. All ports share one
     all-to-all; there is none if no rank has an item. The result depends on `features` even if it is empty, so a rank
     that uses the whole result takes part in backward and gets exact zeros. Collective: all ranks must call it.
     """
     ports = sorted(port for port in routes if port in features)
-    rows = [features[port].index_select(0, to_device(routes[port].order, features[port].device)) for port in ports]
+    rows = []
+    for port in ports:
+        order = to_device(routes[port].order, features[port].device)
+        rows.append(features[port].index_select(0, order))
     if ports and len(routes[ports[0]].sent) > 1:
-        sent, received = [routes[port].sent for port in ports], [routes[port].received for port in ports]
+        sent = [routes[port].sent for port in ports]
+        received = [routes[port].received for port in ports]
         rows = list(exchange_tables(rows, sent, received, group, "world"))
     received_rows = dict(zip(ports, rows, strict=True))
-    return {port: received_rows.get(port, made[:0]) for port, made in features.items()}
+    return {port: received_rows.get(port, local_features[:0]) for port, local_features in features.items()}
 
 
 def gather_rows(
@@ -149,34 +173,37 @@ def gather_rows(
     """
     if route is None:
         return states[:0]
-    rows = states.index_select(0, to_device(route.place, states.device))
+    rows = states.index_select(0, to_device(route.token, states.device))
     if len(route.sent) > 1:
         (rows,) = exchange_tables([rows], [route.received], [route.sent], group, "world")
     # Rows arrive sorted by the ranks that hold the tokens. Invert `order` to sort them by feature.
-    back = torch.empty_like(route.order)
-    back[route.order] = torch.arange(len(route.order))
-    return rows.index_select(0, to_device(back, rows.device))
+    inverse_order = torch.empty_like(route.order)
+    inverse_order[route.order] = torch.arange(len(route.order))
+    return rows.index_select(0, to_device(inverse_order, rows.device))
 
 
 def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
     """Return, for each token of a micro-batch, the sequence-parallel rank that holds it and its index on that rank."""
     slices = slice_tokens(lengths, layout.ring, layout.ulysses)
     tokens = np.concatenate(slices)
-    holder, place = np.empty_like(tokens), np.empty_like(tokens)
-    holder[tokens] = np.repeat(np.arange(layout.sp), [len(held) for held in slices])
-    place[tokens] = np.concatenate([np.arange(len(held)) for held in slices])
-    return holder, place
+    num_tokens = [len(indices) for indices in slices]
+    holder = np.empty_like(tokens)
+    holder[tokens] = np.repeat(np.arange(layout.sp), num_tokens)
+    local_index = np.empty_like(tokens)
+    local_index[tokens] = np.concatenate([np.arange(count) for count in num_tokens])
+    return holder, local_index
 
 
-def _route(world: int, leaving: Numbers, arriving: Numbers) -> FeatureRoute:
+def _route(world: int, sent: Numbers, received: Numbers) -> FeatureRoute:
     """Sort the sent features by destination and the received ones by source."""
     # The sort is stable, so sender and receiver use the same order: that of the items and of their tokens.
-    (goes_to, own), (comes_from, place, before, learnt) = leaving, arriving[:, np.argsort(arriving[0], kind="stable")]
+    destination, feature = sent
+    source, token, previous_token, has_targets = received[:, np.argsort(received[0], kind="stable")]
     return FeatureRoute(
-        order=torch.from_numpy(own[np.argsort(goes_to, kind="stable")]),
-        sent=np.bincount(goes_to, minlength=world).tolist(),
-        received=np.bincount(comes_from, minlength=world).tolist(),
-        place=torch.from_numpy(place.copy()),
-        before=torch.from_numpy(before.copy()),
-        learnt=torch.from_numpy(learnt.copy()),
+        order=torch.from_numpy(feature[np.argsort(destination, kind="stable")]),
+        sent=np.bincount(destination, minlength=world).tolist(),
+        received=np.bincount(source, minlength=world).tolist(),
+        token=torch.from_numpy(token.copy()),
+        previous_token=torch.from_numpy(previous_token.copy()),
+        has_targets=torch.from_numpy(has_targets.copy()),
     )

@@ -59,33 +59,47 @@ def plan_layout(parallel: ParallelSection, world_size: int) -> Layout:
     Raises:
         UserError: If the sizes do not fit the world size. The message names the axis and valid sizes.
     """
-    replicate, shard, ulysses, ring = parallel.dp_replicate, parallel.dp_shard, parallel.ulysses, parallel.ring
+    shard = parallel.dp_shard
     if shard == -1:
-        for axis, size in (("ring", ring), ("ulysses", ulysses), ("dp_replicate", replicate)):
-            if world_size % size:
-                raise UserError(
-                    f"parallel.{axis}: {size} does not divide the world of {world_size} processes; "
-                    f"it can be {_any_of(divisors(world_size))}"
-                )
-        if world_size % (replicate * ulysses * ring):
-            raise UserError(
-                f"parallel.dp_replicate {replicate} x ulysses {ulysses} x ring {ring} = {replicate * ulysses * ring} "
-                f"does not divide the world of {world_size} processes"
-            )
-        shard = world_size // (replicate * ulysses * ring)
-    layout = Layout(replicate, shard, ulysses, ring, parallel.ep)
+        shard = _remaining_ranks(parallel, world_size)
+    layout = Layout(
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=shard,
+        ulysses=parallel.ulysses,
+        ring=parallel.ring,
+        ep=parallel.ep,
+    )
+
     if layout.world != world_size:
         raise UserError(
-            f"parallel.dp_replicate {replicate} x parallel.dp_shard {shard} x ulysses {ulysses} x ring {ring} = "
-            f"{layout.world} does not fit the world of {world_size} processes; set parallel.dp_shard: -1 for what is "
-            f"left, or start {layout.world} processes"
+            f"parallel: dp_replicate {layout.dp_replicate} x dp_shard {shard} x ulysses {layout.ulysses} x ring "
+            f"{layout.ring} = {layout.world}, but the world size is {world_size}. Set parallel.dp_shard: -1 to use the "
+            f"remaining ranks, or start {layout.world} processes."
         )
     if layout.fsdp % layout.ep:
         raise UserError(
-            f"parallel.ep: {layout.ep} does not divide dp_shard {shard} x ulysses {ulysses} x ring {ring} = "
-            f"{layout.fsdp}; it can be {_any_of(divisors(layout.fsdp))}"
+            f"parallel.ep: {layout.ep} does not divide dp_shard {shard} x ulysses {layout.ulysses} x ring "
+            f"{layout.ring} = {layout.fsdp}. Use {_any_of(divisors(layout.fsdp))}."
         )
     return layout
+
+
+def _remaining_ranks(parallel: ParallelSection, world_size: int) -> int:
+    """Return the size of `dp_shard` that uses all ranks that the other axes leave."""
+    axes = {"ring": parallel.ring, "ulysses": parallel.ulysses, "dp_replicate": parallel.dp_replicate}
+    for axis, size in axes.items():
+        if world_size % size:
+            raise UserError(
+                f"parallel.{axis}: {size} does not divide the world size {world_size}. "
+                f"Use {_any_of(divisors(world_size))}."
+            )
+    product = math.prod(axes.values())
+    if world_size % product:
+        raise UserError(
+            f"parallel: dp_replicate {parallel.dp_replicate} x ulysses {parallel.ulysses} x ring {parallel.ring} = "
+            f"{product} does not divide the world size {world_size}. Reduce one of them."
+        )
+    return world_size // product
 
 
 def micro_batches(layout: Layout, packs_per_step: int, micro_batch: int) -> int:
@@ -97,15 +111,17 @@ def micro_batches(layout: Layout, packs_per_step: int, micro_batch: int) -> int:
     if packs_per_step % layout.dp:
         below = packs_per_step // layout.dp * layout.dp
         above = below + layout.dp
+        nearest = [size for size in (below, above) if size]
         raise UserError(
-            f"train.packs_per_step: {packs_per_step} packs cannot be spread evenly over {layout.dp} data-parallel "
-            f"ranks; the nearest that can: {_any_of([n for n in (below, above) if n])}"
+            f"train.packs_per_step: {packs_per_step} is not a multiple of the {layout.dp} data-parallel ranks. "
+            f"Use {_any_of(nearest)}."
         )
     packs = packs_per_step // layout.dp
     if packs % micro_batch:
         raise UserError(
-            f"train.micro_batch: {micro_batch} does not divide the {packs} packs a rank has per step "
-            f"(train.packs_per_step {packs_per_step} / {layout.dp} ranks); it can be {_any_of(divisors(packs))}"
+            f"train.micro_batch: {micro_batch} does not divide the {packs} packs per rank "
+            f"(train.packs_per_step {packs_per_step} / {layout.dp} data-parallel ranks). "
+            f"Use {_any_of(divisors(packs))}."
         )
     return packs // micro_batch
 
@@ -117,7 +133,7 @@ def layouts_of(world_size: int) -> Iterator[Layout]:
             for ring in divisors(world_size // replicate // ulysses):
                 shard = world_size // replicate // ulysses // ring
                 for ep in divisors(shard * ulysses * ring):
-                    yield Layout(replicate, shard, ulysses, ring, ep)
+                    yield Layout(dp_replicate=replicate, dp_shard=shard, ulysses=ulysses, ring=ring, ep=ep)
 
 
 def divisors(n: int) -> list[int]:
@@ -128,5 +144,7 @@ def divisors(n: int) -> list[int]:
 
 def _any_of(numbers: list[int]) -> str:
     """Format numbers for a message: "1, 2 or 4"."""
-    shown = [str(n) for n in numbers]
-    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " or " + shown[-1]
+    *first, last = [str(number) for number in numbers]
+    if not first:
+        return last
+    return ", ".join(first) + " or " + last

@@ -14,7 +14,7 @@ from omnizoo.parallel.layout import Layout, micro_batches, plan_layout
 from omnizoo.parallel.process import Process
 from omnizoo.parallel.traffic_tag import sent_along
 
-BUSY = ("ulysses", "ring", "ep")  # axes with collectives inside blocks, which send tokens
+AXES_INSIDE_BLOCKS = ("ulysses", "ring", "ep")  # axes whose collectives send tokens
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Mesh:
     @property
     def expert_fsdp(self) -> DeviceMesh:
         """Device mesh for `fully_shard` of experts: 2-D (replicate, ep_shard) for HSDP, 1-D otherwise."""
-        return self.experts["replicate", "ep_shard"] if self.layout.dp_replicate > 1 else self.experts["ep_shard"]
+        if self.layout.dp_replicate > 1:
+            return self.experts["replicate", "ep_shard"]
+        return self.experts["ep_shard"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one only along `axis` (ring, ulysses, sp, ep)."""
@@ -89,10 +91,12 @@ class Mesh:
     def axes_of(self, group: dist.ProcessGroup) -> list[str]:
         """Return all axes whose group here has the same ranks as `group`, and `world` if it contains all ranks."""
         views = (self.dense, self.experts, self.data, self.packs)
-        named = {axis: view.get_group(axis) for view in views for axis in view.mesh_dim_names or ()}
-        wanted = dist.get_process_group_ranks(group)
-        found = [axis for axis, known in named.items() if dist.get_process_group_ranks(known) == wanted]
-        return found + ["world"] * (len(wanted) == self.layout.world)
+        groups = {axis: view.get_group(axis) for view in views for axis in view.mesh_dim_names or ()}
+        ranks = dist.get_process_group_ranks(group)
+        axes = [axis for axis, axis_group in groups.items() if dist.get_process_group_ranks(axis_group) == ranks]
+        if len(ranks) == self.layout.world:
+            axes.append("world")
+        return axes
 
     @sent_along("world")
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -129,9 +133,9 @@ class Mesh:
 
     def from_first(self, value: Any) -> Any:
         """Return the value of rank 0 on all ranks. Collective: all ranks must call it."""
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
 
 
 def build_mesh(config: Config, process: Process) -> Mesh:
@@ -149,33 +153,50 @@ def build_mesh(config: Config, process: Process) -> Mesh:
     """
     layout = plan_layout(config.parallel, process.world_size)
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
-
-    def grid(**axes: int) -> DeviceMesh:
-        # Process groups use threads and sockets, and DTensor's caches keep them alive: reuse meshes with equal axes.
-        if tuple(axes.items()) not in process.grids:
-            sizes, names = tuple(axes.values()), tuple(axes)
-            # For an axis that spans the world, torch reuses the default group, also for FSDP. Collectives inside a
-            # block would then wait for the all-gather that prefetches the next block's weights: use a separate group.
-            own: dict[int | str, Any] = {
-                name: dist.get_backend() for name in BUSY if 1 < axes.get(name, 1) == process.world_size
-            }
-            if device_backend := BACKENDS.get(process.device.type):
-                own = dict.fromkeys(names, device_backend)  # only the world group needs a backend for CPU
-            made = init_device_mesh(process.device.type, sizes, mesh_dim_names=names, backend_override=own)
-            process.grids[tuple(axes.items())] = made
-        return process.grids[tuple(axes.items())]
-
-    replicate = layout.dp_replicate
+    data_axes = {
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "ring": layout.ring,
+        "ulysses": layout.ulysses,
+    }
+    expert_axes = {"replicate": layout.dp_replicate, "ep_shard": layout.ep_shard, "ep": layout.ep}
     mesh = Mesh(
-        layout,
-        grid(dp_replicate=replicate, dp_shard=layout.dp_shard, ring=layout.ring, ulysses=layout.ulysses),
-        grid(dp=layout.dp, sp=layout.sp),
-        grid(replicate=replicate, shard=layout.fsdp),
-        grid(replicate=replicate, ep_shard=layout.ep_shard, ep=layout.ep),
-        process.device,
+        layout=layout,
+        data=_device_mesh(process, data_axes),
+        packs=_device_mesh(process, {"dp": layout.dp, "sp": layout.sp}),
+        dense=_device_mesh(process, {"replicate": layout.dp_replicate, "shard": layout.fsdp}),
+        experts=_device_mesh(process, expert_axes),
+        device=process.device,
     )
     if layout.ring > 1 and process.device.type in BACKENDS:
         # NCCL connects a group at its first operation, which all its ranks must join, but the ring skips empty
         # messages. A barrier would not do: it could use the group's CPU backend instead of NCCL.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh
+
+
+def _device_mesh(process: Process, axes: dict[str, int]) -> DeviceMesh:
+    """Return the device mesh of all ranks with these axes, by name and size.
+
+    Process groups use threads and sockets, and DTensor's caches keep them alive: meshes with equal axes are reused.
+    """
+    key = tuple(axes.items())
+    if key in process.grids:
+        return process.grids[key]
+
+    # For an axis that spans the world, torch reuses the default group, also for FSDP. Collectives inside a block would
+    # then wait for the all-gather that prefetches the next block's weights: use a separate group.
+    backends: dict[int | str, Any] = {}
+    for name in AXES_INSIDE_BLOCKS:
+        if 1 < axes.get(name, 1) == process.world_size:
+            backends[name] = dist.get_backend()
+    device_backend = BACKENDS.get(process.device.type)
+    if device_backend:
+        backends = dict.fromkeys(axes, device_backend)  # only the world group needs a backend for CPU
+    process.grids[key] = init_device_mesh(
+        process.device.type,
+        tuple(axes.values()),
+        mesh_dim_names=tuple(axes),
+        backend_override=backends,
+    )
+    return process.grids[key]

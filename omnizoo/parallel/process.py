@@ -53,16 +53,18 @@ def process_group(
         UserError: If the environment variables for rank, world size or address are missing or invalid.
     """
     rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
-    own = pick_device(local_rank, device)
-    if is_host(own):
+    process_device = pick_device(local_rank, device)
+    if is_host(process_device):
         keep_freed_memory()
     store = store or _store(rank, world_size)
     # A group that is bound to its device connects eagerly, and its subgroups share the connections.
-    bound = None if is_host(own) else own
-    dist.init_process_group(backend_for(own), store=store, rank=rank, world_size=world_size, device_id=bound)
+    bound_device = None if is_host(process_device) else process_device
+    dist.init_process_group(
+        backend_for(process_device), store=store, rank=rank, world_size=world_size, device_id=bound_device
+    )
     failed = False
     try:
-        yield Process(rank, world_size, local_rank, own)
+        yield Process(rank=rank, world_size=world_size, local_rank=local_rank, device=process_device)
     except BaseException as error:
         failed = True
         if world_size > 1:
@@ -71,7 +73,7 @@ def process_group(
             on_failure(rank, error)
         raise
     finally:
-        if failed and not is_host(own):
+        if failed and not is_host(process_device):
             # A regular shutdown would wait up to ten minutes for collectives that other ranks will never join.
             abort_groups()
         else:
@@ -88,7 +90,7 @@ def fake_process_group(rank: int, world_size: int, device: torch.device) -> Iter
     backend = f"cpu:fake,{device.type}:fake"
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
-        yield Process(rank, world_size, 0, device)
+        yield Process(rank=rank, world_size=world_size, local_rank=0, device=device)
     finally:
         dist.destroy_process_group()
 
@@ -98,10 +100,12 @@ def _store(rank: int, world_size: int) -> dist.Store:
     if world_size == 1:
         return dist.HashStore()
     host, port = meeting_point(world_size)
-    if (fd := os.environ.get("OMNIZOO_STORE_FD")) is not None:
-        store = dist.TCPStore(host, port, world_size, is_master=True, master_listen_fd=int(fd))
+    listening_socket = os.environ.get("OMNIZOO_STORE_FD")
+    if listening_socket is not None:
+        store = dist.TCPStore(host, port, world_size, is_master=True, master_listen_fd=int(listening_socket))
     else:
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
-        store = dist.TCPStore(host, port, world_size, is_master=rank == 0 and not hosted)
+        is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(host, port, world_size, is_master=rank == 0 and not is_hosted_by_torchrun)
     # After a restart by torchrun the store still contains the keys of the killed attempt. A prefix separates attempts.
-    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}", store)

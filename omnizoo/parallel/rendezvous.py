@@ -9,21 +9,29 @@ import re
 from omnizoo.config.errors import UserError
 
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-FIRST_PORT, PORTS = 15_000, 10_000  # below Linux's ephemeral ports (32768 and up)
+# Ports of the store under Slurm, below Linux's ephemeral ports (32768 and up).
+FIRST_PORT = 15_000
+NUM_PORTS = 10_000
 
 
 def place_in_world() -> tuple[int, int, int] | None:
     """Return (rank, world size, local rank) as set by our launcher, torchrun or Slurm, or None if they are not set."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world, local = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", "0")
+        rank = _number("RANK")
+        world_size = _number("WORLD_SIZE")
+        local_rank = _number("LOCAL_RANK", "0")
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _number("SLURM_NTASKS", "1") > 1:
-        rank, world, local = _number("SLURM_PROCID"), _number("SLURM_NTASKS"), _number("SLURM_LOCALID", "0")
+        rank = _number("SLURM_PROCID")
+        world_size = _number("SLURM_NTASKS")
+        local_rank = _number("SLURM_LOCALID", "0")
     else:
         return None
-    if rank >= world:
-        raise UserError(f"the environment says that this process is rank {rank} of {world}, counted from 0: see RANK")
-    return rank, world, local
+    if rank >= world_size:
+        raise UserError(
+            f"RANK: {rank} is invalid for a world size of {world_size}. Use a rank from 0 to {world_size - 1}."
+        )
+    return rank, world_size, local_rank
 
 
 def tasks_without_srun() -> int:
@@ -37,19 +45,21 @@ def tasks_without_srun() -> int:
 def meeting_point(world_size: int) -> tuple[str, int]:
     """Return (host, port) of the store. Under Slurm: the first node of the step, and a port derived from the job id."""
     env = os.environ
-    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    host = env.get("MASTER_ADDR")
+    port = env.get("MASTER_PORT")
     nodes = next((env[name] for name in NODE_LISTS if env.get(name)), None)
     if nodes is not None and "RANK" not in env:
         host = host or first_host(nodes)
-        step = _number("SLURM_STEP_ID", "0") if env.get("SLURM_STEP_ID", "0").isdecimal() else 0
-        port = port or str(FIRST_PORT + (_number("SLURM_JOB_ID", "0") * 7 + step) % PORTS)
+        has_step = env.get("SLURM_STEP_ID", "0").isdecimal()
+        step = _number("SLURM_STEP_ID", "0") if has_step else 0
+        port = port or str(FIRST_PORT + (_number("SLURM_JOB_ID", "0") * 7 + step) % NUM_PORTS)
     if not host or not port:
         raise UserError(
-            f"this process is one of {world_size}, but MASTER_ADDR and MASTER_PORT are not set: export them in the job "
-            "script (the first node's name and a free port), or start with torchrun or srun"
+            f"MASTER_ADDR and MASTER_PORT: not set, but the world size is {world_size}. Export them in the job script "
+            "(the name of the first node and a free port), or start with torchrun or srun."
         )
     if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise UserError(f"the environment variable MASTER_PORT is {port!r}; expected a port, 1 to 65535")
+        raise UserError(f"MASTER_PORT: {port!r} is not a valid port. Use a port from 1 to 65535.")
     return host, int(port)
 
 
@@ -58,7 +68,7 @@ def first_host(nodes: str) -> str:
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     name = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first)
     if not name:
-        raise UserError(f"Slurm's list of nodes is {nodes!r}; expected names such as gpu[01-04]")
+        raise UserError(f"SLURM_NODELIST: {nodes!r} contains no node name. Expected names such as gpu[01-04].")
     return name
 
 
@@ -66,5 +76,5 @@ def _number(name: str, default: str = "") -> int:
     """Return a non-negative integer from an environment variable."""
     text = os.environ.get(name, default)
     if not re.fullmatch("[0-9]{1,10}", text):
-        raise UserError(f"the environment variable {name} is {text!r}; expected a number, as torchrun or Slurm set it")
+        raise UserError(f"{name}: {text!r} is not a number. Start with torchrun or srun, which set this variable.")
     return int(text)

@@ -15,7 +15,7 @@ from torch import nn
 
 from omnizoo.models.hf_private import expert_activation
 from omnizoo.models.recipe import ModelFacts
-from omnizoo.ops.compiled_blocks import COMPILED, Compiled, Kinds, make_edge
+from omnizoo.ops.compiled_blocks import COMPILED, Compiled, Kinds, make_graph_break
 from omnizoo.ops.device import is_host
 from omnizoo.ops.torch_private import missing_compiler
 
@@ -26,7 +26,7 @@ def kinds_for(device: torch.device) -> Kinds | None:
     """Return an empty registry of compiled modules, or None if there is no compiler."""
     missing = missing_compiler() if is_host(device) else None
     if missing is not None:
-        log.warning("train.compile: blocks run without compilation, as there is no C++ compiler here (%s)", missing)
+        log.warning("train.compile: blocks run without compilation, because no C++ compiler was found (%s)", missing)
         return None
     return Kinds()
 
@@ -37,13 +37,13 @@ def compile_blocks(model: nn.Module, facts: ModelFacts, kinds: Kinds) -> None:
         experts: Any = model.get_submodule(name)
         activation = expert_activation(experts)
         if isinstance(activation, MethodType):
-            experts.compiled_activation = partial(kinds.of(experts, activation.__func__), experts)
-        make_edge(experts)
+            experts.compiled_activation = partial(kinds.kind_of(experts, activation.__func__), experts)
+        make_graph_break(experts)
     for name in facts.blocks:
         block = model.get_submodule(name)
         if isinstance(block.forward, MethodType):
-            block.forward = Compiled(block, kinds.of(block, block.forward.__func__))
+            block.forward = Compiled(block, kinds.kind_of(block, block.forward.__func__))
             vars(block)[COMPILED] = True
         else:
-            log.warning("train.compile: %s runs without compilation: its forward is no method", name)
-    log.info("%d kinds of modules are compiled when they first run", len(kinds))
+            log.warning("train.compile: %s runs without compilation: its forward is not a method", name)
+    log.info("train.compile: %d kinds of modules will be compiled when they first run", len(kinds))

@@ -42,18 +42,22 @@ def _bytes(
 
     The state of a plugin optimizer is unknown and counts as 0.
     """
-    treatments, run = ComponentSettings(model, config.model, config.optimizer.groups), config.optimizer
+    optimizer = config.optimizer
+    components = ComponentSettings(model, config.model, optimizer.groups)
     total = 0.0
     for name, parameter in model.named_parameters():
         if only is not None and name not in only:
             continue
-        treatment, group = treatments.of(name), treatments.groups.get(name)
-        copies = 1.0
-        if parameter.requires_grad and not treatments.is_frozen(name):
-            kind = (group and group.kind) or run.kind
-            moments = state.get(kind, 0) / (2 if run.moments == "bf16" and kind == "adamw" else 1)
-            copies += gradients + moments + (run.ema is not None)
-        total += parameter.numel() * (treatment.dtype or parameter.dtype).itemsize * copies
+        copies = 1.0  # bytes, in multiples of the weight
+        if parameter.requires_grad and not components.is_frozen(name):
+            group = components.groups.get(name)
+            kind = (group and group.kind) or optimizer.kind
+            moments = state.get(kind, 0)
+            if optimizer.moments == "bf16" and kind == "adamw":
+                moments = moments / 2
+            copies += gradients + moments + (optimizer.ema is not None)
+        dtype = components.of(name).dtype or parameter.dtype
+        total += parameter.numel() * dtype.itemsize * copies
     return int(total)
 
 
@@ -62,7 +66,8 @@ KEPT_OF_MEMORY = 16  # weights below 1 / KEPT_OF_MEMORY of the memory stay gathe
 
 def memory_per_rank(mesh: Mesh) -> int:
     """Return the bytes of device memory per rank. Ranks on CPU share the host's memory."""
-    return total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1)
+    memory = total_memory(mesh.device)
+    return memory // mesh.layout.world if is_host(mesh.device) else memory
 
 
 def reshards(model: nn.Module, config: Config, memory: int) -> bool:
@@ -79,19 +84,23 @@ def check_memory(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
     Otherwise the process would be killed during allocation.
     """
-    each, there = held_bytes(model, config) // mesh.layout.fsdp, total_memory(mesh.device)
+    bytes_per_rank = held_bytes(model, config) // mesh.layout.fsdp
+    device_memory = total_memory(mesh.device)
     if "parameters" in config.parallel.offload:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if each * ranks > (left := available_memory()):
+        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed = bytes_per_rank * ranks_on_node
+        available = available_memory()
+        if needed > available:
             raise UserError(
-                f"parallel.offload: weights, gradients and the optimizer's state of {ranks} rank(s) take "
-                f"{each * ranks / 2**30:,.3g} GiB on the host, which has {left / 2**30:,.3g} GiB left: leave "
-                "`parameters` out, or share the model among more nodes (parallel.dp_shard)"
+                f"parallel.offload: weights, gradients and optimizer state need {needed / 2**30:,.3g} GiB of host "
+                f"memory for the ranks of this node ({ranks_on_node}), but {available / 2**30:,.3g} GiB are available. "
+                "Remove `parameters` from parallel.offload, or shard the model over more nodes (parallel.dp_shard)."
             )
-    elif each > there:
-        count = sum(parameter.numel() for parameter in model.parameters())
+    elif bytes_per_rank > device_memory:
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         raise UserError(
-            f"model: {count:,} parameters with gradients and the optimizer's state take {each / 2**30:,.0f} GiB on "
-            f"each of {mesh.layout.world} rank(s), and there are {there / 2**30:,.0f} GiB: see the sizes in "
-            "model.config, or shard it over more ranks (parallel.dp_shard)"
+            f"model: {num_parameters:,} parameters with gradients and optimizer state need "
+            f"{bytes_per_rank / 2**30:,.0f} GiB per rank (world size {mesh.layout.world}), but a device has "
+            f"{device_memory / 2**30:,.0f} GiB. Reduce the sizes in model.config, or shard the model over more ranks "
+            "(parallel.dp_shard)."
         )

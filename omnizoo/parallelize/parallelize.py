@@ -53,9 +53,9 @@ def parallelize_model(
     """
     facts = read_facts(model)
     check(facts, mesh.layout, model)
-    treatments = ComponentSettings(model, config.model, config.optimizer.groups)
-    treatments.apply(model)
-    treatments.keep_precision(model)
+    components = ComponentSettings(model, config.model, config.optimizer.groups)
+    components.apply(model)
+    components.keep_precision(model)
     check_memory(model, mesh, config)
     media = media_model(model)
     origins = weight_origins(model, media, config.model)
@@ -63,14 +63,14 @@ def parallelize_model(
     dispatch_experts(model, facts, media, mesh, recomputation)
 
     kinds = kinds_for(mesh.device) if config.train.compile else None
-    precision, tile_tokens = config.train.precision, config.parallel.tile_tokens
+    tile_tokens = config.parallel.tile_tokens
     if tile_tokens is not None:
-        compute_in_tiles(model, facts, mesh, tile_tokens, precision, recomputation, kinds)
+        compute_in_tiles(model, facts, mesh, tile_tokens, config.train.precision, recomputation, kinds)
     # Recomputation goes around the compiled blocks, because a graph with breaks cannot contain it. FSDP2 goes around
     # both and gathers the weights.
     if kinds is not None:
         compile_blocks(model, facts, kinds)
-    recompute_blocks(model, facts, treatments, mesh, config, recomputation)
+    recompute_blocks(model, facts, components, mesh, config, recomputation)
     shard_units(model, facts, media, mesh, config, recomputation)
     done("shard")
 
@@ -107,16 +107,18 @@ def check(facts: ModelFacts, layout: Layout, model: nn.Module) -> None:
     if layout.sp > 1:
         if attention_name(model) != PACKED:
             raise UserError(
-                f"parallel.ulysses {layout.ulysses} x ring {layout.ring}: sequence parallelism needs "
-                f"model.attention: auto (it is {attention_name(model)})"
+                f"model.attention: {attention_name(model)} does not support sequence parallelism (parallel.ulysses "
+                f"{layout.ulysses} x parallel.ring {layout.ring}). Use model.attention: auto."
             )
         if facts.heads:
             check_heads(layout, facts.heads, facts.kv_heads)
     # A frozen model, such as a teacher, reuses the mesh of the trained model, even without experts.
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if layout.ep > 1 and not facts.experts and is_trained:
-        has = "does not compute its experts through transformers' interface" if facts.num_experts else "has no experts"
-        raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {has}; set parallel.ep: 1")
+        reason = "has no experts"
+        if facts.num_experts:
+            reason = "does not compute its experts through transformers' interface"
+        raise UserError(f"parallel.ep: {layout.ep}, but {type(model).__name__} {reason}. Set parallel.ep: 1.")
     modules: list[Any] = [model.get_submodule(name) for name in facts.experts]
     for count in sorted({module.num_experts for module in modules}):  # components may have different numbers of experts
         check_experts(layout, count)

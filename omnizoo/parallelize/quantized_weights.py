@@ -11,72 +11,74 @@ from omnizoo.parallel.fsdp.sharded_tensors import local_shard, resized, with_loc
 
 
 @dataclass(frozen=True)
-class Held:
+class QuantizedWeight:
     """A quantized weight of a model."""
 
     module: nn.Module
-    own: str
+    name: str  # within `module`
     packing: Packing
 
 
-def held_of(model: nn.Module) -> dict[str, Held]:
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
     """Return the quantized weights, by their name in the files."""
     return {
-        f"{prefix}.{own}": Held(module, own, packing)
+        f"{prefix}.{name}": QuantizedWeight(module, name, packing)
         for prefix, module in model.named_modules()
-        for own, packing in packings_of(module).items()
+        for name, packing in packings_of(module).items()
     }
 
 
 def plain_names(model: nn.Module) -> set[str]:
     """Return the names of all parameters; quantized weights have their original name."""
-    held = held_of(model)
-    packed = {packed for name in held for packed in packed_names(name)}
-    return {name for name, _ in model.named_parameters()} - packed | set(held)
+    quantized_names = set(quantized_weights(model))
+    codes_and_scales = {packed_name for name in quantized_names for packed_name in packed_names(name)}
+    parameter_names = {name for name, _ in model.named_parameters()}
+    return parameter_names - codes_and_scales | quantized_names
 
 
-def load_held(model: nn.Module, load: Callable[[], set[str]]) -> set[str]:
+def load_and_quantize(model: nn.Module, load: Callable[[], set[str]]) -> set[str]:
     """Run `load` with unquantized parameters in place of quantized ones, then quantize what it loaded.
 
     `load` fills parameters of `model` from files and returns the names that the files lack. Until it returns, a rank
     holds its local shards unquantized.
     """
-    held = list(held_of(model).values())
-    parts = [_take_out(each) for each in held]
+    weights = list(quantized_weights(model).values())
+    codes_and_scales = [_unpack_parameter(weight) for weight in weights]
     missing = load()
-    for i, each in enumerate(held):
-        _put_back(each, parts[i])
+    for i, weight in enumerate(weights):
+        _pack_parameter(weight, codes_and_scales[i])
     return missing
 
 
-def _take_out(held: Held) -> tuple[nn.Parameter, ...]:
-    """Replace codes and scales by an unquantized parameter on meta with the same sharding."""
-    names = packed_names(held.own)
-    parts = tuple(held.module.get_parameter(name) for name in names)
+def _unpack_parameter(weight: QuantizedWeight) -> tuple[nn.Parameter, ...]:
+    """Replace codes and scales by an unquantized parameter on meta with the same sharding, and return them."""
+    names = packed_names(weight.name)
+    codes_and_scales = tuple(weight.module.get_parameter(name) for name in names)
     for name in names:
-        delattr(held.module, name)
-    plain = resized(parts[0], 1, held.packing.shape[1], held.packing.dtype)
-    held.module.register_parameter(held.own, nn.Parameter(plain, requires_grad=False))
-    return parts
+        delattr(weight.module, name)
+    plain = resized(codes_and_scales[0], 1, weight.packing.shape[1], weight.packing.dtype)
+    weight.module.register_parameter(weight.name, nn.Parameter(plain, requires_grad=False))
+    return codes_and_scales
 
 
-def _put_back(held: Held, parts: tuple[nn.Parameter, ...]) -> None:
+def _pack_parameter(weight: QuantizedWeight, codes_and_scales: tuple[nn.Parameter, ...]) -> None:
     """Replace the unquantized parameter by codes and scales, quantizing its value if it was loaded."""
-    plain = held.module.get_parameter(held.own)
-    delattr(held.module, held.own)
-    values: Iterable[torch.Tensor] = parts
+    plain = weight.module.get_parameter(weight.name)
+    delattr(weight.module, weight.name)
+    values: Iterable[torch.Tensor] = codes_and_scales
     if not plain.is_meta:  # otherwise the files lack it, and it is initialized later
-        packed = held.packing.pack(local_shard(plain))
-        values = [with_local(part, local) for part, local in zip(parts, packed, strict=True)]
-    for name, value in zip(packed_names(held.own), values, strict=True):
-        held.module.register_parameter(name, nn.Parameter(value.detach(), requires_grad=False))
+        packed = weight.packing.pack(local_shard(plain))
+        values = [with_local(old, local) for old, local in zip(codes_and_scales, packed, strict=True)]
+    for name, value in zip(packed_names(weight.name), values, strict=True):
+        weight.module.register_parameter(name, nn.Parameter(value.detach(), requires_grad=False))
 
 
 def quantized(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield full tensors by name, with codes and scales in place of weights that `model` has quantized."""
-    held = held_of(model)
-    for name, whole in weights:
-        if (found := held.get(name)) is None:
-            yield name, whole
-        else:
-            yield from zip(packed_names(name), found.packing.pack(whole.to(found.packing.dtype)), strict=True)
+    quantized_by_name = quantized_weights(model)
+    for name, tensor in weights:
+        if name not in quantized_by_name:
+            yield name, tensor
+            continue
+        packing = quantized_by_name[name].packing
+        yield from zip(packed_names(name), packing.pack(tensor.to(packing.dtype)), strict=True)

@@ -25,8 +25,10 @@ from omnizoo.ops.precision import keep_precision
 from omnizoo.ops.torch_private import Recomputation, both, tree_leaves, tree_map_only
 from omnizoo.parallel.mesh import Mesh
 
+log = logging.getLogger(__name__)
+
 MODES = ("none", "selective", "full")  # from most to least memory for activations
-EXPENSIVE = ("mm", "attention", "attn")
+EXPENSIVE = ("mm", "attention", "attn")  # fragments of the names of expensive operators
 
 
 class Switch:
@@ -41,52 +43,60 @@ class Switch:
     ) -> None:
         self.mode = mode or "full"
         self.is_chosen = mode is None  # a memory budget chooses the mode
-        self.kind = (type(block).__name__, tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
+        shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+        self.kind = (type(block).__name__, shapes)  # blocks of a kind have the same costs
         self.measured: dict[str, Meter] | None = None  # by mode; None: costs are not being measured
-        self._forward, self._precision, self._recomputation = block.forward, precision, recomputation
+        self._forward = block.forward
+        self._precision = precision
+        self._recomputation = recomputation
         self._eager = self._forward.eager if isinstance(self._forward, Compiled) else self._forward
-        self._moving = nullcontext if offload is None else partial(offload.moving, block)
+        self._offloading = nullcontext if offload is None else partial(offload.offload_saved, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.measured is not None and not self.measured:
             with torch.compiler.set_stance("force_eager"):  # a graph hides its operators, and saves no more
                 self._measure(self.measured, args, kwargs)
-        forward = self._forward.chosen() if isinstance(self._forward, Compiled) else self._forward
+        forward = self._forward.current() if isinstance(self._forward, Compiled) else self._forward
         # In a compiled graph, the compiler keeps matmuls and recomputes what is between them. torch does not support
         # selective recomputation around a graph, nor inside a graph with breaks.
         by_compiler = forward is not self._eager and self.mode == "selective"
         return self._run("none" if by_compiler else self.mode, forward, args, kwargs)
 
     def _run(self, mode: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `forward` with this recompute mode."""
         if mode == "none":
-            with self._moving():
+            with self._offloading():
                 return forward(*args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            first, again = self._recomputation.contexts(_keep_expensive if mode == "selective" else None)
+            policy = _keep_expensive if mode == "selective" else None
+            forward_context, recompute_context = self._recomputation.contexts(policy)
             # Backward does not run under the precision mode of the forward pass.
-            return first, both(again, keep_precision(self._precision))
+            return forward_context, both(recompute_context, keep_precision(self._precision))
 
-        with self._moving():
+        with self._offloading():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def _measure(self, found: dict[str, Meter], args: Any, kwargs: Any) -> None:
-        def entering(x: torch.Tensor) -> torch.Tensor:  # a leaf with gradient, like the output of the previous block
+    def _measure(self, meters: dict[str, Meter], args: Any, kwargs: Any) -> None:
+        """Run the block once in each mode, and set `meters[mode]`."""
+
+        def as_leaf(x: torch.Tensor) -> torch.Tensor:
+            """Return a leaf with gradient, like the output of the previous block."""
             return x.detach().requires_grad_() if x.is_floating_point() else x
 
-        args, kwargs = tree_map_only(torch.Tensor, entering, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, as_leaf, (args, kwargs))
         device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         with torch.no_grad():
             self._eager(*args, **kwargs)  # warm up: gather weights inside, load kernels
         for mode in MODES:
             if mode == "selective" and self._forward is not self._eager:
-                found[mode] = found["none"]
+                meters[mode] = meters["none"]
                 continue
             meter = Meter(device, is_expensive, lambda: self._recomputation.is_aside)
             with torch.enable_grad(), meter:
                 out = self._run(mode, self._eager, args, kwargs)
-            meter.settle()
-            found[mode] = meter
+            meter.measure_kept_bytes()
+            meters[mode] = meter
             del out
 
 
@@ -113,8 +123,12 @@ def recompute(
 
 def switches(model: nn.Module) -> dict[str, Switch]:
     """Return the switches whose mode a memory budget chooses, by block name, in order of execution."""
-    found = {name: vars(module).get("forward") for name, module in model.named_modules()}
-    return {name: switch for name, switch in found.items() if isinstance(switch, Switch) and switch.is_chosen}
+    result = {}
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Switch) and forward.is_chosen:
+            result[name] = forward
+    return result
 
 
 def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
@@ -126,16 +140,18 @@ def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[dict[Any, dict[str, Meter]]]:
     """Context manager: measure the first block of each kind during forward passes. Yields costs by kind and mode."""
-    found: dict[Any, dict[str, Meter]] = {}
-    first: dict[Any, Switch] = {}
+    first_switches: dict[Any, Switch] = {}
     for switch in switches(model).values():
-        first.setdefault(switch.kind, switch)
-    for kind, switch in first.items():
-        switch.measured = found[kind] = {}
+        first_switches.setdefault(switch.kind, switch)
+
+    meters: dict[Any, dict[str, Meter]] = {}
+    for kind, switch in first_switches.items():
+        meters[kind] = {}
+        switch.measured = meters[kind]
     try:
-        yield found
+        yield meters
     finally:
-        for switch in first.values():
+        for switch in first_switches.values():
             switch.measured = None
 
 
@@ -159,20 +175,20 @@ def gather_aside(unit: nn.Module, recomputation: Recomputation) -> None:
 
 def is_expensive(op: torch._ops.OpOverload) -> bool:
     """Whether selective recomputation keeps the result of the operator."""
-    return any(part in op.name() for part in EXPENSIVE) or op is torch.ops.c10d.alltoall_base_.default
+    if op is torch.ops.c10d.alltoall_base_.default:
+        return True
+    return any(fragment in op.name() for fragment in EXPENSIVE)
 
 
 def _keep_expensive(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Policy of selective recomputation: save the results of expensive operators."""
     return CheckpointPolicy.MUST_SAVE if is_expensive(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-log = logging.getLogger(__name__)
 
 
 def recompute_blocks(
     model: nn.Module,
     facts: ModelFacts,
-    treatments: ComponentSettings,
+    components: ComponentSettings,
     mesh: Mesh,
     config: Config,
     recomputation: Recomputation,
@@ -181,10 +197,11 @@ def recompute_blocks(
     parallel = config.parallel
     offload = None
     if "activations" in parallel.offload:
-        offload = Offload(mesh.device, len(facts.blocks), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        offload = Offload(mesh.device, len(facts.blocks), ranks_on_node)
     if parallel.offload and is_host(mesh.device):
         log.warning("parallel.offload has no effect on CPU")
     default = parallel.recompute if isinstance(parallel.recompute, str) else None
     for name in facts.blocks:
-        mode = treatments.of(name).recompute or default
+        mode = components.of(name).recompute or default
         recompute(model.get_submodule(name), mode, config.train.precision, recomputation, offload)

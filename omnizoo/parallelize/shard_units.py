@@ -42,7 +42,8 @@ def shard_units(
     embedding, head = ends_of(model)
     blocks = [model.get_submodule(name) for name in facts.blocks]
     idle = [model.get_submodule(name) for name in media.idle]
-    shard(model, Units(blocks, embedding, head, replicated, idle), mesh, reshard, policy, host_policy)
+    units = Units(blocks=blocks, embedding=embedding, head=head, replicated=replicated, idle=idle)
+    shard(model, units, mesh, reshard, policy, host_policy)
     if mesh.layout.ep > 1:
         prefetch_experts(model, facts, expert_units)
 
@@ -70,11 +71,17 @@ def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         return None, None
     owners = count_owners(model)
 
-    def alone(module: Any, kind: type[nn.Module]) -> nn.Module | None:
-        is_plain = isinstance(module, kind) and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
-        return module if is_plain and all(owners[id(p)] == 1 for p in module.parameters()) else None
+    def if_separate(module: Any, kind: type[nn.Module]) -> nn.Module | None:
+        """Return `module` if it is a plain layer of this kind with untied weights."""
+        if not isinstance(module, kind):
+            return None
+        is_plain = {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+        is_untied = all(owners[id(p)] == 1 for p in module.parameters())
+        return module if is_plain and is_untied else None
 
-    return alone(text_embedding(model), nn.Embedding), alone(model.get_output_embeddings(), nn.Linear)
+    embedding = if_separate(text_embedding(model), nn.Embedding)
+    head = if_separate(model.get_output_embeddings(), nn.Linear)
+    return embedding, head
 
 
 def chains(blocks: Sequence[str]) -> list[list[str]]:

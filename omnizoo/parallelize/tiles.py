@@ -19,7 +19,7 @@ from omnizoo.models.recipe import ModelFacts
 from omnizoo.ops.compiled_blocks import Kinds, graph_break
 from omnizoo.ops.memory.tiles import Tiles, is_row_wise
 from omnizoo.ops.torch_private import Recomputation
-from omnizoo.parallel.experts import most_of
+from omnizoo.parallel.experts import max_over_group
 from omnizoo.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -40,53 +40,57 @@ def compute_in_tiles(
     """
     tiles = Tiles(tokens, recomputation, precision)
     experts: set[Any] = {model.get_submodule(name) for name in facts.experts}
-    found = len(experts)
+    num_tiled = len(experts)
     for name in facts.blocks:
         for module in feed_forwards(model.get_submodule(name), experts):
-            own = module.forward
-            if kinds is not None and isinstance(own, MethodType):
-                own = partial(kinds.of(module, own.__func__), module)
+            forward = module.forward
+            if kinds is not None and isinstance(forward, MethodType):
+                forward = partial(kinds.kind_of(module, forward.__func__), module)
             # All layers share one function: with a partial per layer, each layer would have a separate compiled graph.
-            vars(module)["tiled"] = tiles, own
-            module.forward = MethodType(_forward, module)
-            found += 1
-    agree = partial(most_of, mesh.group("ep"), mesh.device) if mesh.layout.ep > 1 else None
+            vars(module)["tiled"] = tiles, forward
+            module.forward = MethodType(_tiled_forward, module)
+            num_tiled += 1
+
+    max_over_ranks = None
+    if mesh.layout.ep > 1:
+        max_over_ranks = partial(max_over_group, mesh.group("ep"), mesh.device)
     for module in experts:
-        module.tiles = Tiles(tokens, recomputation, precision, agree)
-    log.info("%d feed-forwards and layers of experts compute in tiles of %d tokens", found, tokens)
-    if not found:
+        module.tiles = Tiles(tokens, recomputation, precision, max_over_ranks)
+    log.info("parallel.tile_tokens: %d feed-forward layers and MoE layers run in tiles of %d tokens", num_tiled, tokens)
+    if not num_tiled:
         raise UserError(
-            f"parallel.tile_tokens: {tokens}, but the blocks of {type(model).__name__} have no feed-forward that maps "
-            "each token by itself; leave it out"
+            f"parallel.tile_tokens: {tokens}, but the blocks of {type(model).__name__} have no feed-forward layer that "
+            "maps each token separately. Remove the key."
         )
 
 
-def feed_forwards(module: nn.Module, apart: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules inside `module` that can be tiled, except those in `apart`."""
-    found: list[nn.Module] = []
+def feed_forwards(module: nn.Module, excluded: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the outermost modules inside `module` that can be tiled, except those in `excluded`."""
+    tileable: list[nn.Module] = []
     for child in module.children():
-        if child in apart:
+        if child in excluded:
             continue
         matrices = [p for p in child.parameters() if p.ndim == 2]
         widths = sorted({size for p in matrices for size in p.shape})
         if len(matrices) > 1 and any(is_row_wise(child, width) for width in widths):
-            found.append(child)
+            tileable.append(child)
         else:
-            found += feed_forwards(child, apart)
-    return found
+            tileable += feed_forwards(child, excluded)
+    return tileable
 
 
 @graph_break
-def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _tiled_forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Replacement for the forward of a feed-forward layer, which runs the original forward in tiles."""
     tiles: Tiles
-    tiles, whole = module.tiled
+    tiles, forward = module.tiled
     rows = hidden.reshape(-1, hidden.shape[-1])
     if len(rows) <= tiles.tokens:
-        out: torch.Tensor = whole(hidden)
+        out: torch.Tensor = forward(hidden)
         return out
 
-    def compute(piece: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = whole(piece) if hidden.ndim == 2 else whole(piece.unsqueeze(0)).squeeze(0)
-        return made
+    def compute(tile: torch.Tensor) -> torch.Tensor:
+        tile_out: torch.Tensor = forward(tile) if hidden.ndim == 2 else forward(tile.unsqueeze(0)).squeeze(0)
+        return tile_out
 
     return tiles(module, compute, rows).view(hidden.shape)

@@ -16,7 +16,7 @@ from omnizoo.models.weights.random_init import build_drawn, initial_weights
 from omnizoo.models.weights.vocabulary import with_published_rows
 from omnizoo.parallel.fsdp.fill import allocate, broadcast_tensors, fill
 from omnizoo.parallel.mesh import Mesh
-from omnizoo.parallelize.quantized_weights import load_held, plain_names, quantized
+from omnizoo.parallelize.quantized_weights import load_and_quantize, plain_names, quantized
 
 log = logging.getLogger(__name__)
 
@@ -31,26 +31,27 @@ def fill_weights(model: nn.Module, origins: Iterable[WeightSource], mesh: Mesh, 
 
     Without `load`, only buffers that no checkpoint contains are filled.
     """
-    home = shard_device(mesh, config)
+    device = shard_device(mesh, config)
     buffers = {name for name, _ in model.named_buffers()}
     missing = buffers - set(model.state_dict())
     adapter = attached(model)
     grown = grown_rows(model, origins, config.model) if load else {}
-    for name, known in grown.items():
+    for name, published in grown.items():
         rows = model.get_parameter(name).shape[0]
-        log.info("%s has %d rows: %d published ones, and new ones for tokens without one", name, rows, known.rows)
+        log.info("%s has %d rows: %d published rows, and new rows for added tokens", name, rows, published.rows)
     if load:
         missing = buffers | plain_names(model)
-        missing = load_held(model, partial(load_published, model, origins, config.model, home, missing, grown))
-    allocate(model, mesh.device, of_shards=home)
+        load_files = partial(load_published, model, origins, config.model, device, missing, grown)
+        missing = load_and_quantize(model, load_files)
+    allocate(model, mesh.device, of_shards=device)
 
     # Initialize in fp32 for every precision, so an fp64 run gets the same numbers. Buffers are computed in fp64 in an
     # fp64 run, because most of them are not random and need full precision.
     computed = missing & buffers if config.train.precision == "fp64" else set()
     if config.model.given is not None:
         tensors = dict(tensors_of(given_model(config.model)))
-        broadcast = broadcast_tensors({name: tensor for name, tensor in tensors.items() if name in missing}, mesh)
-        fill(model, quantized(model, broadcast))
+        needed = {name: tensor for name, tensor in tensors.items() if name in missing}
+        fill(model, quantized(model, broadcast_tensors(needed, mesh)))
         missing &= adapter.started if adapter else set()
         computed = set()
     for precision, names in (("fp32", missing - computed), ("fp64", computed)):

@@ -28,7 +28,7 @@ from omnizoo.ops.torch_private import (
     register_device,
     replaced,
     storage_key,
-    tensors_made_on_host,
+    tensors_built_on_host,
     tree_leaves,
     tree_map_only,
     written_arguments,
@@ -156,7 +156,7 @@ class FakeDevice(FakeTensorMode):
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
             # A function mode would be called for every attribute of every tensor, and take half of the time of a plan.
             replaced((torch, "tensor", self._tensor)),
-            tensors_made_on_host(),
+            tensors_built_on_host(),
             self,
         ):
             yield

@@ -102,7 +102,7 @@ class MemoryTracker(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls the operator again on its local tensors
         if self.traffic is not None:  # called from here, as a second dispatch mode would double the calls
-            self.traffic.see(func, args)
+            self.traffic.count(func, args)
         result = func(*args, **(kwargs or {}))
         if not self._muted:
             self.work.see(func, args, kind_of(self.module), self.phase, result, kwargs)

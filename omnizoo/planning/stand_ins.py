@@ -75,7 +75,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
     with replaced(
         (torch.utils, "swap_tensors", swap),
         (F, "scaled_dot_product_attention", attention),
-        (kernels, "find", lambda module, name, what: STATE_KERNELS[name]),
+        (kernels, "find_kernel", lambda module, name, layers: STATE_KERNELS[name]),
         (Dispatch, "split", even_split),
         (redistribute, "gather_bytes", from_this_rank),
         (redistribute, "exchange_payloads", to_itself),
@@ -121,14 +121,14 @@ class PlannedHost:
     def __init__(self, memory: HostMemory, device: torch.device) -> None:
         self.memory, self.device = memory, device
 
-    def take(self, tensor: torch.Tensor) -> "FakeOffloadedTensor":
+    def copy_to_host(self, tensor: torch.Tensor) -> "FakeOffloadedTensor":
         """Count the bytes of a copy in host memory, until the copy is freed."""
         offloaded = FakeOffloadedTensor(tensor.shape, tensor.stride(), tensor.dtype)
         self.memory.change(tensor.nbytes)
         weakref.finalize(offloaded, self.memory.change, -tensor.nbytes)
         return offloaded
 
-    def give(self, offloaded: "FakeOffloadedTensor") -> DeviceCopy:
+    def copy_to_device(self, offloaded: "FakeOffloadedTensor") -> DeviceCopy:
         """Allocate the copy on the device."""
         tensor = torch.empty_strided(offloaded.shape, offloaded.stride, dtype=offloaded.dtype, device=self.device)
         return DeviceCopy(tensor)

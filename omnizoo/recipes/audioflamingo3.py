@@ -4,15 +4,15 @@ from functools import partial
 
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.audio_encoders import PROJECTOR, TOWER, SeveralWindows
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+from omnizoo.recipes.shared.audio_encoders import PROJECTOR, TOWER, MultiWindowEncoder
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features
 
-AUDIO = EncoderSpec(SeveralWindows, "<sound>")
+AUDIO = EncoderSpec(MultiWindowEncoder, "<sound>")
 RECIPE = Recipe(
     about="Audio Flamingo 3 7B",
     blocks=("Qwen2DecoderLayer", "AudioFlamingo3EncoderLayer"),
     small_config={"audio_config": {"max_source_positions": 50}},
     modalities=partial(build_modalities, {"audio": AUDIO}),
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(MediaModule("audio", "encoder", TOWER, projectors=(PROJECTOR,)),),
 )

@@ -6,10 +6,11 @@ from omnizoo.modalities.base import Modality
 from omnizoo.models.media.media_model import MediaModule, SpeakerFormat
 from omnizoo.models.recipe import Options, Recipe
 from omnizoo.recipes.shared.encoders import build_with_options
-from omnizoo.recipes.shared.speech_tokenizers import DepthCodes, enter
+from omnizoo.recipes.shared.speech_tokenizers import DepthCodes, merge_frame_embeddings
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the modalities of the model."""
     codes = build_with_options(DepthCodes, options, "audio/decoder", model)
     return {"audio": Modality("audio", None, codes, "", "<|AUDIO|>", "", last="<|audio_eos|>")}
 
@@ -37,7 +38,7 @@ RECIPE = Recipe(
         },
     },
     modalities=modalities,
-    merge_features=enter,
+    merge_features=merge_frame_embeddings,
     media_modules=(MediaModule("audio", "decoder", "depth_decoder"),),
     speaker_format=SpeakerFormat("{bos_token}[{role}]", "{eos_token}", r"\d+", 'a speaker by number, such as "0"', "0"),
     uninitialized=("MimiEuclideanCodebook.embed_sum",),  # initialized to zeros, which map all audio to one code

@@ -9,13 +9,14 @@ from omnizoo.modalities.base import Modality
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Options, Recipe
 from omnizoo.recipes.shared.encoders import HALF, build_with_options, load_processor
-from omnizoo.recipes.shared.image_tokenizers import LinedCodes, enter_ids
+from omnizoo.recipes.shared.image_tokenizers import LineCodes, merge_token_ids
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the modalities of the model."""
     factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
     processor = load_processor(Emu3ImageProcessor, folder, HALF, spatial_factor=factor)
-    codes = build_with_options(LinedCodes, options, "image/decoder", model, processor, folder)
+    codes = build_with_options(LineCodes, options, "image/decoder", model, processor, folder)
     return {"image": Modality("image", None, codes, "<|image start|>", "<image>", "<|image end|>")}
 
 
@@ -23,6 +24,6 @@ RECIPE = Recipe(
     about="Emu3 Chat, Gen 8B",
     blocks=("Emu3DecoderLayer",),
     modalities=modalities,
-    merge_features=enter_ids,
+    merge_features=merge_token_ids,
     media_modules=(MediaModule("image", "decoder", ""),),
 )

@@ -15,14 +15,14 @@ from omnizoo.models.media.features import Features
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Options, Recipe
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, visual_modules
-from omnizoo.recipes.shared.gemma_encoders import BEGIN, END, SOUND_BEGIN, SOUND_END, MelTower, PoolTower
-from omnizoo.recipes.shared.gemma_video import PooledClips
+from omnizoo.recipes.shared import gemma_encoders as gemma
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features, visual_modules
+from omnizoo.recipes.shared.gemma_video import PooledVideoEncoder
 
 ENCODERS = {
-    "image": EncoderSpec(PoolTower, "<|image|>", (BEGIN, END)),
-    "video": EncoderSpec(PooledClips, "<|video|>", (BEGIN, END)),
-    "audio": EncoderSpec(MelTower, "<|audio|>", (SOUND_BEGIN, SOUND_END)),
+    "image": EncoderSpec(gemma.PooledImageEncoder, "<|image|>", (gemma.BEGIN, gemma.END)),
+    "video": EncoderSpec(PooledVideoEncoder, "<|video|>", (gemma.BEGIN, gemma.END)),
+    "audio": EncoderSpec(gemma.MelAudioEncoder, "<|audio|>", (gemma.AUDIO_BEGIN, gemma.AUDIO_END)),
 }
 CONFIG_FIELDS = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}
 
@@ -35,7 +35,7 @@ def build_encoders(
     return build_modalities(available, model, folder, options)
 
 
-def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+def merge_media(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
     """Insert media features. Placeholder tokens are looked up as padding, in the per-layer embeddings too."""
     config: Any = model.config
     input_ids = inputs["input_ids"]
@@ -49,10 +49,11 @@ def enter(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str,
         extra_inputs["per_layer_inputs"] = language_model.get_per_layer_inputs(text_ids, embeddings)
     if attention_name(model) != PACKED:  # transformers builds masks from token types; packed attention gets spans
         extra_inputs["mm_token_type_ids"] = is_visual.long()
-    return enter_features(model, inputs | {"inputs_embeds": embeddings}, features) | extra_inputs
+    return merge_features(model, inputs | {"inputs_embeds": embeddings}, features) | extra_inputs
 
 
-def mutual(model: PreTrainedModel) -> BidirectionalTokens | None:
+def bidirectional_tokens(model: PreTrainedModel) -> BidirectionalTokens | None:
+    """Return the tokens that attend in both directions; None if the model is fully causal."""
     config: Any = model.config
     if config.text_config.use_bidirectional_attention != "vision":
         return None
@@ -68,8 +69,8 @@ RECIPE = Recipe(
         "audio_config": {"subsampling_conv_channels": [32, 4]},
     },
     modalities=partial(build_encoders, ENCODERS),
-    merge_features=enter,
-    bidirectional=mutual,
+    merge_features=merge_media,
+    bidirectional=bidirectional_tokens,
     media_modules=(
         *visual_modules("model.vision_tower", "model.embed_vision"),
         MediaModule("audio", "encoder", "model.audio_tower", projectors=("model.embed_audio",)),

@@ -15,18 +15,19 @@ from omnizoo.models.recipe import Recipe
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 from omnizoo.recipes import gemma4
 from omnizoo.recipes.shared.encoders import EncoderSpec, visual_modules
-from omnizoo.recipes.shared.gemma_encoders import BEGIN, END, SOUND_BEGIN, SOUND_END, RawPatches, RawSound
-from omnizoo.recipes.shared.gemma_video import RawClips
+from omnizoo.recipes.shared.gemma_encoders import AUDIO_BEGIN, AUDIO_END, BEGIN, END, RawAudioEncoder, RawImageEncoder
+from omnizoo.recipes.shared.gemma_video import RawVideoEncoder
 
 ENCODERS = {
-    "image": EncoderSpec(RawPatches, "<|image|>", (BEGIN, END)),
-    "video": EncoderSpec(RawClips, "<|video|>", (BEGIN, END)),
-    "audio": EncoderSpec(RawSound, "<|audio|>", (SOUND_BEGIN, SOUND_END)),
+    "image": EncoderSpec(RawImageEncoder, "<|image|>", (BEGIN, END)),
+    "video": EncoderSpec(RawVideoEncoder, "<|video|>", (BEGIN, END)),
+    "audio": EncoderSpec(RawAudioEncoder, "<|audio|>", (AUDIO_BEGIN, AUDIO_END)),
 }
 
 
-def mutual(model: PreTrainedModel) -> BidirectionalTokens | None:
-    tokens = gemma4.mutual(model)
+def bidirectional_tokens(model: PreTrainedModel) -> BidirectionalTokens | None:
+    """Return the tokens that attend in both directions, in all layers; None if the model is fully causal."""
+    tokens = gemma4.bidirectional_tokens(model)
     return tokens and replace(tokens, everywhere=True, over_windows=True)
 
 
@@ -35,8 +36,8 @@ RECIPE = Recipe(
     blocks=("Gemma4UnifiedTextDecoderLayer",),
     small_config={"vision_config": {"patch_size": 8, "mm_embed_dim": 64, "output_proj_dims": 64}},
     modalities=partial(gemma4.build_encoders, ENCODERS),
-    merge_features=gemma4.enter,
-    bidirectional=mutual,
+    merge_features=gemma4.merge_media,
+    bidirectional=bidirectional_tokens,
     media_modules=(
         *visual_modules("model.embed_vision", "model.embed_vision.multimodal_embedder"),
         MediaModule("audio", "encoder", "model.embed_audio"),

@@ -5,7 +5,7 @@ from functools import partial
 from omnizoo.models.recipe import Recipe
 from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, visual_modules
 from omnizoo.recipes.shared.glm_image import BEGIN, END, GlmImageEncoder, GlmVideoEncoder
-from omnizoo.recipes.shared.qwen_image import enter_visual, visual_positions
+from omnizoo.recipes.shared.qwen_image import merge_visual_features, visual_positions
 
 PLACEHOLDER = "<|image|>"
 MODALITIES = {
@@ -22,6 +22,6 @@ RECIPE = Recipe(
     },
     modalities=partial(build_modalities, MODALITIES),
     positions=visual_positions,
-    merge_features=enter_visual,
+    merge_features=merge_visual_features,
     media_modules=visual_modules("model.visual", "model.visual.downsample", "model.visual.merger"),
 )

@@ -9,20 +9,21 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, load_processor
-from omnizoo.recipes.shared.image_encoders import TileTower
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, load_processor, merge_features
+from omnizoo.recipes.shared.image_encoders import TileEncoder
 
 PUBLISHED = {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD}
 
 
-class CutTower(TileTower):
+class CroppedTileEncoder(TileEncoder):
     """Encoder for images of `min_tiles` to `max_tiles` tiles; the defaults are in the preprocessor config."""
 
     def __init__(
         self, model: PreTrainedModel, folder: str | None, min_tiles: int | None = None, max_tiles: int | None = None
     ) -> None:
         config: Any = model.config
-        (height, width), patch = config.vision_config.image_size, config.vision_config.patch_size
+        height, width = config.vision_config.image_size
+        patch_height, patch_width = config.vision_config.patch_size
         processor = load_processor(
             GotOcr2ImageProcessorPil,
             folder,
@@ -32,21 +33,30 @@ class CutTower(TileTower):
             min_patches=min_tiles,
             max_patches=max_tiles,
         )
-        patches = (height // patch[0]) * (width // patch[1])
-        each = round(patches * config.downsample_ratio**2)
-        super().__init__(model, "model.vision_tower", "model.multi_modal_projector", processor, height, patches, each)
+        patches = (height // patch_height) * (width // patch_width)
+        super().__init__(
+            model,
+            "model.vision_tower",
+            "model.multi_modal_projector",
+            processor=processor,
+            edge=height,
+            patches=patches,
+            placeholders=round(patches * config.downsample_ratio**2),
+        )
 
     def tiles(self, height: int, width: int) -> int:
         return int(self.processor.get_number_of_image_patches(height, width))
 
     def layout(self, tiles: int) -> tuple[str | int, ...]:
-        return ("<img>", tiles * self.each, "</img>")
+        return ("<img>", tiles * self.tile_placeholders, "</img>")
 
 
 RECIPE = Recipe(
     about="InternVL 3 and 3.5",
     small_config={"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}, "image_seq_length": 4},
-    modalities=partial(build_modalities, {"image": EncoderSpec(CutTower, "<IMG_CONTEXT>", ("<img>", "</img>"))}),
-    merge_features=enter_features,
+    modalities=partial(
+        build_modalities, {"image": EncoderSpec(CroppedTileEncoder, "<IMG_CONTEXT>", ("<img>", "</img>"))}
+    ),
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.multi_modal_projector",)),),
 )

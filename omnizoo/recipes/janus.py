@@ -5,13 +5,14 @@ from transformers import JanusImageProcessorPil, PreTrainedModel
 from omnizoo.modalities.base import Modality
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Options, Recipe
-from omnizoo.recipes.shared.encoders import HALF, build_with_options, enter_features, load_processor
+from omnizoo.recipes.shared.encoders import HALF, build_with_options, load_processor, merge_features
 from omnizoo.recipes.shared.image_tokenizers import SquareCodes, SquareImageEncoder
 
 TOWER, ALIGNER = "model.vision_model", "model.aligner"
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
+    """Build the modalities of the model."""
     edge = model.config.vision_config.image_size
     processor = load_processor(JanusImageProcessorPil, folder, HALF, size={"height": edge, "width": edge})
     encoder = build_with_options(SquareImageEncoder, options, "image", model, processor, TOWER, ALIGNER)
@@ -36,7 +37,7 @@ RECIPE = Recipe(
         },
     },
     modalities=modalities,
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(
         MediaModule("image", "encoder", TOWER, projectors=(ALIGNER,)),
         MediaModule("image", "decoder", "model.generation_embeddings"),

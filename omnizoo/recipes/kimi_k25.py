@@ -4,11 +4,11 @@ from functools import partial
 
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
-from omnizoo.recipes.shared.kimi_image import MARKS, NativeTower
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features
+from omnizoo.recipes.shared.kimi_image import MARKS, NativeSizeEncoder
 
 # The chat template of the model writes a newline after an image.
-IMAGE = EncoderSpec(NativeTower, "<|media_pad|>", MARKS, in_chat="{item}\n")
+IMAGE = EncoderSpec(NativeSizeEncoder, "<|media_pad|>", MARKS, in_chat="{item}\n")
 
 RECIPE = Recipe(
     about="Kimi K2.5, K2.6",
@@ -16,6 +16,6 @@ RECIPE = Recipe(
     attention_width=("qk_head_dim", "v_head_dim"),
     small_config={"vision_config": {"pos_emb_height": 8, "pos_emb_width": 8}, "projection_hidden_size": 64},
     modalities=partial(build_modalities, {"image": IMAGE}),
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.mm_projector",)),),
 )

@@ -7,8 +7,8 @@ from functools import partial
 
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
-from omnizoo.recipes.shared.llama4_image import MARKS, CanvasTower
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features
+from omnizoo.recipes.shared.llama4_image import MARKS, CanvasEncoder
 
 RECIPE = Recipe(
     about="Llama 4 Scout and Maverick",
@@ -17,7 +17,7 @@ RECIPE = Recipe(
         "vision_config": {"image_size": 56, "patch_size": 14, "hidden_size": 64, "intermediate_size": 256}
         | dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64)
     },
-    modalities=partial(build_modalities, {"image": EncoderSpec(CanvasTower, "<|patch|>", MARKS)}),
-    merge_features=enter_features,
+    modalities=partial(build_modalities, {"image": EncoderSpec(CanvasEncoder, "<|patch|>", MARKS)}),
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "vision_model", projectors=("multi_modal_projector",)),),
 )

@@ -9,11 +9,11 @@ from transformers import CLIPImageProcessorPil, PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, load_processor
-from omnizoo.recipes.shared.image_encoders import TileTower
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, load_processor, merge_features
+from omnizoo.recipes.shared.image_encoders import TileEncoder
 
 
-class ClipImageEncoder(TileTower):
+class ClipImageEncoder(TileEncoder):
     """Encoder for images that are cropped to a central square, as the folder's preprocessor config specifies."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None) -> None:
@@ -21,7 +21,7 @@ class ClipImageEncoder(TileTower):
         vision = config.vision_config
         if vision.model_type != "clip_vision_model":
             raise UserError(
-                f"model.config.vision_config: {vision.model_type} towers of LLaVA are not supported: use CLIP"
+                f"model.config.vision_config: {vision.model_type} towers of LLaVA are not supported. Use CLIP."
             )
         edge = vision.image_size
         processor = load_processor(
@@ -32,8 +32,16 @@ class ClipImageEncoder(TileTower):
             crop_size={"height": edge, "width": edge},
         )
         patches = (edge // vision.patch_size) ** 2
-        each = patches + (config.vision_feature_select_strategy == "full")  # plus the class token
-        super().__init__(model, "model.vision_tower", "model.multi_modal_projector", processor, edge, patches + 1, each)
+        keeps_class_token = config.vision_feature_select_strategy == "full"
+        super().__init__(
+            model,
+            "model.vision_tower",
+            "model.multi_modal_projector",
+            processor=processor,
+            edge=edge,
+            patches=patches + 1,
+            placeholders=patches + keeps_class_token,
+        )
 
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.model.get_image_features(pixels, return_dict=True).pooler_output)
@@ -46,6 +54,6 @@ RECIPE = Recipe(
         "image_seq_length": 16,
     },
     modalities=partial(build_modalities, {"image": EncoderSpec(ClipImageEncoder, "<image>")}),
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.multi_modal_projector",)),),
 )

@@ -14,9 +14,9 @@ from omnizoo.modalities.base import Modality
 from omnizoo.modalities.item import Ids, MediaItem
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Options, Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
-from omnizoo.recipes.shared.minicpm_image import BEGIN, END, SLICE, SLICE_END, SlicedTower
-from omnizoo.recipes.shared.qwen_image import SHRINK_PARTIAL, token_kinds, with_text_positions
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features
+from omnizoo.recipes.shared.minicpm_image import BEGIN, END, SLICE, SLICE_END, SlicedEncoder
+from omnizoo.recipes.shared.qwen_image import SMALL_PARTIAL_ROTARY, token_kinds, with_text_positions
 
 NUMBER, NUMBER_END = "<image_id>", "</image_id>"
 
@@ -24,7 +24,7 @@ NUMBER, NUMBER_END = "<image_id>", "</image_id>"
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
     """Build the image encoder. Like the published processor, number images unless the folder's settings disable it."""
     marks = (BEGIN, END, SLICE, SLICE_END, NUMBER, NUMBER_END)
-    built = build_modalities({"image": EncoderSpec(SlicedTower, "<|image_pad|>", marks)}, model, folder, options)
+    built = build_modalities({"image": EncoderSpec(SlicedEncoder, "<|image_pad|>", marks)}, model, folder, options)
     encoder: Any = built["image"].encoder
     if not encoder.processor.use_image_id:
         return built
@@ -37,18 +37,18 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> I
     for item in items:
         slices, *shape = (int(size) for size in item.size.shape)
         sizes += [shape[:2], *[shape[2:]] * slices]
-    core: Any = model.get_submodule("model")
+    inner_model: Any = model.get_submodule("model")
     input_ids = torch.from_numpy(ids).long()[None]
-    axes, _ = core.get_rope_index(input_ids, token_kinds(ids, items), torch.tensor(sizes) if sizes else None)
+    axes, _ = inner_model.get_rope_index(input_ids, token_kinds(ids, items), torch.tensor(sizes) if sizes else None)
     return with_text_positions(axes).int().numpy()
 
 
 RECIPE = Recipe(
     about="MiniCPM-V 4.7",
     blocks=("Qwen3_5DecoderLayer", "MiniCPMV4_7VisionEncoderLayer"),
-    small_config={"text_config": SHRINK_PARTIAL["text_config"], "insert_layer_id": 0},
+    small_config={"text_config": SMALL_PARTIAL_ROTARY["text_config"], "insert_layer_id": 0},
     modalities=modalities,
     positions=positions,
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.merger",)),),
 )

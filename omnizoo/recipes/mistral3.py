@@ -19,13 +19,13 @@ from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import Media
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features, load_processor
-from omnizoo.recipes.shared.image_encoders import PatchTower
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, load_processor, merge_features
+from omnizoo.recipes.shared.image_encoders import PatchEncoder
 
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
-class RowTower(PatchTower):
+class RowEncoder(PatchEncoder):
     """Encoder for images of at most `max_edge` pixels per side; the default is in the preprocessor config."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_edge: int | None = None) -> None:
@@ -72,7 +72,7 @@ class RowTower(PatchTower):
 RECIPE = Recipe(
     about="Mistral Small 3.1 and 3.2, Ministral 3",
     small_config={"vision_config": {"image_size": 112, "patch_size": 14}},
-    modalities=partial(build_modalities, {"image": EncoderSpec(RowTower, "[IMG]", (BREAK, END))}),
-    merge_features=enter_features,
+    modalities=partial(build_modalities, {"image": EncoderSpec(RowEncoder, "[IMG]", (BREAK, END))}),
+    merge_features=merge_features,
     media_modules=(MediaModule("image", "encoder", "model.vision_tower", projectors=("model.multi_modal_projector",)),),
 )

@@ -9,14 +9,14 @@ from omnizoo.modalities.item import Ids, MediaItem
 from omnizoo.models.recipe import Recipe
 from omnizoo.recipes.shared.encoders import build_modalities, visual_modules
 from omnizoo.recipes.shared.qwen_image import (
-    SHRINK_TEXT,
-    SHRINK_WINDOWS,
-    WindowedTower,
-    enter_visual,
+    SMALL_MROPE,
+    SMALL_WINDOWS,
+    WindowedImageEncoder,
     media_shapes,
+    merge_visual_features,
     visual_positions,
 )
-from omnizoo.recipes.shared.qwen_video import PacedClips, visual_specs
+from omnizoo.recipes.shared.qwen_video import PacedVideoEncoder, visual_specs
 
 
 def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> Ids:
@@ -26,9 +26,9 @@ def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> I
 RECIPE = Recipe(
     about="Qwen2.5-VL 3B to 72B",
     blocks=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"),
-    small_config={"text_config": SHRINK_TEXT, "vision_config": SHRINK_WINDOWS},
-    modalities=partial(build_modalities, visual_specs(WindowedTower, PacedClips)),
+    small_config={"text_config": SMALL_MROPE, "vision_config": SMALL_WINDOWS},
+    modalities=partial(build_modalities, visual_specs(WindowedImageEncoder, PacedVideoEncoder)),
     positions=positions,
-    merge_features=enter_visual,
+    merge_features=merge_visual_features,
     media_modules=visual_modules("model.visual", "model.visual.merger"),
 )

@@ -4,17 +4,17 @@ from functools import partial
 
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
-from omnizoo.recipes.shared.audio_encoders import PROJECTOR, TOWER, MaskedWindows
-from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, enter_features
+from omnizoo.recipes.shared.audio_encoders import PROJECTOR, TOWER, MaskedWindowEncoder
+from omnizoo.recipes.shared.encoders import EncoderSpec, build_modalities, merge_features
 
 AUDIO = EncoderSpec(
-    MaskedWindows, "<|AUDIO|>", begin="<|audio_bos|>", end="<|audio_eos|>", in_chat="Audio {number}: {item}\n"
+    MaskedWindowEncoder, "<|AUDIO|>", begin="<|audio_bos|>", end="<|audio_eos|>", in_chat="Audio {number}: {item}\n"
 )
 RECIPE = Recipe(
     about="Qwen2-Audio 7B",
     blocks=("Qwen2DecoderLayer", "Qwen2AudioEncoderLayer"),
     small_config={"audio_config": {"max_source_positions": 100}},
     modalities=partial(build_modalities, {"audio": AUDIO}),
-    merge_features=enter_features,
+    merge_features=merge_features,
     media_modules=(MediaModule("audio", "encoder", TOWER, projectors=(PROJECTOR,)),),
 )

@@ -4,16 +4,16 @@ from functools import partial
 
 from omnizoo.models.recipe import Recipe
 from omnizoo.recipes.shared.encoders import build_modalities, visual_modules
-from omnizoo.recipes.shared.qwen_image import SHRINK_TEXT, ImageTower, enter_visual, visual_positions
-from omnizoo.recipes.shared.qwen_video import VideoTower, visual_specs
+from omnizoo.recipes.shared.qwen_image import SMALL_MROPE, QwenImageEncoder, merge_visual_features, visual_positions
+from omnizoo.recipes.shared.qwen_video import QwenVideoEncoder, visual_specs
 
 RECIPE = Recipe(
     about="Qwen2-VL 2B to 72B",
     blocks=("Qwen2VLDecoderLayer", "Qwen2VLVisionBlock"),
     # `embed_dim` is the width of the tower; its `hidden_size` is the width of the text model
-    small_config={"text_config": SHRINK_TEXT, "vision_config": {"embed_dim": 64, "hidden_size": 128}},
-    modalities=partial(build_modalities, visual_specs(ImageTower, VideoTower)),
+    small_config={"text_config": SMALL_MROPE, "vision_config": {"embed_dim": 64, "hidden_size": 128}},
+    modalities=partial(build_modalities, visual_specs(QwenImageEncoder, QwenVideoEncoder)),
     positions=visual_positions,
-    merge_features=enter_visual,
+    merge_features=merge_visual_features,
     media_modules=visual_modules("model.visual", "model.visual.merger"),
 )

@@ -9,20 +9,35 @@ from omnizoo.modalities.item import NestedRun
 from omnizoo.models.media.media_model import MediaModule
 from omnizoo.models.recipe import Recipe
 from omnizoo.recipes.shared.encoders import EncoderSpec
-from omnizoo.recipes.shared.qwen_audio import AudioTower, SoundingClips, build_thinker, by_time, thinker_positions
-from omnizoo.recipes.shared.qwen_image import BEGIN, END, SHRINK, InterpolatedTower, deepstack_inputs, enter_with_sound
-from omnizoo.recipes.shared.qwen_video import InterpolatedClips
+from omnizoo.recipes.shared.qwen_audio import (
+    QwenAudioEncoder,
+    VideoWithAudioEncoder,
+    build_thinker,
+    interleave_by_time,
+    thinker_positions,
+)
+from omnizoo.recipes.shared.qwen_image import (
+    BEGIN,
+    END,
+    SMALL_DEEPSTACK,
+    InterpolatedImageEncoder,
+    deepstack_inputs,
+    merge_audio_visual_features,
+)
+from omnizoo.recipes.shared.qwen_video import InterpolatedVideoEncoder
 
 
-class Qwen3OmniClips(SoundingClips, InterpolatedClips):
-    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
-        return by_time(times, heard)
+class Qwen3OmniVideoEncoder(VideoWithAudioEncoder, InterpolatedVideoEncoder):
+    """Video encoder that interleaves frames and audio token by token."""
+
+    def interleave(self, times: npt.NDArray[np.float64], num_audio: int) -> list[int | NestedRun]:
+        return interleave_by_time(times, num_audio)
 
 
 MODALITIES = {
-    "image": EncoderSpec(InterpolatedTower, "<|image_pad|>", begin=BEGIN, end=END),
-    "audio": EncoderSpec(AudioTower, "<|audio_pad|>", begin="<|audio_start|>", end="<|audio_end|>"),
-    "video": EncoderSpec(Qwen3OmniClips, "<|video_pad|>", begin=BEGIN, end=END),
+    "image": EncoderSpec(InterpolatedImageEncoder, "<|image_pad|>", begin=BEGIN, end=END),
+    "audio": EncoderSpec(QwenAudioEncoder, "<|audio_pad|>", begin="<|audio_start|>", end="<|audio_end|>"),
+    "video": EncoderSpec(Qwen3OmniVideoEncoder, "<|video_pad|>", begin=BEGIN, end=END),
 }
 MERGERS = ("model.visual.merger", "model.visual.merger_list")
 RECIPE = Recipe(
@@ -32,10 +47,10 @@ RECIPE = Recipe(
         "Qwen3OmniMoeVisionBlock",
         "Qwen3OmniMoeAudioEncoderLayer",
     ),  # `_no_split_modules` of the model names entire towers
-    small_config=SHRINK | {"audio_config": {"downsample_hidden_size": 8}},
+    small_config=SMALL_DEEPSTACK | {"audio_config": {"downsample_hidden_size": 8}},
     modalities=partial(build_thinker, MODALITIES),
     positions=thinker_positions,
-    merge_features=enter_with_sound,
+    merge_features=merge_audio_visual_features,
     language_model_inputs=deepstack_inputs,
     media_modules=(
         MediaModule("image", "encoder", "model.visual", projectors=MERGERS),

@@ -17,7 +17,7 @@ OMNI_PROOF = "tests/recipes/test_zoo.py::test_omni_family_agrees_with_one_proces
 CAPABILITIES = {"FSDP": "rep2.dp2", "HSDP": "rep2.dp2", "SP": "uly2.ring2", "EP": "dp2.uly2.ep4"}
 
 # Causal language models of transformers that `omnizoo verify --families many` checks, with a recipe file or the default
-# recipe. docs/families.md lists the results.
+# recipe. docs/reference/families.md lists the results.
 MANY = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"),
     *("glm4_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "starcoder2", "granite", "glm", "glm4", "smollm3", "cohere"),
@@ -32,36 +32,38 @@ MANY = (
 
 # Families that cannot be trained, by the `model_type` of their config, with the reason. tests/recipes/test_zoo.py
 # checks that they raise an error.
-MAMBA_1 = "Mamba-1 layers: every channel of every state decays by itself, for which there is no rule of ours yet"
-INLINE = "its layers carry a state by code of their own, through no function that could be replaced"
-INDEXED = "an index picks what its attention sees, among all tokens of a pack, those of other samples too"
+MAMBA_1 = "Mamba-1 layers are not supported: each channel of each state has a separate decay"
+INLINE = "the code of its recurrent layers is inline, so OmniZoo cannot replace it"
+INDEXED = "an index selects the tokens that it attends to, across the samples of a pack"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), MAMBA_1),
-    "zamba2": "several of its layers run one and the same block: FSDP2 cannot shard weights that blocks share",
+    "zamba2": "several layers share one block, and FSDP2 cannot shard weights that blocks share",
     **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), INLINE),
     **dict.fromkeys(("glm5_next", "qwen4_exp_text"), INDEXED),
 }
 # Families without media support. With `model.text_only: true`, those that generate text can be trained on text.
 NO_MEDIA: dict[str, str] = {
-    "phi4_multimodal": "its audio tower draws from numpy's global random numbers in training",
-    "higgs_audio_v2": "it writes no text, only codes of speech of a codec that is not in its folder; not supported yet",
+    "phi4_multimodal": "its audio tower uses the global random generator of numpy in training",
+    "higgs_audio_v2": "it generates only speech codes, of a codec that its folder does not contain",
 }
 
 
 @dataclass(frozen=True)
 class FamilyEntry:
+    """A family with a separate recipe file, and its capabilities."""
+
     family: str
     recipe: Recipe
     lines: int  # lines of the recipe file
     shared_lines: int  # lines of directly or indirectly imported recipe files that are not families
     is_moe: bool
-    is_dealt: bool  # whether expert parallelism can distribute its experts
+    has_expert_parallelism: bool  # whether expert parallelism can distribute its experts
     is_omni: bool  # whether the family has modalities other than text
 
     def proof(self, capability: str) -> str | None:
         """Return the test that proves a capability; None if the family does not have the capability."""
         proof = OMNI_PROOF if self.is_omni else PROOF
-        return None if capability == "EP" and not self.is_dealt else f"{proof}[{self.family}]"
+        return None if capability == "EP" and not self.has_expert_parallelism else f"{proof}[{self.family}]"
 
 
 def families() -> list[FamilyEntry]:
@@ -81,7 +83,7 @@ def _entry(family: str, module: ModuleType) -> FamilyEntry:
         lines=_count_lines(module),
         shared_lines=sum(_count_lines(used) for used in _imported_recipes(module) if not _is_family(used)),
         is_moe=is_moe,
-        is_dealt=is_moe and recipe.has_experts is not False,
+        has_expert_parallelism=is_moe and recipe.has_experts is not False,
         is_omni=recipe.modalities is not None,
     )
 

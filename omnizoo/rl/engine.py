@@ -1,10 +1,11 @@
-"""Training engine for reinforcement learning frameworks, on any layout (docs/rl.md).
+"""Training engine for reinforcement learning frameworks, on any layout (docs/how-to/rl.md).
 
 It computes log-probabilities of rollouts, runs policy-gradient steps, and streams the weights to the rollout engine.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ from omnizoo.training.setup import build_bundle, joined_world, set_up_training
 from omnizoo.training.step import train_step
 
 
+@dataclass(frozen=True)
+class Scorer:
+    """Computes log-probabilities of rollouts with a model."""
+
+    objective: LanguageObjective
+    balancer: Balancer
+    recorder: LogProbabilityRecorder
+
+
 class Engine:
     """A model with its optimizer and losses on a mesh.
 
@@ -65,17 +75,19 @@ class Engine:
         Raises:
             UserError: If the config sets `train.epochs`, or losses that rollouts cannot be used with.
         """
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         self.directory = Path(config.checkpoint.dir or Path(config.log.dir) / "checkpoints")
         check_plugins(config, reads_rows=False)
         if config.train.epochs is not None:
-            raise UserError("train.epochs: an engine reads no rows, so there is nothing to count; set train.steps")
+            raise UserError(
+                f"train.epochs: {config.train.epochs}, but omnizoo.Engine reads no rows to count epochs of. Set "
+                "train.steps instead."
+            )
         losses = build_losses(config)
         self._temperature = temperature_of(losses)
         if config.preference_pairs != "refused":
-            raise UserError(
-                "train.losses: one of them reads preference pairs, which rollouts are not; use grpo or gspo"
-            )
+            raise UserError("train.losses: a loss on preferences cannot be computed on rollouts. Use grpo or gspo.")
         bundle = sync_errors(mesh, lambda: build_bundle(config))
         check_same_model(config, mesh)
         self.model: nn.Module = bundle.model
@@ -87,11 +99,9 @@ class Engine:
         self.steps: int = self._setup.saved.get("step", 0)
         self.bad_steps: int = self._setup.saved.get("bad_steps", 0)
         self._rollouts = RolloutReader(self._reader.renderer, config.data.pack_tokens, vocabulary_size(self.model))
-        self._needs = sorted({name for loss in losses for name in loss.loss.needs})
-        self._is_settled = False  # whether the recompute budget has been applied, which needs the first rollouts
-        self._scoring: dict[
-            bool, tuple[LanguageObjective, Balancer, LogProbabilityRecorder]
-        ] = {}  # key: whether the model is the reference model
+        self._required_columns = sorted({name for loss in losses for name in loss.loss.required_columns})
+        self._is_budget_applied = False  # the recompute budget needs the first rollouts
+        self._scorers: dict[bool, Scorer] = {}  # key: whether the model is the reference model
 
     @classmethod
     @contextmanager
@@ -113,11 +123,18 @@ class Engine:
 
         Yields:
             The engine, in a single process or in the processes that torchrun started.
+
+        Raises:
+            UserError: If the config or the model cannot be used.
+
+        Example:
+            >>> with omnizoo.Engine.start("grpo.yaml") as engine:
+            ...     metrics = engine.step(rollouts)
         """
         objects = {"model": model, "tokenizer": tokenizer}
-        read = load_config(config, overrides, objects=objects, needs_data=False)
-        with joined_world(read, has_loader=False) as (read, mesh):
-            yield cls(read, mesh)
+        loaded_config = load_config(config, overrides, objects=objects, needs_data=False)
+        with joined_world(loaded_config, has_loader=False) as (run_config, mesh):
+            yield cls(run_config, mesh)
 
     @torch.no_grad()
     def log_probabilities(self, rollouts: Sequence[Rollout], reference: bool = False) -> list[torch.Tensor]:
@@ -134,23 +151,26 @@ class Engine:
         Raises:
             UserError: If a rollout is invalid, or ranks have different rollouts.
         """
-        samples = self._agreed(lambda: self._rollouts.to_score(rollouts, LogProbabilityRecorder.PLACE))
-        objective, balancer, recorded = self._scorer(reference)
-        data = self._deal(samples, balancer)
+        samples = self._same_samples(lambda: self._rollouts.to_score(rollouts, LogProbabilityRecorder.PLACE))
+        scorer = self._scorer(reference)
+        data = self._redistribute(samples, scorer.balancer)
+        precision = self.config.train.precision
         lengths = [int(sample.is_target.sum()) for sample in samples]
-        wide = torch.float64 if self.config.train.precision == "fp64" else torch.float32
-        recorded.values = torch.zeros(sum(lengths), dtype=wide, device=self.mesh.device)
+        dtype = torch.float64 if precision == "fp64" else torch.float32
+        scorer.recorder.values = torch.zeros(sum(lengths), dtype=dtype, device=self.mesh.device)
+
+        objective = scorer.objective
         model = objective.model
         model.eval()
         with adapter_disabled(model) if reference and model is self.model else nullcontext():
             for batch in data.micro_batches:
-                with keep_precision(self.config.train.precision):
+                with keep_precision(precision):
                     objective.terms(batch)
         objective.router_stats.reset()
         release(model)
         self.model.train()
         # Each token is processed by one rank, and the others have 0 at its position.
-        return list(self.mesh.total(recorded.values).cpu().split(lengths))
+        return list(self.mesh.total(scorer.recorder.values).cpu().split(lengths))
 
     def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Run one optimizer step on all `rollouts` together, with the losses of the config (`grpo`, `gspo`, ...).
@@ -166,13 +186,13 @@ class Engine:
         Raises:
             UserError: If a rollout is invalid or lacks a field, or ranks have different rollouts.
         """
-        samples = self._agreed(lambda: self._rollouts.to_train(rollouts, self._needs))
+        samples = self._same_samples(lambda: self._rollouts.to_train(rollouts, self._required_columns))
         setup = self._setup
         assert setup.optimizer is not None
-        data = self._deal(samples, setup.balancer)
-        if not self._is_settled:
+        data = self._redistribute(samples, setup.balancer)
+        if not self._is_budget_applied:
             apply_recompute_budget(setup.objective, data, setup.saved.get("recompute"))
-            self._is_settled = True
+            self._is_budget_applied = True
         self.steps += 1
         result = train_step(setup.objective, setup.optimizer, data, self.steps)
         self.bad_steps += not result.finite
@@ -201,8 +221,8 @@ class Engine:
         adapter = self.config.model.adapter
         if adapter is not None and adapter.base is not None:
             raise UserError(
-                f"weights: the base is held as {adapter.base} (model.adapter.base), and no longer as it was published; "
-                "ask for adapter_only=True, and let the rollout engine have the base from its folder"
+                f"weights: the base is quantized (model.adapter.base: {adapter.base}), so its original weights are not "
+                "available. Use adapter_only=True, and load the base in the rollout engine from its folder."
             )
         return stream_weights(self.model, self._keys, dtype, is_kept)
 
@@ -219,39 +239,49 @@ class Engine:
             self.directory, self.steps, self.model, optimizer, state, self.mesh, self.config, self.tokenizer
         )
 
-    def _agreed(self, read: Callable[[], list[Sample]]) -> list[Sample]:
+    def _same_samples(self, read: Callable[[], list[Sample]]) -> list[Sample]:
+        """Convert rollouts to samples, and check that all ranks have the same ones. Collective."""
         samples = sync_errors(self.mesh, read)
-        if self.mesh.layout.world > 1 and (rank := first_different_rank(self.mesh, digest(samples))) is not None:
-            raise UserError(f"rollouts: rank {rank} has other ones than rank 0; give all ranks the same list")
+        if self.mesh.layout.world > 1:
+            rank = first_different_rank(self.mesh, digest(samples))
+            if rank is not None:
+                raise UserError(
+                    f"rollouts: rank {rank} has different rollouts than rank 0. Pass the same list on all ranks."
+                )
         return samples
 
-    def _deal(self, samples: Sequence[Sample], balancer: Balancer) -> StepData:
+    def _redistribute(self, samples: Sequence[Sample], balancer: Balancer) -> StepData:
         """Pack the samples and redistribute the packs. As in training, each rank prepares some of the packs."""
-        mesh, packs, bad = self.mesh, [], []
-        for index, packed in enumerate(pack_all(samples, self.config.data.pack_tokens)):
+        mesh = self.mesh
+        packs = []
+        bad_media: list[str] = []
+        for index, pack_samples in enumerate(pack_all(samples, self.config.data.pack_tokens)):
             if index % mesh.layout.world == mesh.rank:
-                pack, undecodable = prepare_pack(index, packed, self._reader)
+                pack, messages = prepare_pack(index, pack_samples, self._reader)
                 packs.append(pack)
-                bad += undecodable
-        return balancer(LoadedStep(packs, error=bad[0] if bad else None))
+                bad_media += messages
+        return balancer(LoadedStep(packs, error=bad_media[0] if bad_media else None))
 
-    def _scorer(self, reference: bool) -> tuple[LanguageObjective, Balancer, LogProbabilityRecorder]:
-        if reference not in self._scoring:
-            model = self.model
-            if reference:  # build it as preference losses do
-                dpo = DPO()
-                sync_errors(self.mesh, lambda: dpo.set_up(self.model, self.mesh, self.config))
-                model = dpo.reference.asked.model
-            # Compute logits in chunks if and only if the training losses do, so that equal policies give a ratio of
-            # exactly 1.
-            asked = [
-                loss.loss.chunked for loss in self._setup.objective.token_losses if isinstance(loss.loss, HeadLoss)
-            ]
-            recorded = LogProbabilityRecorder(self._temperature, chunked=asked[0] if asked else None)
-            named = name_loss("log_probabilities", recorded)
-            objective = sync_errors(self.mesh, lambda: build_objective(model, self.mesh, self.config, [named]))
-            self._scoring[reference] = objective, Balancer(model, self.mesh, self.config), recorded
-        return self._scoring[reference]
+    def _scorer(self, reference: bool) -> Scorer:
+        """Return the scorer of the current or the reference model, which is built on first use. Collective."""
+        if reference not in self._scorers:
+            self._scorers[reference] = self._build_scorer(reference)
+        return self._scorers[reference]
+
+    def _build_scorer(self, reference: bool) -> Scorer:
+        model = self.model
+        if reference:  # build it as preference losses do
+            dpo = DPO()
+            sync_errors(self.mesh, lambda: dpo.set_up(self.model, self.mesh, self.config))
+            model = dpo.reference.scorer.model
+        # Compute logits in chunks if and only if the training losses do, so that equal policies give a ratio of
+        # exactly 1.
+        losses = [loss.loss for loss in self._setup.objective.token_losses]
+        chunked = [loss.chunked for loss in losses if isinstance(loss, HeadLoss)]
+        recorder = LogProbabilityRecorder(self._temperature, chunked=chunked[0] if chunked else None)
+        named_loss = name_loss("log_probabilities", recorder)
+        objective = sync_errors(self.mesh, lambda: build_objective(model, self.mesh, self.config, [named_loss]))
+        return Scorer(objective, Balancer(model, self.mesh, self.config), recorder)
 
 
 def temperature_of(losses: Sequence[NamedLoss]) -> float:
@@ -260,8 +290,11 @@ def temperature_of(losses: Sequence[NamedLoss]) -> float:
     Raises:
         UserError: If the losses have different temperatures.
     """
-    found = {loss.loss.temperature: loss.who for loss in losses if isinstance(loss.loss, Policy)}
-    if len(found) > 1:
-        listed = ", ".join(f"{temperature:g} ({who})" for temperature, who in found.items())
-        raise UserError(f"train.losses: the temperatures {listed} differ; expected the one that rollouts are drawn at")
-    return next(iter(found), 1.0)
+    temperatures = {loss.loss.temperature: loss.who for loss in losses if isinstance(loss.loss, Policy)}
+    if len(temperatures) > 1:
+        listed = ", ".join(f"{temperature:g} ({who})" for temperature, who in temperatures.items())
+        raise UserError(
+            f"train.losses: different temperatures: {listed}. Set all of them to the sampling temperature of the "
+            "rollouts."
+        )
+    return next(iter(temperatures), 1.0)

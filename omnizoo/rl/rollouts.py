@@ -1,7 +1,7 @@
 """Convert rollouts to samples: a prompt, the generated response, and values for each response token."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from omnizoo.modalities.item import Ids
 from omnizoo.modalities.media import BadMedia
 
 Numbers = npt.NDArray[np.float64]
-KNOWN = ("advantage", "old", "reference")  # fields of `Rollout` with one value per token
+TOKEN_VALUES = ("advantage", "old", "reference")  # fields of `Rollout` with one value per token
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class Rollout:
         reference: Log-probabilities under the reference model, per token.
         mask: Whether the model generated each token. Other tokens, such as tool output, are context and not targets.
             Default: the model generated all of them.
-        extra: Additional per-token values for custom losses, by name (see `Loss.needs`).
+        extra: Additional per-token values for custom losses, by name (see `Loss.required_columns`).
+
+    Example:
+        >>> omnizoo.Rollout(prompt="2 + 2 =", answer=[220, 19, 2], advantage=1.0, old=[-0.3, -1.2, -0.1])
     """
 
     prompt: Any
@@ -64,115 +67,167 @@ class RolloutReader:
     """Converts rollouts to samples. An invalid rollout raises a `UserError` with its number."""
 
     def __init__(self, renderer: Renderer, pack_tokens: int, vocabulary: int | None) -> None:
-        self.renderer, self.pack_tokens, self.vocabulary = renderer, pack_tokens, vocabulary
+        """Prepare the reader.
+
+        Args:
+            renderer: Renders prompts.
+            pack_tokens: Maximum number of tokens of a rollout.
+            vocabulary: Number of token ids of the model; None if it is unknown.
+        """
+        self.renderer = renderer
+        self.pack_tokens = pack_tokens
+        self.vocabulary = vocabulary
 
     def to_score(self, rollouts: Sequence[Rollout], place: str) -> list[Sample]:
         """Return samples for scoring, with all response tokens as targets.
 
         The column `place` numbers the response tokens consecutively over all rollouts.
         """
-        samples, first = [], 0
+        samples = []
+        first = 0
         for number, (prompt, answer, _) in enumerate(self._read(rollouts)):
-            places = np.arange(first, first + len(answer), dtype=np.float64)
-            samples.append(self._sample(number, prompt, answer, np.ones(len(answer), np.bool_), {place: places}))
+            index = np.arange(first, first + len(answer), dtype=np.float64)
+            is_target = np.ones(len(answer), np.bool_)
+            samples.append(self._sample(number, prompt, answer, is_target, {place: index}))
             first += len(answer)
         return samples
 
-    def to_train(self, rollouts: Sequence[Rollout], needs: Iterable[str]) -> list[Sample]:
+    def to_train(self, rollouts: Sequence[Rollout], required: Collection[str]) -> list[Sample]:
         """Return samples for training, with the tokens that the model generated as targets.
 
-        Each sample has a column for every value in `needs` and every value that any rollout has.
+        Each sample has a column for every value in `required` and every value that any rollout has.
 
         Raises:
             UserError: If a rollout lacks one of these values.
         """
-        samples, read = [], list(self._read(rollouts))
-        wanted = sorted({*needs, *(name for *_, rollout in read for name in _given(rollout))})
-        if reserved := TOKEN_FIELDS.keys() & wanted:
-            raise UserError(f"rollouts: {min(reserved)} in `extra` is the name of a built-in column; use another name")
-        for number, (prompt, answer, rollout) in enumerate(read):
-            key, count = f"rollouts[{number}]", len(answer)
+        rendered = list(self._read(rollouts))
+        names = set(required)
+        for _, _, rollout in rendered:
+            names.update(_token_values(rollout))
+        reserved = TOKEN_FIELDS.keys() & names
+        if reserved:
+            raise UserError(
+                f"rollouts: `extra` contains {min(reserved)}, which is the name of a built-in column. Use another name."
+            )
+
+        samples = []
+        for number, (prompt, answer, rollout) in enumerate(rendered):
+            key = f"rollouts[{number}]"
+            count = len(answer)
             mask = np.ones(count, np.bool_)
             if rollout.mask is not None:
                 mask = _numbers(rollout.mask, count, f"{key}.mask") != 0
             if not mask.any():
-                raise UserError(f"{key}.mask: all of it is false; expected at least one token that the model wrote")
-            numbers = _given(rollout)
-            for name in wanted:
-                if name not in numbers:
-                    why = "which the loss needs" if name in needs else "which other rollouts have"
-                    raise UserError(f"{key} has no {name}, {why}; expected a number for each of its {count} tokens")
-            extra = {name: _numbers(numbers[name], count, f"{key}.{name}", name == "advantage") for name in wanted}
-            samples.append(self._sample(number, prompt, answer, mask, extra))
+                raise UserError(f"{key}.mask: no value is true. Set it to true for tokens that the model generated.")
+            values = _token_values(rollout)
+            columns = {}
+            for name in sorted(names):
+                if name not in values:
+                    reason = "which the loss requires" if name in required else "which other rollouts have"
+                    raise UserError(f"{key}.{name}: not set, {reason}. Set one number for each of its {count} tokens.")
+                columns[name] = _numbers(values[name], count, f"{key}.{name}", may_be_scalar=name == "advantage")
+            samples.append(self._sample(number, prompt, answer, mask, columns))
         return samples
 
     def _read(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[RenderedRow, Ids, Rollout]]:
         """Yield (rendered prompt, response ids, rollout). A prompt object that rollouts share is rendered once."""
-        if isinstance(rollouts, Rollout | str | bytes) or not isinstance(rollouts, Sequence) or not rollouts:
-            shown = "empty" if isinstance(rollouts, Sequence) else f"a {type(rollouts).__name__}"
-            raise UserError(f"rollouts: it is {shown}; expected a list of omnizoo.Rollout")
-        written: dict[int, RenderedRow] = {}
+        if isinstance(rollouts, Rollout | str | bytes) or not isinstance(rollouts, Sequence):
+            raise UserError(f"rollouts: a {type(rollouts).__name__}. Pass a list of omnizoo.Rollout.")
+        if not rollouts:
+            raise UserError("rollouts: empty. Pass a list of omnizoo.Rollout.")
+        prompts: dict[int, RenderedRow] = {}  # by id of the prompt object
         for number, rollout in enumerate(rollouts):
+            key = f"rollouts[{number}]"
             if not isinstance(rollout, Rollout):
-                raise UserError(f"rollouts[{number}] is a {type(rollout).__name__}; expected an omnizoo.Rollout")
-            if id(rollout.prompt) not in written:
-                written[id(rollout.prompt)] = self._prompt(rollout.prompt, f"rollouts[{number}].prompt")
-            yield written[id(rollout.prompt)], self._ids(rollout.answer, f"rollouts[{number}].answer"), rollout
+                raise UserError(f"{key}: a {type(rollout).__name__}. Pass an omnizoo.Rollout.")
+            if id(rollout.prompt) not in prompts:
+                prompts[id(rollout.prompt)] = self._prompt(rollout.prompt, f"{key}.prompt")
+            yield prompts[id(rollout.prompt)], self._ids(rollout.answer, f"{key}.answer"), rollout
 
     def _prompt(self, prompt: Any, key: str) -> RenderedRow:
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
-            try:
-                rendered = self.renderer.prompt(prompt)
-            except (BadRow, BadMedia) as reason:
-                raise UserError(f"{key} cannot be used: {reason}") from None
-            # Media that the model generated in earlier turns are not targets.
-            return replace(rendered, items=tuple(replace(item, is_target=False) for item in rendered.items))
-        ids = self._ids(prompt, key)
-        return RenderedRow(make_columns(input_ids=ids))
+        """Render a string or chat messages, or convert token ids. `key` names the prompt in messages."""
+        is_messages = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+        if not isinstance(prompt, str) and not is_messages:
+            ids = self._ids(prompt, key)
+            return RenderedRow(make_columns(input_ids=ids))
+        try:
+            rendered = self.renderer.prompt(prompt)
+        except (BadRow, BadMedia) as reason:
+            raise UserError(f"{key}: cannot be used: {reason}") from None
+        # Media that the model generated in earlier turns are not targets.
+        items = tuple(replace(item, is_target=False) for item in rendered.items)
+        return replace(rendered, items=items)
 
-    def _ids(self, given: Any, key: str) -> Ids:
-        ids = _to_array(given)
+    def _ids(self, values: Any, key: str) -> Ids:
+        """Convert token ids to an array. Raises a `UserError` if one is invalid or a placeholder token."""
+        ids = _to_array(values)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-            raise UserError(f"{key} is {given!r:.60}; expected token ids, at least one")
-        most = np.iinfo(np.int32).max if self.vocabulary is None else self.vocabulary
-        if len(outside := ids[(ids < 0) | (ids >= most)]):
-            raise UserError(f"{key} has the token {outside[0]}; expected ids from 0 to {most - 1}, the model's")
-        if len(places := np.intersect1d(ids, [*self.renderer.placeholders, *self.renderer.reserved])):
-            token = self.renderer.tokenizer.convert_ids_to_tokens(int(places[0]))
-            way_out = "give the prompt as messages, with the media"
+            raise UserError(f"{key}: {values!r:.60} is not a list of token ids. Pass at least one token id.")
+        limit = np.iinfo(np.int32).max if self.vocabulary is None else self.vocabulary
+        outside = ids[(ids < 0) | (ids >= limit)]
+        if len(outside):
+            raise UserError(f"{key}: token id {outside[0]} is not in the model's vocabulary. Use 0 to {limit - 1}.")
+        placeholders = np.intersect1d(ids, [*self.renderer.placeholders, *self.renderer.reserved])
+        if len(placeholders):
+            token = self.renderer.tokenizer.convert_ids_to_tokens(int(placeholders[0]))
+            advice = "Pass the prompt as messages, with the media."
             if key.endswith(".answer"):
-                way_out = "media that a model produces are not taken in rollouts, whose numbers are those of tokens"
-            raise UserError(f"{key} has {token!r}, the place of media; {way_out}")
+                advice = "Rollouts support only responses of text, because their values are per token."
+            raise UserError(f"{key}: {token!r} is a placeholder token of media. {advice}")
         return ids.astype(np.int32)
 
     def _sample(
-        self, number: int, prompt: RenderedRow, answer: Ids, mask: npt.NDArray[np.bool_], extra: Mapping[str, Numbers]
+        self,
+        number: int,
+        prompt: RenderedRow,
+        answer: Ids,
+        is_target: npt.NDArray[np.bool_],
+        token_values: Mapping[str, Numbers],
     ) -> Sample:
+        """Join a prompt and a response.
+
+        Args:
+            number: Number of the rollout.
+            prompt: The rendered prompt.
+            answer: Token ids of the response.
+            is_target: Whether each token of the response is a target.
+            token_values: Columns with one value per token of the response.
+        """
         key = f"rollouts[{number}]"
         if not len(prompt):
-            raise UserError(f"{key}.prompt is empty: there is nothing to predict the first token of the answer from")
+            raise UserError(
+                f"{key}.prompt: empty, so the first token of the response cannot be predicted. Add a token."
+            )
         ids = np.concatenate([prompt.input_ids, answer])
         if len(ids) > self.pack_tokens:
             raise UserError(
-                f"{key} has {len(ids)} tokens, which are longer than data.pack_tokens ({self.pack_tokens}); a rollout "
-                "is never cut"
+                f"{key}: {len(ids)} tokens, but data.pack_tokens is {self.pack_tokens}, and rollouts are never "
+                "truncated. Raise data.pack_tokens, or pass shorter rollouts."
             )
-        before = len(prompt)
+        num_prompt_tokens = len(prompt)
         labels = np.full_like(ids, IGNORE_INDEX)
-        labels[before:][mask] = answer[mask]
+        labels[num_prompt_tokens:][is_target] = answer[is_target]
         positions = self.renderer.positions
+        padded_values = {}
+        for name, values in token_values.items():
+            padded_values[name] = np.concatenate([np.zeros(num_prompt_tokens), values])
         columns = make_columns(
             input_ids=ids,
             labels=labels,
             position_ids=None if positions is None else positions(ids, prompt.items),
-            **{name: np.concatenate([np.zeros(before), numbers]) for name, numbers in extra.items()},
+            **padded_values,
         )
         return Sample(columns, prompt.items, id=SampleId(0, 0, number, 0))
 
 
-def _given(rollout: Rollout) -> dict[str, Any]:
-    numbers = {name: value for name in KNOWN if (value := getattr(rollout, name)) is not None}
-    return numbers | dict(rollout.extra)
+def _token_values(rollout: Rollout) -> dict[str, Any]:
+    """Return the per-token values that a rollout has, by name."""
+    values = {}
+    for name in TOKEN_VALUES:
+        value = getattr(rollout, name)
+        if value is not None:
+            values[name] = value
+    return values | dict(rollout.extra)
 
 
 def _to_array(values: Any, dtype: type[np.float64] | None = None) -> npt.NDArray[Any]:
@@ -185,16 +240,22 @@ def _to_array(values: Any, dtype: type[np.float64] | None = None) -> npt.NDArray
         return np.zeros((0, 0))
 
 
-def _numbers(given: Any, count: int, key: str, may_be_one: bool = False) -> Numbers:
-    numbers = _to_array(given, np.float64)
-    if may_be_one and not numbers.ndim:
+def _numbers(values: Any, count: int, key: str, may_be_scalar: bool = False) -> Numbers:
+    """Convert per-token values to an array `[count]`. A scalar is repeated if `may_be_scalar`.
+
+    Raises:
+        UserError: If the number of values is not `count`, or a value is not finite. The message begins with `key`.
+    """
+    numbers = _to_array(values, np.float64)
+    if may_be_scalar and not numbers.ndim:
         numbers = np.full(count, numbers)
     if numbers.shape != (count,):
-        shown = f"{len(numbers)} numbers" if numbers.ndim == 1 else f"{given!r:.60}"
-        raise UserError(f"{key}: {shown}; expected a number for each of the {count} tokens of the answer")
-    if not np.isfinite(numbers).all():
-        at = int(np.flatnonzero(~np.isfinite(numbers))[0])
-        raise UserError(f"{key}[{at}] is {numbers[at]}; expected a finite number")
+        description = f"{len(numbers)} numbers" if numbers.ndim == 1 else f"{values!r:.60}"
+        raise UserError(f"{key}: {description}. Pass one number for each of the {count} tokens of the response.")
+    is_finite = np.isfinite(numbers)
+    if not is_finite.all():
+        index = int(np.flatnonzero(~is_finite)[0])
+        raise UserError(f"{key}[{index}]: {numbers[index]} is not finite. Pass finite numbers.")
     return numbers
 
 
@@ -212,17 +273,23 @@ def pack_all(samples: Sequence[Sample], pack_tokens: int) -> list[list[Sample]]:
 def _with_shared_media(samples: Sequence[Sample]) -> list[Sample]:
     """Merge a media item that several samples of a pack share into one item with several spans, to encode it once."""
     first: dict[int, tuple[int, int]] = {}  # id of the raw item -> (first sample that has it, index of the item there)
-    items, starts, start = [list(sample.items) for sample in samples], [], 0
+    items_by_sample = [list(sample.items) for sample in samples]
+    starts = []
+    start = 0
     for number, sample in enumerate(samples):
         starts.append(start)
         start += len(sample)
-        for at, item in enumerate(sample.items):
-            holder, place = first.setdefault(id(item.raw), (number, at))
-            if holder != number:
-                own = items[holder][place]
-                items[holder][place] = replace(own, spans=own.spans + item.moved(starts[number] - starts[holder]).spans)
-        items[number] = [item for at, item in enumerate(items[number]) if first[id(item.raw)] == (number, at)]
-    return [replace(sample, items=tuple(own)) for sample, own in zip(samples, items, strict=True)]
+        unshared = []
+        for index, item in enumerate(sample.items):
+            first_sample, first_index = first.setdefault(id(item.raw), (number, index))
+            if first_sample != number:
+                shared = items_by_sample[first_sample][first_index]
+                moved = item.moved(starts[number] - starts[first_sample])
+                items_by_sample[first_sample][first_index] = replace(shared, spans=shared.spans + moved.spans)
+            elif first_index == index:
+                unshared.append(item)
+        items_by_sample[number] = unshared
+    return [replace(sample, items=tuple(items)) for sample, items in zip(samples, items_by_sample, strict=True)]
 
 
 def digest(samples: Sequence[Sample]) -> str:

@@ -44,7 +44,7 @@ from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans, Bidire
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 LENGTHS = (19, 23, 13)  # tokens of the samples in the pack; longer than the attention windows of a small copy
-MUTUAL = (3, 6)  # bidirectional tokens in each sample (first, count), for models that have them
+BIDIRECTIONAL = (3, 6)  # bidirectional tokens in each sample (first, count), for models that have them
 VOCABULARY = 256
 LARGEST = 50_000_000  # weights of a small copy, to limit time and host memory
 ALONE = 1e-4  # relative tolerance for logits alone and in a pack: different shapes round differently
@@ -53,6 +53,8 @@ SHRINKINGS = (Shrinking(), Shrinking(widths=False), Shrinking(widths=False, dept
 
 @dataclass(frozen=True)
 class ProbeResult:
+    """Result of the probe of a model that passed the checks."""
+
     shrinking: Shrinking  # scaling that works for this model family
     random: tuple[str, ...]  # settings that make the model use random numbers in training, with their values
     stubborn: bool = False  # True if no setting of its config turns the random numbers off
@@ -69,15 +71,18 @@ def probe(spec: ModelSection) -> ProbeResult:
         UserError: If a token depends on later tokens or on other samples, or the model cannot run on packs.
     """
     with _quiet():
-        probed = _probe(spec.model_copy(update={"adapter": None}))
+        result = _probe(spec.model_copy(update={"adapter": None}))
     dropout = spec.adapter.dropout if spec.adapter else 0.0
-    return replace(probed, random=(*probed.random, f"model.adapter.dropout {dropout:g}")) if dropout else probed
+    if not dropout:
+        return result
+    return replace(result, random=(*result.random, f"model.adapter.dropout {dropout:g}"))
 
 
 def _probe(spec: ModelSection) -> ProbeResult:
+    """Check the first small copy of the model that can be built and run, starting with the smallest."""
     failure: BaseException | None = None
-    is_own = is_own_module(spec)
-    for shrinking in SHRINKINGS[:1] if is_own else SHRINKINGS:
+    is_user_module = is_own_module(spec)
+    for shrinking in SHRINKINGS[:1] if is_user_module else SHRINKINGS:
         small = replace(shrinking, vocabulary=VOCABULARY)
         try:
             model = _small_copy(spec, small)
@@ -86,27 +91,28 @@ def _probe(spec: ModelSection) -> ProbeResult:
             run = _Run(model, spec)
             is_random = run.is_random()
         except (UnbuildableError, *BUILDING_ERRORS) as error:
-            if is_own:
+            if is_user_module:
                 raise  # user code: its traceback is more helpful than a message
             failure = failure or error
             continue
         model.train(not is_random)
-        _refuse_leaks(run, spec)
-        mutual = media_model(model).bidirectional
-        if mutual is not None and attention_name(model) == PACKED:  # other implementations receive a mask
-            _check_mutual(run, mutual)
-        if is_random or is_own:
-            return ProbeResult(shrinking, ("by code of its own",) if is_random else (), stubborn=is_random)
-        return ProbeResult(shrinking, _active(spec, small))
+        _check_leaks(run, spec)
+        bidirectional = media_model(model).bidirectional
+        if bidirectional is not None and attention_name(model) == PACKED:  # other implementations receive a mask
+            _check_bidirectional(run, bidirectional)
+        if is_random:
+            return ProbeResult(shrinking, ("in its code",), stubborn=True)
+        if is_user_module:
+            return ProbeResult(shrinking, ())
+        return ProbeResult(shrinking, _random_settings(spec, small))
     if failure is not None:
+        model_type = _language_config(spec).model_type
         raise UserError(
-            f"{_key(spec)}: `{_language_config(spec).model_type}` cannot be run as training runs models, packed and "
-            f"without a mask: "
-            f"{named_line(failure)}"
+            f"{_key(spec)}: `{model_type}` cannot run on packs without a mask, which training needs: "
+            f"{named_line(failure)}. Use another model."
         )
-    return ProbeResult(
-        SHRINKINGS[0], (), unchecked=f"it has more than {LARGEST // 10**6} M weights, and no small copy of it works"
-    )
+    reason = f"it has more than {LARGEST // 10**6} M weights, and no small copy of it works"
+    return ProbeResult(SHRINKINGS[0], (), unchecked=reason)
 
 
 def active_dropout(model: nn.Module) -> dict[str, float]:
@@ -117,9 +123,15 @@ def active_dropout(model: nn.Module) -> dict[str, float]:
 def dropout_of_media(model: nn.Module) -> list[str]:
     """Return the active dropout of encoders, followers and decoders, which the probe does not run."""
     media = media_model(model)
-    modules = [module for role in ("encoder", "follower", "decoder") for module in media.modules_of(role)]
-    parts = [(own.modality, model.get_submodule(own.module)) for own in modules if own.module]
-    return [f"{name}.{inner} {p:g}" for name, part in parts for inner, p in active_dropout(part).items()]
+    described = []
+    for role in ("encoder", "follower", "decoder"):
+        for media_module in media.modules_of(role):
+            if not media_module.module:
+                continue
+            submodule = model.get_submodule(media_module.module)
+            for name, p in active_dropout(submodule).items():
+                described.append(f"{media_module.modality}.{name} {p:g}")
+    return described
 
 
 @contextmanager
@@ -133,14 +145,15 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def _active(spec: ModelSection, shrinking: Shrinking) -> tuple[str, ...]:
+def _random_settings(spec: ModelSection, shrinking: Shrinking) -> tuple[str, ...]:
     """Return the settings that make the model use random numbers in training; empty if they have no effect."""
-    named = random_fields(_language_config(spec).to_dict())
-    if not named:
+    settings = random_fields(_language_config(spec).to_dict())
+    if not settings:
         return ()
     model = _small_copy(spec, replace(shrinking, random=True))
-    is_random = model is not None and _Run(model, spec).is_random()
-    return tuple(f"{name} {value:g}" for name, value in named.items()) if is_random else ()
+    if model is None or not _Run(model, spec).is_random():
+        return ()
+    return tuple(f"{name} {value:g}" for name, value in settings.items())
 
 
 def _language_config(spec: ModelSection) -> PretrainedConfig:
@@ -156,9 +169,11 @@ def _small_copy(spec: ModelSection, shrinking: Shrinking) -> nn.Module | None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _build(spec, shrinking, "cpu")
-        for module in () if isinstance(model, PreTrainedModel) else model.modules():
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+        if not isinstance(model, PreTrainedModel):
+            for module in model.modules():
+                reset_parameters = getattr(module, "reset_parameters", None)
+                if callable(reset_parameters):
+                    reset_parameters()
         for weight in model.parameters():
             # A matrix that is initialized with zeros would hide dependencies through it.
             weight.add_(0.05 * torch.randn(weight.shape))
@@ -169,11 +184,12 @@ def _small_copy(spec: ModelSection, shrinking: Shrinking) -> nn.Module | None:
 
 
 def _build(spec: ModelSection, shrinking: Shrinking, device: str) -> nn.Module:
+    """Build a small copy of the language model without setting its weights. User modules keep their size."""
     if is_own_module(spec):
         return build_model(spec, "fp32", device)
-    published = _language_config(spec)
-    config = type(published)(**shrink_config(published, shrinking, recipe_from_config(spec)))
-    config.name_or_path = published.name_or_path  # location of code that ships with the model
+    full_config = _language_config(spec)
+    config = type(full_config)(**shrink_config(full_config, shrinking, recipe_from_config(spec)))
+    config.name_or_path = full_config.name_or_path  # location of code that ships with the model
     return build_from(config, spec, "fp32", device)
 
 
@@ -181,47 +197,39 @@ class _Run:
     """Runs a model on packs of random token ids."""
 
     def __init__(self, model: nn.Module, spec: ModelSection) -> None:
-        self.model, self.composed = model, spec.foundation is not None
+        self.model = model
+        self.is_composed = spec.foundation is not None
         self.name = f"{_key(spec)}: {type(model).__name__}"
+        special: set[int] = set()
         if isinstance(model, PreTrainedModel):
-            rows, special = len(text_embedding(model).get_parameter("weight")), _special(model.config.to_dict())
+            num_tokens = len(text_embedding(model).get_parameter("weight"))
+            special = _special_tokens(model.config.to_dict())
         else:  # the token embedding is unknown: assume the smallest table with at least 16 rows
-            tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-            rows, special = min([size for size in tables if size >= 16], default=16), set()
-        self.tokens = np.array([token for token in range(min(VOCABULARY, rows)) if token not in special])
-        self.drawn = np.random.default_rng(0).integers(0, len(self.tokens), sum(LENGTHS))
+            sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+            num_tokens = min([size for size in sizes if size >= 16], default=16)
+        self.tokens = np.array([token for token in range(min(VOCABULARY, num_tokens)) if token not in special])
+        self.random_index = np.random.default_rng(0).integers(0, len(self.tokens), sum(LENGTHS))
 
     def samples(self, shift: int = 0) -> list[np.ndarray[Any, Any]]:
         """Return the token ids of each sample. Another `shift` changes all of them."""
-        return np.split(self.tokens[(self.drawn + shift) % len(self.tokens)], list(accumulate(LENGTHS))[:-1])
+        ids = self.tokens[(self.random_index + shift) % len(self.tokens)]
+        sample_ends = list(accumulate(LENGTHS))
+        return np.split(ids, sample_ends[:-1])
 
     @torch.no_grad()
     def logits(
-        self, samples: Sequence[np.ndarray[Any, Any]], seed: int = 0, mutual: BidirectionalTokens | None = None
+        self, samples: Sequence[np.ndarray[Any, Any]], seed: int = 0, bidirectional: BidirectionalTokens | None = None
     ) -> list[torch.Tensor]:
         """Return the logits of each sample, `[length, vocabulary]`, with all samples in one pack.
 
         Args:
             samples: Token ids of the samples.
             seed: Seed of random numbers in the model.
-            mutual: The bidirectional tokens of the model. If set, the tokens at `MUTUAL` are bidirectional.
+            bidirectional: The bidirectional tokens of the model. If set, the tokens at `BIDIRECTIONAL` are
+                bidirectional.
         """
-        positions = media_model(self.model).positions
-        rows = [positions(ids.astype(np.int32), []) if positions else np.arange(len(ids))[None] for ids in samples]
-        lengths = [len(ids) for ids in samples]
-        seen = (
-            None
-            if mutual is None
-            else BidirectionalSpans(lengths, [[MUTUAL]] * len(lengths), mutual.everywhere, mutual.over_windows)
-        )
-        inputs = packed_inputs(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths), seen)
-        position_ids = torch.as_tensor(np.concatenate(rows, axis=1))
-        inputs |= {
-            "input_ids": torch.as_tensor(np.concatenate(samples))[None],
-            "position_ids": position_ids if len(position_ids) == 1 else position_ids[:, None],  # [R, 1, T] if R > 1
-            "logits_to_keep": torch.arange(sum(lengths)),
-        }
-        if self.composed:  # a composed model passes embeddings to its foundation
+        inputs = self._inputs(samples, bidirectional)
+        if self.is_composed:  # a composed model passes embeddings to its foundation
             assert isinstance(self.model, PreTrainedModel)
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
         if not isinstance(self.model, PreTrainedModel):
@@ -231,84 +239,136 @@ class _Run:
             output = self.model(**inputs)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
-            raise UserError(f"{self.name}: forward gives a {type(output).__name__}; expected an object with `logits`")
-        logits = logits.masked_fill(logits == torch.finfo(logits.dtype).min, 0)  # tokens that the model never predicts
-        return list(logits.squeeze(0).split(lengths))
+            raise UserError(
+                f"{self.name}: forward returned a {type(output).__name__} without `logits`. Return an object whose "
+                "`logits` is a tensor."
+            )
+        is_never_predicted = logits == torch.finfo(logits.dtype).min
+        logits = logits.masked_fill(is_never_predicted, 0)
+        return list(logits.squeeze(0).split([len(ids) for ids in samples]))
+
+    def _inputs(
+        self, samples: Sequence[np.ndarray[Any, Any]], bidirectional: BidirectionalTokens | None
+    ) -> dict[str, Any]:
+        """Return the model's keyword arguments for a pack of all samples."""
+        positions = media_model(self.model).positions
+        position_rows = []
+        for ids in samples:
+            sample_positions = positions(ids.astype(np.int32), []) if positions else np.arange(len(ids))[None]
+            position_rows.append(sample_positions)
+        position_ids = torch.as_tensor(np.concatenate(position_rows, axis=1))
+        if len(position_ids) > 1:
+            position_ids = position_ids[:, None]  # [R, 1, T]
+
+        lengths = [len(ids) for ids in samples]
+        spans = None
+        if bidirectional is not None:
+            spans = BidirectionalSpans(
+                lengths, [[BIDIRECTIONAL]] * len(lengths), bidirectional.everywhere, bidirectional.over_windows
+            )
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return packed_inputs(cu_seqlens, max(lengths), spans) | {
+            "input_ids": torch.as_tensor(np.concatenate(samples))[None],
+            "position_ids": position_ids,
+            "logits_to_keep": torch.arange(sum(lengths)),
+        }
 
     def is_random(self) -> bool:
         """Whether the model uses random numbers in training."""
-        first, second = (torch.cat(self.logits(self.samples(), seed)) for seed in (1, 2))
+        first = torch.cat(self.logits(self.samples(), seed=1))
+        second = torch.cat(self.logits(self.samples(), seed=2))
         return not _same(first, second)
 
     def changed(self, sample: int | None = None, place: int = 0) -> list[np.ndarray[Any, Any]]:
         """Return the samples with other tokens: all tokens of one sample, or the token at `place` of every sample."""
-        ids, others = self.samples(), self.samples(shift=1)
+        samples = self.samples()
+        others = self.samples(shift=1)
         if sample is not None:
-            return [*ids[:sample], others[sample], *ids[sample + 1 :]]
-        for each, other in zip(ids, others, strict=True):
-            each[place] = other[place]
-        return ids
+            samples[sample] = others[sample]
+            return samples
+        for ids, other_ids in zip(samples, others, strict=True):
+            ids[place] = other_ids[place]
+        return samples
 
-    def is_same_alone(self, packed: Sequence[torch.Tensor], mutual: BidirectionalTokens | None = None) -> bool:
+    def is_same_alone(self, packed: Sequence[torch.Tensor], bidirectional: BidirectionalTokens | None = None) -> bool:
         """Whether each sample has the same logits alone as in the pack, up to rounding."""
-        alone = [self.logits([ids], mutual=mutual)[0] for ids in self.samples()]
+        alone = [self.logits([ids], bidirectional=bidirectional)[0] for ids in self.samples()]
         return all((a - b).norm() <= ALONE * a.norm() for a, b in zip(alone, packed, strict=True))
 
 
-def _special(fields: Mapping[str, Any]) -> set[int]:
+def _special_tokens(fields: Mapping[str, Any]) -> set[int]:
     """Return the ids of special tokens, such as placeholder tokens, that a model config names."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            found |= _special(value)
+            tokens |= _special_tokens(value)
         elif str(key).endswith(("_token_id", "_token_index")):
-            found |= {id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)}
-    return found
+            ids = value if isinstance(value, list) else [value]
+            tokens |= {token for token in ids if isinstance(token, int)}
+    return tokens
 
 
-def _refuse_leaks(run: _Run, spec: ModelSection) -> None:
-    who = run.name if spec.attention == "auto" else f"{run.name} with model.attention: {spec.attention}"
-    whole = run.logits(run.samples())
+def _check_leaks(run: _Run, spec: ModelSection) -> None:
+    """Check that logits depend neither on later tokens nor on other samples, and are the same alone as in a pack."""
+    subject = run.name
+    if spec.attention != "auto":
+        subject += f" with model.attention: {spec.attention}"
+    logits = run.logits(run.samples())
     for sample in range(len(LENGTHS)):
-        seen = run.logits(run.changed(sample=sample))
-        if not all(_same(a, b) for number, (a, b) in enumerate(zip(whole, seen, strict=True)) if number != sample):
-            can = isinstance(run.model, PreTrainedModel) and uses_attention_interface(language_model(run.model))
-            way = "set model.attention: auto" if spec.attention != "auto" and can else "use another model"
-            raise UserError(f"{who} lets the samples of a pack see each other; {way}")
-        if _same(whole[sample], seen[sample]):
-            raise UserError(f"{who} gives the same logits whatever its tokens are")
+        changed_logits = run.logits(run.changed(sample=sample))
+        for other in range(len(LENGTHS)):
+            if other != sample and not _same(logits[other], changed_logits[other]):
+                raise UserError(f"{subject} attends across the samples of a pack. {_attention_advice(run, spec)}")
+        if _same(logits[sample], changed_logits[sample]):
+            raise UserError(f"{subject} returns the same logits for all tokens. Use another model.")
     for place in (1, min(LENGTHS) // 2, -1):
-        seen = run.logits(run.changed(place=place))
-        if not all(_same(a[:place], b[:place]) for a, b in zip(whole, seen, strict=True)):
-            encoder = getattr(getattr(run.model, "config", None), "is_decoder", None) is False
-            way = "set is_decoder: true in its config, or use" if encoder else "use"
-            raise UserError(f"{who} sees later tokens, so it cannot learn to predict them; {way} a causal model")
-    if not run.is_same_alone(whole):
+        changed_logits = run.logits(run.changed(place=place))
+        if not all(_same(a[:place], b[:place]) for a, b in zip(logits, changed_logits, strict=True)):
+            is_encoder = getattr(getattr(run.model, "config", None), "is_decoder", None) is False
+            advice = "Set is_decoder: true in its config, or use" if is_encoder else "Use"
+            raise UserError(
+                f"{subject} attends to later tokens, so it cannot be trained to predict them. {advice} a causal model."
+            )
+    if not run.is_same_alone(logits):
         raise UserError(
-            f"{who} gives a sample other logits in a pack than alone: its positions do not begin anew with each "
-            "sample, or it chooses among the tokens of the whole pack; use another family"
+            f"{subject} returns different logits for a sample in a pack than alone: its positions do not restart with "
+            "each sample, or it selects among the tokens of the whole pack. Use another model family."
         )
 
 
-def _check_mutual(run: _Run, mutual: BidirectionalTokens) -> None:
+def _attention_advice(run: _Run, spec: ModelSection) -> str:
+    """Return the advice for a model that attends across the samples of a pack."""
+    if spec.attention == "auto" or not isinstance(run.model, PreTrainedModel):
+        return "Use another model."
+    if not uses_attention_interface(language_model(run.model)):
+        return "Use another model."
+    return "Set model.attention: auto."
+
+
+def _check_bidirectional(run: _Run, bidirectional: BidirectionalTokens) -> None:
     """Check that bidirectional tokens attend to each other, and that no other token attends to later ones.
 
     Raises:
         UserError: If a token attends to other tokens than the recipe describes.
     """
-    first, count = MUTUAL
-    whole = run.logits(run.samples(), mutual=mutual)
-    for place, sees in ((first + count - 1, first), (first + count, first + count)):
-        seen = run.logits(run.changed(place=place), mutual=mutual)
-        for a, b in zip(whole, seen, strict=True):
-            if not _same(a[:sees], b[:sees]):
-                raise UserError(f"{run.name} sees later tokens than those that its recipe says see each other")
-            if any(_same(a[at], b[at]) for at in range(sees, place)):
+    first, count = BIDIRECTIONAL
+    last = first + count - 1
+    logits = run.logits(run.samples(), bidirectional=bidirectional)
+    # Changed token, and the first token that attends to it. The token after the span is causal.
+    for place, first_attending in ((last, first), (last + 1, last + 1)):
+        changed_logits = run.logits(run.changed(place=place), bidirectional=bidirectional)
+        for a, b in zip(logits, changed_logits, strict=True):
+            if not _same(a[:first_attending], b[:first_attending]):
                 raise UserError(
-                    f"{run.name} does not hand `mutual` on to its attention: tokens that its recipe says see each "
-                    "other do not"
+                    f"{run.name} attends to later tokens that are not bidirectional in its recipe. Fix the recipe, or "
+                    "use another model."
                 )
-    assert run.is_same_alone(whole, mutual), "samples of a pack see each other's stretches"
+            if any(_same(a[token], b[token]) for token in range(first_attending, place)):
+                raise UserError(
+                    f"{run.name} does not pass `mutual` to its attention: tokens that are bidirectional in its recipe "
+                    "do not attend to each other. Fix the model or the recipe."
+                )
+    assert run.is_same_alone(logits, bidirectional), "samples of a pack attend to each other's bidirectional spans"
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -317,6 +377,11 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _key(spec: ModelSection) -> str:
+    """Return the config key that sets the model, for messages."""
+    if spec.module:
+        return "model.module"
     if spec.module is not None or spec.given is not None:
-        return "model.module" if spec.module else "model="
-    return "model.foundation" if spec.foundation else "model.path" if spec.path else "model.config"
+        return "model="
+    if spec.foundation:
+        return "model.foundation"
+    return "model.path" if spec.path else "model.config"

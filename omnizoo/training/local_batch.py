@@ -87,7 +87,9 @@ class LocalBatch:
         Returns:
             The sum of `values` times `loss_weights`, a scalar tensor.
         """
-        return values.sum() if self.loss_weights is None else (values * self.loss_weights).sum()
+        if self.loss_weights is None:
+            return values.sum()
+        return (values * self.loss_weights).sum()
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,16 @@ class RoutedTransport:
     trains_followers: bool = True
 
     def exchange(self, features: Mapping[Port, torch.Tensor]) -> dict[Port, MediaFeatures]:
+        """Send features to the ranks of their tokens, and return those of this rank's tokens. Collective."""
         received = exchange_features(features, self.routes, self.mesh.world_group)
         return {port: features_by_token(rows, self.routes.get(port)) for port, rows in received.items()}
 
     def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `states` that the modules of a port on this rank need. Collective."""
         return gather_rows(states, self.routes.get(port), self.mesh.world_group)
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
+        """Store the log-likelihoods of a decoder's targets."""
         self.likelihoods[modality] = likelihood
 
 
@@ -115,9 +120,11 @@ def features_by_token(rows: torch.Tensor, route: FeatureRoute | None) -> MediaFe
     """Return the features that `exchange_features` received, with the indices of their tokens."""
     if route is None:  # no rank has an item of this port
         return MediaFeatures.unpredicted(rows, torch.empty(0, dtype=torch.int64, device=rows.device))
-    counts = route.learnt[route.before >= 0]
-    trained = None if counts.all() else to_device(counts.nonzero().squeeze(1), rows.device)
-    return MediaFeatures(Features.at(rows, route.place), Features.at(rows, route.before), trained)
+    is_trained = route.has_targets[route.previous_token >= 0]
+    trained = None
+    if not is_trained.all():
+        trained = to_device(is_trained.nonzero().squeeze(1), rows.device)
+    return MediaFeatures(Features.at(rows, route.token), Features.at(rows, route.previous_token), trained)
 
 
 def localize(
@@ -126,7 +133,7 @@ def localize(
     config: Config,
     ports: Sequence[Port],
     has_states: bool = False,
-    mutual: BidirectionalTokens | None = None,
+    bidirectional: BidirectionalTokens | None = None,
 ) -> LocalBatch:
     """Return this rank's part of `batch`, on the mesh's device.
 
@@ -136,37 +143,44 @@ def localize(
         config: The config of the run.
         ports: The encoders, decoders and followers of the model.
         has_states: Whether the model has recurrent layers.
-        mutual: The bidirectional tokens of the model; None if it has none.
+        bidirectional: The bidirectional tokens of the model; None if it has none.
     """
     move = partial(to_device, device=mesh.device)
-    columns, inputs = _local_tokens(batch, mesh, config, has_states, mutual)
+    columns, inputs = _local_tokens(batch, mesh, config, has_states, bidirectional)
     is_empty = not columns["input_ids"].shape[-1]
-    target_index = (columns["labels"][0] != IGNORE_INDEX).nonzero().squeeze(1)
+    is_target = columns["labels"][0] != IGNORE_INDEX
+    target_index = is_target.nonzero().squeeze(1)
     inputs["logits_to_keep"] = target_index  # logits are computed only where there is a target
-    inputs |= {name: columns.pop(name) for name in ("input_ids", "position_ids")}
+    inputs["input_ids"] = columns.pop("input_ids")
+    inputs["position_ids"] = columns.pop("position_ids")
     if is_empty:  # models cannot run without tokens: add one that no other token attends to
         inputs["input_ids"] = torch.zeros_like(batch.columns["input_ids"][..., :1])
         inputs["position_ids"] = batch.columns["position_ids"][..., :1]
-    inputs = {name: move(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            inputs[name] = move(value)
+
     likely: dict[str, TargetLikelihood] = {}
     if ports:
+        needs_likelihood = config.preference_pairs != "refused"
         inputs["media"] = MediaBatch(
             items={port: batch.media.get(port, []) for port in ports},
-            transport=RoutedTransport(
-                batch.routes, mesh, likely, needs_likelihood=config.preference_pairs != "refused"
-            ),
+            transport=RoutedTransport(batch.routes, mesh, likely, needs_likelihood=needs_likelihood),
             device=mesh.device,
             dtype=COMPUTE_DTYPE[config.train.precision],
         )
+
     local_columns = {}
     for name, column in columns.items():
         index = target_index if field_of(name).at_targets else slice(None)
         local_columns[name] = move(column[..., 0, index])
+
     samples_by_role = {}
     if batch.preferences is not None:
         for role in ROLES:
-            samples = [sample for sample, other in enumerate(batch.preferences.roles) if other == role]
+            samples = [i for i, sample_role in enumerate(batch.preferences.roles) if sample_role == role]
             samples_by_role[role] = move(torch.tensor(samples, dtype=torch.int64))
+
     return LocalBatch(
         inputs,
         local_columns,
@@ -180,11 +194,13 @@ def localize(
 
 
 def _local_tokens(
-    batch: Batch, mesh: Mesh, config: Config, has_states: bool, mutual: BidirectionalTokens | None
+    batch: Batch, mesh: Mesh, config: Config, has_states: bool, bidirectional: BidirectionalTokens | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the columns of this rank's tokens, and the model's keyword arguments for attention."""
     lengths = batch.lengths
-    spans = None if mutual is None else mutual.find(batch.columns["input_ids"][0], lengths)
+    spans = None
+    if bidirectional is not None:
+        spans = bidirectional.find(batch.columns["input_ids"][0], lengths)
     if mesh.layout.sp == 1:
         inputs = packed_inputs(batch.cu_seqlens, batch.max_seqlen, spans)
         if has_states:
@@ -209,14 +225,14 @@ class EmptyRankAttention:
         return self.sequence.longest
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-        none = self.sequence(query[:, :, :0], key[:, :, :0], value[:, :, :0], pattern)
-        return value.new_zeros(1, 1, query.shape[1], value.shape[3]) + none.sum()
+        empty = self.sequence(query[:, :, :0], key[:, :, :0], value[:, :, :0], pattern)
+        return value.new_zeros(1, 1, query.shape[1], value.shape[3]) + empty.sum()
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros_like(x) + self.sequence.convolve(x[:0], weight, bias).sum()
 
-    def carry(self, steps: RecurrentInputs) -> torch.Tensor:
-        return torch.zeros_like(steps.value) + self.sequence.carry(steps.each(lambda x: x[:0])).sum()
+    def run_recurrence(self, inputs: RecurrentInputs) -> torch.Tensor:
+        return torch.zeros_like(inputs.value) + self.sequence.run_recurrence(inputs.map_tensors(lambda x: x[:0])).sum()
 
 
 def run_model(model: nn.Module, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -68,7 +68,7 @@ def train(
             return 0
         with (
             open_recorder(run, clock) as recorder,
-            Profiler(run.folder, run.objective, recorder.say, run.state.step) as profiler,
+            Profiler(run.folder, run.objective, recorder.print, run.state.step) as profiler,
         ):
             if not stopped_at_start(run, recorder):
                 run_steps(run, recorder, profiler)
@@ -116,7 +116,8 @@ def stopped_at_start(run: RunContext, recorder: Recorder) -> bool:
     requests = run.callbacks.sync_requests(run.mesh)
     raise_failure(requests)
     if requests.stop:
-        recorder.say(f"nothing to do: {run.callbacks.stopped_by} stopped the run at step {run.state.step}")
+        stopped_by = run.callbacks.stopped_by
+        recorder.print(f"nothing to do: {stopped_by} stopped the run at step {run.state.step}")
         run.callbacks.end("stopped")
         raise_failure(run.callbacks.sync_requests(run.mesh))
     return requests.stop
@@ -131,4 +132,4 @@ def finish(run: RunContext, recorder: Recorder, is_stopped: bool) -> None:
     checkpoint = folder_of(run.checkpoint_dir, run.state.step)
     raise_failure(callbacks.sync_requests(run.mesh), f"; checkpoint {checkpoint} is complete")
     stopped_by = run.stop.signal or callbacks.stopped_by or "a signal to another rank"
-    recorder.say(closing_message(run, stopped_by if is_stopped else None))
+    recorder.print(closing_message(run, stopped_by if is_stopped else None))

@@ -72,7 +72,16 @@ class Objective:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        self.model, self.mesh, self.config = model, mesh, config
+        """Store the parts of the run.
+
+        Args:
+            model: The model, sharded and with weights.
+            mesh: The mesh that the model is distributed over.
+            config: The config of the run.
+        """
+        self.model = model
+        self.mesh = mesh
+        self.config = config
         self.phases = Phases()
         self.router_stats = RouterStats({}, bias_rate=0.0)
         self._loss_sums = LossSums()
@@ -83,6 +92,9 @@ class Objective:
 
         Args:
             totals: Totals of the step over all ranks.
+
+        Returns:
+            A number of at least 0 for each loss term that `terms` returns.
         """
         raise NotImplementedError
 
@@ -98,7 +110,11 @@ class Objective:
         raise NotImplementedError
 
     def begin_step(self, data: StepData) -> None:
-        """Prepare for a step or an evaluation. Called before its first micro-batch, on all ranks."""
+        """Prepare for a step or an evaluation. Called before its first micro-batch, on all ranks.
+
+        Args:
+            data: The micro-batches of this rank, and totals over all ranks.
+        """
 
     def micro_batches(self, data: StepData, step: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step, and set loss counts, gradient synchronization and the dropout seed.
@@ -137,7 +153,8 @@ class Objective:
         with keep_precision(self.config.train.precision):
             terms = self.terms(batch)
             with self.phases("forward"):
-                loss = torch.stack([term.weight * term.sum / (counts[term.name] or 1) for term in terms]).sum()
+                weighted_means = [term.weight * term.sum / (counts[term.name] or 1) for term in terms]
+                loss = torch.stack(weighted_means).sum()
         self._terms = terms
         return loss
 
@@ -155,7 +172,8 @@ class Objective:
 
     def pop_loss_sums(self) -> LossSums:
         """Return the loss terms since the last call, and reset them. `optimizer_step` calls this method."""
-        loss_sums, self._loss_sums = self._loss_sums, LossSums()
+        loss_sums = self._loss_sums
+        self._loss_sums = LossSums()
         return loss_sums
 
 
@@ -166,17 +184,18 @@ class LanguageObjective(Objective):
         super().__init__(model, mesh, config)
         media = media_model(model)
         self.ports = [port for call in media.ports_by_call for port in call]
-        self._has_states, self._bidirectional = has_states(model), media.bidirectional
+        self._has_states = has_states(model)
+        self._bidirectional = media.bidirectional
         self._decoder_weights = _decoder_weights(media, config)
         if media.speaker_format is not None:
             losses = without_text(losses, type(model).__name__.removeprefix("FSDP"))
         for loss in losses:
             loss.loss.set_up(model, mesh, config)
-        self.token_losses = [loss for loss in losses if loss.view != "of_routers"]
-        self._router_losses = [loss for loss in losses if loss.view == "of_routers"]
+        self.token_losses = [loss for loss in losses if loss.input_kind != "from_routers"]
+        self._router_losses = [loss for loss in losses if loss.input_kind == "from_routers"]
         if not self.token_losses and not self._decoder_weights:
             raise UserError(
-                "train.losses: no loss applies to what the model predicts. Add cross_entropy or a loss of your own."
+                "train.losses: no loss applies to what the model predicts. Add cross_entropy or a loss plugin."
             )
         self._head = self._find_head()
         self._recorder = self._record_routers(media)
@@ -187,14 +206,14 @@ class LanguageObjective(Objective):
 
     def _find_head(self) -> Head | None:
         """Return the head of the model if a loss uses hidden states, else None."""
-        hidden_losses = [loss for loss in self.token_losses if loss.view == "of_hidden"]
+        hidden_losses = [loss for loss in self.token_losses if loss.input_kind == "from_hidden"]
         return Head(self.model, hidden_losses[0].who) if hidden_losses else None
 
     def _record_routers(self, media: MediaModel) -> RouterRecorder:
+        """Return a recorder of the model's routers, except those of followers. Warn if a loss needs missing routers."""
         is_needed = bool(self._router_losses or self.config.train.router_bias_rate)
-        recorder = RouterRecorder(
-            self.model, is_needed, without=[module.module for module in media.modules_of("follower")]
-        )
+        followers = [module.module for module in media.modules_of("follower")]
+        recorder = RouterRecorder(self.model, is_needed, without=followers)
         if not recorder.routers:
             for loss in self._router_losses:
                 log.warning("%s is not used: the model has no routers.", loss.who)
@@ -228,13 +247,14 @@ class LanguageObjective(Objective):
                 loss.loss.begin_step(step)
 
     def _localize(self, batch: Batch) -> LocalBatch:
+        """Return this rank's part of a micro-batch."""
         return localize(
             batch,
             self.mesh,
             self.config,
             self.ports,
             has_states=self._has_states,
-            mutual=self._bidirectional,
+            bidirectional=self._bidirectional,
         )
 
     def terms(self, batch: Batch) -> list[LossTerm]:
@@ -248,7 +268,7 @@ class LanguageObjective(Objective):
             sums, decoder_sums = self._forward(local)
         terms = [LossTerm(loss.name, loss.weight, sums[loss.name]) for loss in self.token_losses]
         for loss in self.token_losses:
-            terms += [LossTerm(name, 0.0, metric) for name, metric in loss.measured().items()]
+            terms += [LossTerm(name, 0.0, metric) for name, metric in loss.metric_sums().items()]
         for name, decoder_sum in decoder_sums.items():
             terms.append(LossTerm(name, self._decoder_weights.get(name, 1.0), decoder_sum))
         return terms + self._router_terms(records, batch, local)
@@ -279,19 +299,23 @@ class LanguageObjective(Objective):
                     sums[name] = total + 0 * logits.sum()
             return sums, decoder_sums
         sums = {}
+        needs_logits = any(loss.input_kind == "from_logits" for loss in self.token_losses)
 
         def compute_losses(hidden: torch.Tensor, head: Logits) -> None:
-            logits = head(hidden) if any(loss.view == "of_logits" for loss in self.token_losses) else None
+            logits = head(hidden) if needs_logits else None
             for loss in self.token_losses:
-                inputs = (hidden, head) if loss.view == "of_hidden" else (logits,)
-                sums[loss.name] = loss.sum(*inputs, local)
+                if loss.input_kind == "from_hidden":
+                    sums[loss.name] = loss.sum(hidden, head, local)
+                else:
+                    sums[loss.name] = loss.sum(logits, local)
 
         with self._head.doing(compute_losses) as anchor:
             logits, decoder_sums = run_model(self.model, local)
         try:
             start = anchor(logits)
         except UnsupportedHeadError:  # only in the first forward pass of a run
-            if not all(fall_back_to_logits(loss.loss) for loss in self.token_losses if loss.view == "of_hidden"):
+            hidden_losses = [loss.loss for loss in self.token_losses if loss.input_kind == "from_hidden"]
+            if not all(fall_back_to_logits(loss) for loss in hidden_losses):
                 raise
             self._head = self._find_head()
             return self._forward(local)
@@ -346,12 +370,13 @@ def without_text(losses: Sequence[NamedLoss], model_class: str) -> list[NamedLos
         UserError: If the config sets another loss on text.
     """
     for loss in losses:
-        if loss.view != "of_routers" and loss.kind != "cross_entropy":
-            raise UserError(f"{loss.who} is a loss on text, but {model_class} generates none. Leave out train.losses.")
-    return [loss for loss in losses if loss.view == "of_routers"]
+        if loss.input_kind != "from_routers" and loss.kind != "cross_entropy":
+            raise UserError(f"{loss.who} is a loss on text, but {model_class} generates no text. Remove train.losses.")
+    return [loss for loss in losses if loss.input_kind == "from_routers"]
 
 
 def _select_tokens(record: RouterRecord, index: torch.Tensor | slice) -> RouterRecord:
+    """Return the record of the tokens at `index`."""
     return replace(record, logits=record.logits[index], index=record.index[index])
 
 

@@ -11,26 +11,32 @@ class OverlongWarnings:
     """Warnings about over-long samples and samples with few targets, from the counters of the loader."""
 
     def __init__(self, config: Config, reader: Reader) -> None:
-        most, positions = config.data.pack_tokens, reader.most_positions
-        self.kinds = {
-            "truncated_overlong": f"rows longer than data.pack_tokens ({most}) are cut off",
-            "dropped_overlong": f"rows longer than data.pack_tokens ({most}) are left out",
-            "split_overlong": f"rows longer than data.pack_tokens ({most}) are cut into pieces",
-            "few_targets": f"samples with fewer than data.min_targets ({config.data.min_targets}) targets are left out",
-            "beyond_positions": f"samples are longer than the {positions} positions that the model was made for "
+        overlong = f"rows longer than data.pack_tokens ({config.data.pack_tokens})"
+        few_targets = f"samples with fewer than data.min_targets ({config.data.min_targets}) targets"
+        self._descriptions = {  # by counter
+            "truncated_overlong": f"{overlong} are truncated",
+            "dropped_overlong": f"{overlong} are dropped",
+            "split_overlong": f"{overlong} are split into several samples",
+            "few_targets": f"{few_targets} are dropped",
+            "beyond_positions": f"samples exceed the {reader.most_positions} positions of the model "
             "(max_position_embeddings)",
         }
-        self.said: set[str] = set()
+        self._reported: set[str] = set()  # counters that a warning was returned for
 
     def at_start(self, counters: Mapping[str, int]) -> dict[str, str]:
         """Return a row of the start-up table; empty if no warning applies to the first rows."""
-        found = [f"{counters[name]:,} {what}" for name, what in self.kinds.items() if counters.get(name)]
-        self.said |= {name for name in self.kinds if counters.get(name)}
-        return {"lengths": f"of the first {counters[ROWS_READ]:,} rows:\n" + "\n".join(found)} if found else {}
+        lines = []
+        for name, description in self._descriptions.items():
+            if counters.get(name):
+                lines.append(f"{counters[name]:,} {description}")
+                self._reported.add(name)
+        if not lines:
+            return {}
+        return {"lengths": f"of the first {counters[ROWS_READ]:,} rows:\n" + "\n".join(lines)}
 
-    def news(self, counters: Mapping[str, int]) -> Iterator[str]:
+    def new_warnings(self, counters: Mapping[str, int]) -> Iterator[str]:
         """Yield a warning for each kind that occurs for the first time. Metrics contain all later occurrences."""
-        for name, what in self.kinds.items():
-            if counters.get(name) and name not in self.said:
-                self.said.add(name)
-                yield f"{counters[name]:,} of {counters[ROWS_READ]:,} {what}; the metric {name} counts them"
+        for name, description in self._descriptions.items():
+            if counters.get(name) and name not in self._reported:
+                self._reported.add(name)
+                yield f"{counters[name]:,} of {counters[ROWS_READ]:,} {description}; see the metric {name}"

@@ -5,8 +5,8 @@ measured on packs of the run: the bytes that it keeps for backward, and the time
 largest values of any rank. Checkpoints store the choice, so a resumed run continues with the same one.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,13 @@ class Cost:
         Args:
             counts: Number of blocks in each of `MODES`.
         """
-        most = done = 0
+        largest = 0
+        freed = 0
         for kept, count in zip(self.kept, counts, strict=True):
             if count:
-                most, done = max(most, self.kept[0] - kept - done), done + count * kept
-        return most
+                largest = max(largest, self.kept[0] - kept - freed)
+                freed += count * kept
+        return largest
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class RecomputePlan:
 
     @property
     def bytes(self) -> int:
+        """Peak memory of the activations of blocks."""
         return self.kept + self.transient
 
 
@@ -85,30 +88,34 @@ def apply_recompute_budget(
     model, config, mesh = objective.model, objective.config, objective.mesh
     if not isinstance(config.parallel.recompute, RecomputeBudgetSettings):
         return str(config.parallel.recompute)
-    found = switches(model)
-    here = conditions(config, mesh)
-    if saved is not None and saved["for"] == here and saved["modes"].keys() == found.keys():
+    blocks = switches(model)
+    is_reusable = saved is not None and saved["for"] == conditions(config, mesh)
+    if saved is not None and is_reusable and saved["modes"].keys() == blocks.keys():
         set_modes(model, saved["modes"])
-        return f"as the checkpoint says: {count_of(saved['modes'])}"
-    if memory is None:  # on CPU, all ranks share the memory
-        memory = total_memory(mesh.device) // (mesh.layout.world if is_host(mesh.device) else 1)
-    share = config.parallel.recompute.budget
-    budget = int(share * (memory if share <= 1 else GIB))
+        return f"as in the checkpoint: {describe_modes(saved['modes'])}"
+
+    if memory is None:
+        memory = total_memory(mesh.device)
+        if is_host(mesh.device):  # all ranks share the memory
+            memory //= mesh.layout.world
+    setting = config.parallel.recompute.budget
+    budget = int(setting * (memory if setting <= 1 else GIB))
+
     costs = measure(objective, data)
-    members: dict[Any, list[str]] = defaultdict(list)
-    for name, switch in found.items():
-        members[switch.kind].append(name)
-    kinds = [kind for kind in members if kind in costs]  # blocks of encoders without items in this step were not run
-    plan = choose([costs[kind] for kind in kinds], [len(members[kind]) for kind in kinds], budget)
-    modes = dict.fromkeys(found, "full")
+    names_by_kind: dict[Any, list[str]] = defaultdict(list)
+    for name, switch in blocks.items():
+        names_by_kind[switch.kind].append(name)
+    kinds = [kind for kind in names_by_kind if kind in costs]  # encoders without items in this step were not run
+    plan = choose([costs[kind] for kind in kinds], [len(names_by_kind[kind]) for kind in kinds], budget)
+
+    modes = dict.fromkeys(blocks, "full")
     for kind, counts in zip(kinds, plan.counts, strict=True):
         # Blocks that keep most come last: backward frees their memory before the first blocks are recomputed.
-        for name, mode in zip(members[kind], in_order(counts), strict=True):
+        for name, mode in zip(names_by_kind[kind], modes_in_order(counts), strict=True):
             modes[name] = mode
     set_modes(model, modes)
-    return (
-        f"{count_of(modes)}: {plan.bytes / GIB:.3g} of {budget / GIB:.3g} GiB, {plan.seconds:.2g} s more a micro-batch"
-    )
+    memory_use = f"{plan.bytes / GIB:.3g} of {budget / GIB:.3g} GiB"
+    return f"{describe_modes(modes)}: {memory_use}, {plan.seconds:.2g} s more per micro-batch"
 
 
 def saved_choice(model: nn.Module, config: Config, mesh: Mesh) -> dict[str, Any]:
@@ -135,18 +142,19 @@ def measure(objective: Objective, data: StepData) -> dict[Any, Cost]:
     config, mesh = objective.config, objective.mesh
     objective.begin_step(data)
     torch.manual_seed(config.train.seed)
-    with measuring(objective.model) as found, torch.no_grad(), keep_precision(config.train.precision):
+    with measuring(objective.model) as meters_by_kind, torch.no_grad(), keep_precision(config.train.precision):
         objective.terms(data.micro_batches[0])
     objective.router_stats.reset()
     release(objective.model)
-    costs = np.zeros((len(found), 2, len(MODES)))  # bytes and seconds; 0 for kinds that this rank did not run
-    for own, meters in zip(costs, found.values(), strict=True):
+
+    costs = np.zeros((len(meters_by_kind), 2, len(MODES)))  # bytes and seconds; 0 for kinds that this rank did not run
+    for kind_costs, meters in zip(costs, meters_by_kind.values(), strict=True):
         if meters:
-            own[0] = [meters[mode].kept for mode in MODES]
-            own[1] = [0.0, meters["none"].cheap_seconds, meters["none"].seconds]
+            kind_costs[0] = [meters[mode].kept for mode in MODES]
+            kind_costs[1] = [0.0, meters["none"].cheap_seconds, meters["none"].seconds]
     if mesh.device.type != PLANNED:
         costs = np.max(mesh.from_first(mesh.gather(costs)), axis=0)
-    rows = zip(found, costs[:, 0].astype(int).tolist(), costs[:, 1].tolist(), strict=True)
+    rows = zip(meters_by_kind, costs[:, 0].astype(int).tolist(), costs[:, 1].tolist(), strict=True)
     return {kind: Cost(kept, seconds) for kind, kept, seconds in rows if any(kept)}
 
 
@@ -163,47 +171,63 @@ def choose(costs: Sequence[Cost], blocks: Sequence[int], budget: int) -> Recompu
     """
     plans = [RecomputePlan((), 0, 0, 0.0)]
     for cost, count in zip(costs, blocks, strict=True):
-        splits = [(none, some, count - none - some) for none in range(count + 1) for some in range(count - none + 1)]
-        plans = _best(_joined(plan, cost, counts) for plan in plans for counts in splits)
+        plans = _best(_extend(plan, cost, counts) for plan in plans for counts in _splits(count))
     least = min(plan.bytes for plan in plans)
     fitting = [plan for plan in plans if plan.bytes <= budget]
     if not fitting:
         raise UserError(
-            f"parallel.recompute.budget: activations of blocks may take {budget / GIB:.3g} GiB, but need at least "
-            f"{least / GIB:.3g} GiB with all of them recomputed: allow more, lower data.pack_tokens, set "
-            "parallel.tile_tokens, or share packs among more ranks (parallel.ulysses, parallel.ring)"
+            f"parallel.recompute.budget: {budget / GIB:.3g} GiB, but the activations of blocks need at least "
+            f"{least / GIB:.3g} GiB, even if all blocks are recomputed. Raise the budget, lower data.pack_tokens, set "
+            "parallel.tile_tokens, or split packs across more ranks (parallel.ulysses, parallel.ring)."
         )
     return min(fitting, key=lambda plan: (plan.seconds, plan.bytes, plan.counts))
 
 
-def _joined(plan: RecomputePlan, cost: Cost, counts: tuple[int, int, int]) -> RecomputePlan:
+def _splits(count: int) -> list[tuple[int, int, int]]:
+    """Return all ways to distribute `count` blocks over the three `MODES`."""
+    splits = []
+    for first in range(count + 1):
+        for second in range(count - first + 1):
+            splits.append((first, second, count - first - second))
+    return splits
+
+
+def _extend(plan: RecomputePlan, cost: Cost, counts: tuple[int, int, int]) -> RecomputePlan:
+    """Return the plan with the blocks of another kind added: `counts` blocks in each of `MODES`."""
+    kept = sum(count * kept for count, kept in zip(counts, cost.kept, strict=True))
+    seconds = sum(count * seconds for count, seconds in zip(counts, cost.seconds, strict=True))
     return RecomputePlan(
-        (*plan.counts, counts),
-        plan.kept + sum(count * kept for count, kept in zip(counts, cost.kept, strict=True)),
-        max(plan.transient, cost.transient(counts)),
-        plan.seconds + sum(count * seconds for count, seconds in zip(counts, cost.seconds, strict=True)),
+        counts=(*plan.counts, counts),
+        kept=plan.kept + kept,
+        transient=max(plan.transient, cost.transient(counts)),
+        seconds=plan.seconds + seconds,
     )
 
 
-def _best(plans: Any) -> list[RecomputePlan]:
+def _best(plans: Iterable[RecomputePlan]) -> list[RecomputePlan]:
     """Return the plans that no other plan with the same transient memory beats in both kept memory and time."""
     by_transient: dict[int, list[RecomputePlan]] = defaultdict(list)
     for plan in plans:
         by_transient[plan.transient].append(plan)
     best = []
-    for alike in by_transient.values():
+    for candidates in by_transient.values():
         fastest = float("inf")
-        for plan in sorted(alike, key=lambda each: (each.kept, each.seconds)):
+        for plan in sorted(candidates, key=lambda candidate: (candidate.kept, candidate.seconds)):
             if plan.seconds < fastest:
                 fastest = plan.seconds
                 best.append(plan)
     return best
 
 
-def in_order(counts: tuple[int, int, int]) -> list[str]:
-    return [mode for mode, count in zip(MODES[::-1], counts[::-1], strict=True) for _ in range(count)]
+def modes_in_order(counts: tuple[int, int, int]) -> list[str]:
+    """Return the mode of each block of a kind, given the number of blocks in each of `MODES`; `full` first."""
+    modes: list[str] = []
+    for mode, count in zip(MODES[::-1], counts[::-1], strict=True):
+        modes += [mode] * count
+    return modes
 
 
-def count_of(modes: Mapping[str, str]) -> str:
-    counts = {mode: list(modes.values()).count(mode) for mode in MODES}
-    return "blocks " + ", ".join(f"{count} {mode}" for mode, count in counts.items() if count)
+def describe_modes(modes: Mapping[str, str]) -> str:
+    """Return the number of blocks in each mode, for messages."""
+    counts = Counter(modes.values())
+    return "blocks " + ", ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])

@@ -40,14 +40,20 @@ class Recorder:
         Raises:
             UserError: If the run folder cannot be written.
         """
-        self._run, self._active, self._callbacks = run.folder, run.callbacks.active, run.callbacks
-        self._first_step, self._clock = run.state.step + 1, clock
-        self._warned: set[str] = set()
+        self._folder = run.folder
+        self._active = run.callbacks.active
+        self._callbacks = run.callbacks
+        self._first_step = run.state.step + 1
+        self._clock = clock
+        self._warned: set[str] = set()  # keys that a warning was printed for
         if self._active:
             self._start(run, facts)
 
     def _start(self, run: "RunContext", facts: dict[str, str]) -> None:
-        config, folder, step, start = run.config, run.folder, run.state.step, run.setup.start
+        """Write the first files of the run folder, call `on_start`, and print the start-up table, on rank 0."""
+        config, folder = run.config, run.folder
+        step = run.state.step
+        start = run.setup.start
         try:
             replace_file(folder.identity, Identity(start.run, start.resume).text())
             save_config(config, folder.config)
@@ -56,13 +62,20 @@ class Recorder:
             for file in (folder.bad_steps, folder.bad_rows, folder.samples):  # these steps will be run again
                 _drop_after(file, step)
         except OSError as error:
-            raise UserError(f"log.dir: {error.filename or folder.root} cannot be written: {error.strerror}") from None
+            raise UserError(
+                f"log.dir: {error.filename or folder.root} cannot be written: {error.strerror}. "
+                "Free some space or choose another folder."
+            ) from None
         run.callbacks.warn = self._warn
-        run.callbacks.start(
-            StartEvent(
-                folder.root, run.checkpoint_dir, config.model_dump(), step, config.train.steps, run.mesh.layout.world
-            )
+        event = StartEvent(
+            run=folder.root,
+            checkpoints=run.checkpoint_dir,
+            config=config.model_dump(),
+            step=step,
+            steps=config.train.steps,
+            world=run.mesh.layout.world,
         )
+        run.callbacks.start(event)
         show_start(Console(), facts)
         self._progress = Progress(config.train.steps, step, config.log.every)
 
@@ -78,10 +91,13 @@ class Recorder:
             self._progress.__exit__(kind, error, trace)
             with self._despite_full_disk():
                 self._writer.close()
-            known = self._callbacks.failure
-            self._callbacks.end("failed" if error else "stopped", named_line(error) if error else None)
-            if self._callbacks.failure != known:  # only a warning: the error of the run is raised
-                self.say(f"warning: {self._callbacks.failure}")
+            earlier_failure = self._callbacks.failure
+            if error:
+                self._callbacks.end("failed", named_line(error))
+            else:
+                self._callbacks.end("stopped")
+            if self._callbacks.failure != earlier_failure:  # only a warning: the error of the run is raised
+                self.print(f"warning: {self._callbacks.failure}")
 
     @contextmanager
     def _despite_full_disk(self) -> Iterator[None]:
@@ -91,14 +107,17 @@ class Recorder:
         except OSError as error:
             self._warn("log.dir", error)
 
-    def _warn(self, who: str, error: OSError) -> None:
-        if who not in self._warned:
-            failed = f"{error.filename or self._run.root} cannot be written: {error.strerror}"
-            said = failed if who == "log.dir" else named_line(error)
-            self.say(f"warning: {who}: {said}; the run goes on without it")
-        self._warned.add(who)
+    def _warn(self, key: str, error: OSError) -> None:
+        """Print a warning about an error of the logger with the config key `key`, only once for each key."""
+        if key not in self._warned:
+            problem = named_line(error)
+            if key == "log.dir":
+                problem = f"{error.filename or self._folder.root} cannot be written: {error.strerror}"
+            self.print(f"warning: {key}: {problem}. The run continues without it.")
+        self._warned.add(key)
 
     def step(self, step: int, metrics: Metrics) -> None:
+        """Record the metrics of a step, call `on_step` of callbacks, and update the progress line."""
         if self._active:
             with self._despite_full_disk():
                 self._writer.write(step, metrics)
@@ -111,22 +130,26 @@ class Recorder:
         """Print and store the duration of each part of the start-up, including the first step."""
         self._clock.done("first step")
         with self._despite_full_disk():
-            add_seconds(self._run.starts, self._clock.parts)
-        self.say(self._clock.line)
+            add_seconds(self._folder.starts, self._clock.parts)
+        self.print(self._clock.line)
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
+        """Print a line above the progress line, on rank 0."""
         if self._active:
             self._progress.say(message)
 
     def bad_rows(self, step: int, rows: Iterable[str]) -> None:
-        self._append("bad_rows", ({"step": step, "row": row} for row in rows))
+        """Append the messages about bad rows of a step to `bad_rows.jsonl`."""
+        self._append(self._folder.bad_rows, ({"step": step, "row": row} for row in rows))
 
     def bad_step(self, step: int, loss: float, grad_norm: float, samples: list[str]) -> None:
-        self._append("bad_steps", [{"step": step, "loss": str(loss), "grad_norm": str(grad_norm), "samples": samples}])
+        """Append a skipped step and the names of its samples to `bad_steps.jsonl`."""
+        entry = {"step": step, "loss": str(loss), "grad_norm": str(grad_norm), "samples": samples}
+        self._append(self._folder.bad_steps, [entry])
 
     def samples(self, records: Iterable[dict[str, Any]]) -> None:
         """Append responses to held-out prompts to `samples.jsonl`. File names are relative to the run folder."""
-        self._append("samples", records)
+        self._append(self._folder.samples, records)
 
     def flush(self) -> None:
         """Flush `metrics.jsonl`. Call it before saving, so that the file contains all steps of the checkpoint."""
@@ -134,14 +157,17 @@ class Recorder:
             with self._despite_full_disk():
                 self._writer.flush()
 
-    def _append(self, which: str, entries: Iterable[dict[str, Any]]) -> None:
+    def _append(self, path: Path, entries: Iterable[dict[str, Any]]) -> None:
+        """Append entries to a JSONL file, on rank 0."""
         if self._active:
-            with self._despite_full_disk(), open(getattr(self._run, which), "a", encoding="utf-8") as file:
+            with self._despite_full_disk(), open(path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
 def _drop_after(file: Path, step: int) -> None:
-    if file.exists():
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # the last line is incomplete if the run was killed
-        replace_file(file, "".join(line for line in whole if json.loads(line)["step"] <= step))
+    """Remove the entries of later steps than `step` from a JSONL file."""
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    complete_lines = [line for line in lines if line.endswith("\n")]  # a killed run leaves an incomplete last line
+    replace_file(file, "".join(line for line in complete_lines if json.loads(line)["step"] <= step))

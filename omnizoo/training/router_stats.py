@@ -20,7 +20,8 @@ class RouterStats:
             routers: The routers of the model by layer.
             bias_rate: Change of a correction bias per call of `update_bias`; 0 disables it.
         """
-        self._routers, self._bias_rate = routers, bias_rate
+        self._routers = routers
+        self._bias_rate = bias_rate
         self._sums: dict[str, torch.Tensor] = {}  # layer -> [2, experts]: number of choices, sum of probabilities
 
     def reset(self) -> None:
@@ -33,9 +34,12 @@ class RouterStats:
         for record in records:
             probability = at_least_fp32(record.logits.detach()).softmax(1).sum(0, dtype=torch.float64)
             choices = record.index.flatten()
-            load = torch.zeros_like(probability).scatter_add_(0, choices, torch.ones_like(choices, dtype=torch.float64))
+            ones = torch.ones_like(choices, dtype=torch.float64)
+            load = torch.zeros_like(probability).scatter_add_(0, choices, ones)
             sums = torch.stack([load, probability])
-            self._sums[record.layer] = self._sums[record.layer] + sums if record.layer in self._sums else sums
+            if record.layer in self._sums:
+                sums = self._sums[record.layer] + sums
+            self._sums[record.layer] = sums
 
     def local_sums(self) -> list[torch.Tensor]:
         """Return the sums of this rank, one flat tensor per layer, for an all-reduce."""

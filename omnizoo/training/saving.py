@@ -23,7 +23,8 @@ def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> None:
         TrainingError: If the checkpoint could not be written and the run does not continue.
     """
     recorder.flush()  # metrics.jsonl must contain all steps of the checkpoint
-    setup, step = run.setup, run.state.step
+    setup = run.setup
+    step = run.state.step
     saved = _state_to_save(run)
     try:
         with run.objective.phases("checkpoint"):
@@ -32,10 +33,10 @@ def save_run(run: RunContext, recorder: Recorder, must_succeed: bool) -> None:
             )
         run.callbacks.save(step, folder)
     except SaveError as error:
-        message = f"no checkpoint of step {step}: {error}; earlier checkpoints in {run.checkpoint_dir} are intact"
+        message = f"no checkpoint of step {step}: {error}. Earlier checkpoints in {run.checkpoint_dir} are intact."
         if must_succeed or run.config.checkpoint.on_save_error == "stop":
             raise TrainingError(message) from error
-        recorder.say(f"warning: {message}; training continues (checkpoint.on_save_error: continue)")
+        recorder.print(f"warning: {message} Training continues (checkpoint.on_save_error: continue).")
 
 
 def _state_to_save(run: RunContext) -> dict[str, Any]:

@@ -82,7 +82,9 @@ class ModelBundle:
     def held_out_reader(self) -> Reader | None:
         """Return a reader of `data.eval_sources`; None if the run never evaluates."""
         config = held_out_config(self.config)
-        return build_reader(config, self.tokenizer, **self.media) if config.evaluation.every else None
+        if not config.evaluation.every:
+            return None
+        return build_reader(config, self.tokenizer, **self.media)
 
     def loader(self, mesh: Mesh) -> Loader:
         """Return the loader of this rank."""
@@ -192,7 +194,8 @@ def resolve_precision(config: Config, device: torch.device) -> Config:
 
 def set_up_logging(mesh: Mesh) -> None:
     """Configure logging, so that only rank 0 logs."""
-    logging.basicConfig(level=logging.INFO if mesh.is_first else logging.CRITICAL, format="%(levelname)s: %(message)s")
+    level = logging.INFO if mesh.is_first else logging.CRITICAL
+    logging.basicConfig(level=level, format="%(levelname)s: %(message)s")
     if not mesh.is_first:
         transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
@@ -249,7 +252,8 @@ def set_up_training(
 
     adapter = None
     if not is_dry_run:
-        adapter = mesh.from_first(on_all_ranks(lambda: adapter_record(model, config) if mesh.is_first else None))
+        local_record = on_all_ranks(lambda: adapter_record(model, config) if mesh.is_first else None)
+        adapter = mesh.from_first(local_record)
     loads_weights = not is_dry_run and (start.checkpoint is None or adapter is not None)
     on_all_ranks(lambda: parallelize_model(model, mesh, config, load=loads_weights, done=done))
     if fill is not None:
@@ -379,6 +383,7 @@ def _restore_loader(loader: Loader, saved: Mapping[str, Any], start: StartingPoi
 
 
 def _print_nothing_to_do(config: Config, mesh: Mesh, start: StartingPoint, state: TrainState) -> None:
+    """Print, on rank 0, that the checkpoint is at the last step already."""
     if mesh.is_first:
-        hint = "" if config.train.epochs else "; raise train.steps"
+        hint = "" if config.train.epochs else ". Raise train.steps to continue"
         print(f"nothing to do: {start.checkpoint} is at step {state.step} of {config.train.steps}{hint}")

@@ -17,6 +17,7 @@ from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.fsdp.sharded_tensors import local_bytes
 from omnizoo.parallel.layout import micro_batches
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.reporting.plural import plural
 from omnizoo.reporting.start_clock import StartClock
 from omnizoo.training.recorder import Recorder
 from omnizoo.training.setup import RunContext
@@ -57,6 +58,7 @@ def describe_run(run: RunContext) -> dict[str, str]:
 
 
 def _describe_model(model: nn.Module, config: Config, start: StartingPoint) -> dict[str, str]:
+    """Return the rows about the model, its weights and its modalities."""
     num_parameters = count_weights(model)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     model_class = type(model).__name__.removeprefix("FSDP")  # FSDP renames the class
@@ -79,25 +81,27 @@ def _describe_model(model: nn.Module, config: Config, start: StartingPoint) -> d
 
 
 def _describe_step(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]:
+    """Return the rows about the mesh, the number of steps and the size of a step."""
     train, layout = config.train, mesh.layout
     weights = f"{local_bytes(model) / MIB:.1f} MiB of weights each"
     num_micro_batches = micro_batches(layout, train.packs_per_step, train.micro_batch)
-    epochs = "" if train.epochs is None else f": {_plural(train.epochs, 'epoch')}"
+    epochs = "" if train.epochs is None else f": {plural(train.epochs, 'epoch')}"
     return {
-        "mesh": f"{layout} = {_plural(layout.world, 'rank')} on {device_name(mesh.device)}; {weights}",
+        "mesh": f"{layout} = {plural(layout.world, 'rank')} on {device_name(mesh.device)}; {weights}",
         "run": f"{train.steps:,} steps{epochs}",
         "step": (
             f"{train.packs_per_step} packs of up to {config.data.pack_tokens} tokens, "
             f"{train.packs_per_step * config.data.pack_tokens:,} in total; per rank "
-            f"{_plural(num_micro_batches, 'micro-batch', 'micro-batches')} of {train.micro_batch}"
+            f"{plural(num_micro_batches, 'micro-batch', 'micro-batches')} of {train.micro_batch}"
         ),
     }
 
 
 def _describe_sources(reader: Reader) -> Iterator[str]:
+    """Yield a line about each data source."""
     for number, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True)):
         schema, _ = reader.format_of(number)
-        read_as = f", taken as {schema}" if schema else ""
+        read_as = f", read as {schema}" if schema else ""
         weight = "" if reader.config.train.epochs else f" (weight {spec.weight:g})"
         yield f"{spec.name}: {len(source):,} rows{read_as}{weight}"
 
@@ -108,10 +112,6 @@ def _describe_start(start: StartingPoint) -> str:
     if start.weights_only:
         return f"the weights of {start.checkpoint}, step 0"
     return str(start.checkpoint)
-
-
-def _plural(count: float, singular: str, plural: str = "") -> str:
-    return f"{count:g} {singular if count == 1 else plural or singular + 's'}"
 
 
 def closing_message(run: RunContext, stopped_by: str | None) -> str:

@@ -21,12 +21,15 @@ class StepTimer:
         self.total = 0.0  # includes the wait for data
 
     def wait_for_data(self) -> None:
+        """Start the measurement of a step, which begins with the wait for its data."""
         self._started_at = time.perf_counter()
 
     def data_ready(self) -> None:
+        """End the wait for data."""
         self.data_wait = time.perf_counter() - self._started_at
 
     def step_done(self) -> None:
+        """End the measurement of a step."""
         self.total = time.perf_counter() - self._started_at
 
 
@@ -68,12 +71,12 @@ def report_unusual_step(run: RunContext, recorder: Recorder, data: StepData, res
     step = run.state.step
     if not result.finite:
         recorder.bad_step(step, result.loss, result.grad_norm, _sample_names(run, data))
-        recorder.say(
+        recorder.print(
             f"step {step} skipped: loss {result.loss}, grad norm {result.grad_norm}. "
             f"Its samples are listed in {run.folder.bad_steps}."
         )
     for line in _warnings(run, data):
-        recorder.say(line)
+        recorder.print(line)
     if data.bad_rows:
         recorder.bad_rows(step, sorted(set(data.bad_rows)))
 
@@ -86,7 +89,8 @@ def _sample_names(run: RunContext, data: StepData) -> list[str]:
 
 
 def _warnings(run: RunContext, data: StepData) -> Iterator[str]:
+    """Yield warnings about a step without targets and about over-long samples."""
     if not data.totals.has_targets:
-        yield f"step {run.state.step}: nothing to learn, no token of it is a target"
-    for warning in run.overlong.news(data.counters):
+        yield f"step {run.state.step}: no targets, so the loss is undefined"
+    for warning in run.overlong.new_warnings(data.counters):
         yield f"warning: {warning}"

@@ -29,7 +29,7 @@ def owners(packs: list[list[int]]) -> list[int]:
 
 
 @given(st.lists(COSTS, max_size=7), st.integers(1, 3))
-def test_items_take_at_most_four_thirds_of_the_best_possible_time(costs: list[float], ranks: int) -> None:
+def test_items_take_at_most_four_thirds_of_optimal_time(costs: list[float], ranks: int) -> None:
     owner = assign_items(costs, ranks).tolist()
     best = min(max(loads(costs, list(o), ranks)) for o in product(range(ranks), repeat=len(costs)))
     assert len(owner) == len(costs)
@@ -37,7 +37,7 @@ def test_items_take_at_most_four_thirds_of_the_best_possible_time(costs: list[fl
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_every_rank_gets_as_many_packs_and_no_trade_would_help_the_busiest(ranks: int, size: int, data) -> None:
+def test_ranks_get_equal_pack_counts_and_no_swap_improves(ranks: int, size: int, data) -> None:
     costs = data.draw(st.lists(COSTS, min_size=ranks * size, max_size=ranks * size))
     packs = assign_packs(costs, ranks)
     assert sorted(pack for own in packs for pack in own) == list(range(len(costs)))
@@ -52,7 +52,7 @@ def test_every_rank_gets_as_many_packs_and_no_trade_would_help_the_busiest(ranks
             assert max(load[busiest] - relief, load[other] + relief) >= load[busiest] * (1 - 1e-8)
 
 
-def test_packs_are_near_the_best_split_into_equal_counts() -> None:
+def test_packs_are_near_the_best_equal_split() -> None:
     random, ratios = np.random.default_rng(0), []
     for _ in range(50):
         costs = random.lognormal(0, 1, 10).tolist()
@@ -64,7 +64,7 @@ def test_packs_are_near_the_best_split_into_equal_counts() -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 8, 32]), st.integers(0, 400), st.booleans())
 @settings(deadline=None)
-def test_in_a_large_world_items_stay_near_unless_that_would_leave_others_idle(
+def test_items_stay_in_block_in_large_world_unless_unbalanced(
     seed: int, together: int, count: int, is_even: bool
 ) -> None:
     random, ranks = np.random.default_rng(seed), 128
@@ -84,12 +84,12 @@ def test_in_a_large_world_items_stay_near_unless_that_would_leave_others_idle(
     assert loads.max() <= costs.sum() / ranks + 2 * costs.max(initial=0)
 
 
-def test_no_items_are_assigned_to_no_rank() -> None:
+def test_no_items_give_empty_assignment() -> None:
     assert assign_items([], 4).tolist() == []
 
 
 @pytest.mark.parametrize(("items", "most"), [(10_000, 1.002), (3_000, 1.02)])
-def test_a_thousand_ranks_are_balanced_in_no_time(items: int, most: float) -> None:
+def test_balancing_a_thousand_ranks_is_fast(items: int, most: float) -> None:
     costs = np.random.default_rng(0).random(items).tolist()
     start = time.process_time()
     owner = assign_items(costs, 1000).tolist()
@@ -139,7 +139,7 @@ def waiting(costs: dict[str, list[float]], ranks: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("packs", [1, 4])
-def test_eight_ranks_share_a_mix_with_a_third_of_text_evenly(packs: int) -> None:
+def test_eight_ranks_balance_a_mixed_dataset(packs: int) -> None:
     """Within 6 % of perfect, but where a single image outlasts the mean of its tower, as in some steps of 1 pack per
     rank. It cannot be shared out, since all of it sees all of it: then within 2 % of the best that is possible."""
     random = np.random.default_rng(0)

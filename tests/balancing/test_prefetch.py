@@ -82,14 +82,14 @@ def on_ranks(process: Process, path: Path) -> None:
                 ahead.next()
 
 
-def test_one_process_reads_ahead_what_it_would_have_read(tmp_path: Path) -> None:
+def test_prefetched_steps_of_one_process_match_direct_loading(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     with process_group() as process:
         on_ranks(process, path)
 
 
 @pytest.mark.slow
-def test_two_ranks_are_dealt_ahead_what_they_would_have_been_dealt(tmp_path: Path) -> None:
+def test_prefetched_steps_of_two_ranks_match_direct_loading(tmp_path: Path) -> None:
     result = run_on_ranks(on_ranks, 2, write_config(tmp_path))
     assert result.code == 0, result.stdout + result.stderr
 
@@ -108,7 +108,7 @@ def leave_while_the_thread_waits(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_can_end_while_its_thread_waits_for_another(tmp_path: Path) -> None:
+def test_rank_can_end_while_its_prefetch_thread_waits(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

@@ -46,15 +46,15 @@ def cost(pack: Pack) -> float:
 
 @settings(deadline=None)  # a machine may be busy
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
-def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
+def test_each_pack_is_assigned_once_and_totals_ignore_layout(
     seed: int, count: int, dp: int, ring: int, micro_batch: int
 ) -> None:
     random = np.random.default_rng(seed)
     packs = [random_pack(index, random) for index in range(count)]
-    alone = plan_step(PackTable.of(packs, PORTS, cost), Layout(), 1, CALLS, cost)
+    alone = plan_step(PackTable.from_packs(packs, PORTS, cost), Layout(), 1, CALLS, cost)
     layout = Layout(dp_shard=dp, ring=ring)
-    parts = [PackTable.of([packs[i]], PORTS, cost) for i in random.permutation(count)]
-    plan = plan_step(PackTable.join(parts), layout, micro_batch, CALLS, cost)
+    parts = [PackTable.from_packs([packs[i]], PORTS, cost) for i in random.permutation(count)]
+    plan = plan_step(PackTable.concatenate(parts), layout, micro_batch, CALLS, cost)
 
     assert plan.totals == alone.totals
     assert plan.totals.tokens == sum(num_tokens(pack.columns) for pack in packs)
@@ -78,25 +78,25 @@ def test_every_pack_and_item_is_someones_and_the_totals_know_no_layout(
             items = [item for own in each.packs for index in own if index >= 0 for item in packs[index].items]
             own = [item for item in items if item.port == port]
             ways = [of[port] for of in routes if port in of]
-            placed = sum(int((way.place >= 0).sum()) for way in ways)
-            predicted = sum(int((way.before >= 0).sum()) for way in ways)
+            placed = sum(int((way.token >= 0).sum()) for way in ways)
+            predicted = sum(int((way.previous_token >= 0).sum()) for way in ways)
             assert placed == sum(item.size.num_placeholders for item in own)
             assert predicted == sum(item.size.num_placeholders for item in own if item.is_target)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
-def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
+def test_pack_table_round_trips_through_messages(seed: int) -> None:
     random = np.random.default_rng(seed)
     pack = random_pack(3, random)
-    roles = random.choice(["chosen", "rejected", *PREFERENCES[1:]], len(pack.lengths)).tolist()
+    roles = random.choice(["chosen", "rejected", *list(PREFERENCES)[1:]], len(pack.lengths)).tolist()
     pack = replace(pack, preferences=Preferences(roles, [""] * len(roles)))
-    message = encode_message(PackTable.of([pack], PORTS, cost), {"error": None})
-    nothing = encode_message(PackTable.of([], PORTS, cost), "nothing to say")
+    message = encode_message(PackTable.from_packs([pack], PORTS, cost), {"error": None})
+    nothing = encode_message(PackTable.from_packs([], PORTS, cost), "nothing to say")
     heard, notes = decode_messages([np.frombuffer(each, np.uint8) for each in (nothing, message)])
     assert notes == ["nothing to say", {"error": None}]
     samples = np.split(pack.columns["labels"] != IGNORE_INDEX, np.cumsum(pack.lengths)[:-1])
-    preferences = [roles.count(role) for role in ("chosen", *PREFERENCES[1:])]
+    preferences = [roles.count(role) for role in PREFERENCES.values()]
     answers = sum(bool(is_target.any()) for is_target in samples)
     counted = (pack.num_targets, weight(pack), *preferences, answers)
     assert heard.packs.tolist() == [(3, False, len(pack.lengths), len(pack.items), *counted, cost(pack))]
@@ -109,7 +109,7 @@ def test_what_ranks_tell_each_other_is_what_they_know(seed: int) -> None:
     assert heard.tokens.tolist() == [num_tokens(pack.columns)]
 
 
-def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:
+def test_moved_item_shifts_spans_and_drops_raw_value() -> None:
     item = MediaItem(PORTS[0], MediaSize(3, 1.0), ((1, 2), (5, 1)), False)
     inputs = {"values": torch.zeros(1)}
     moved = item.moved(10, raw=None, inputs=inputs)
@@ -118,7 +118,7 @@ def test_an_item_moves_with_its_pack_and_leaves_its_raw_value_behind() -> None:
     assert f"{item.port}" == str(item.port) == "image/encoder"
 
 
-def test_parts_of_an_item_have_their_places_in_every_copy_of_it() -> None:
+def test_parts_of_item_have_spans_in_every_copy() -> None:
     item = MediaItem(PORTS[0], MediaSize(5, 1.0), ((3, 2), (7, 3), (20, 5)), False)  # twice: in two runs, and in one
     parts = item.cut([(MediaSize(3, 0.5), {}), (MediaSize(2, 0.5), {})])
     assert [part.spans for part in parts] == [((3, 2), (7, 1), (20, 3)), ((8, 2), (23, 2))]

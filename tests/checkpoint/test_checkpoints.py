@@ -72,7 +72,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 # ---- any changed byte is found
 
 
-def test_any_single_byte_of_any_file_that_is_changed_is_found(copy: Path) -> None:
+def test_any_changed_byte_is_detected(copy: Path) -> None:
     """500 draws: half of them over files, so that small ones are hit as often, half over all bytes."""
     step, dice = copy / "checkpoints" / "step_00000002", random.Random(8)
     assert folder.damage(step) is None
@@ -92,7 +92,7 @@ def test_any_single_byte_of_any_file_that_is_changed_is_found(copy: Path) -> Non
     assert folder.damage(step) is None
 
 
-def test_every_damage_of_the_corpus_is_found_by_file_and_reason(trained: Path, tmp_path: Path) -> None:
+def test_each_damage_of_corpus_is_detected_with_file_and_reason(trained: Path, tmp_path: Path) -> None:
     for number, (name, (damage, file, reason)) in enumerate(DAMAGES.items()):
         step = Path(shutil.copytree(trained / "run", tmp_path / str(number))) / "checkpoints" / "step_00000002"
         assert folder.damage(step) is None
@@ -104,7 +104,7 @@ def test_every_damage_of_the_corpus_is_found_by_file_and_reason(trained: Path, t
         assert folder.newest_intact(step.parent)[0] == step.parent / "step_00000001", name
 
 
-def test_the_hash_of_a_shard_is_taken_while_it_is_written(tmp_path: Path) -> None:
+def test_shards_are_hashed_while_written(tmp_path: Path) -> None:
     with process_group():
         written = write({"model.a": torch.arange(1000.0)}, tmp_path / "tensors")
     ((name, file),) = written.items()
@@ -125,7 +125,7 @@ def two_ranks(process: Process, config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_share_the_check_and_take_the_same_way(tmp_path: Path) -> None:
+def test_ranks_verify_files_together_and_agree(tmp_path: Path) -> None:
     config = write_config(tmp_path, train={"steps": 2, "packs_per_step": 2})
     result = run_on_ranks(two_ranks, 2, config)
     assert result.code == 0, result.stdout + result.stderr
@@ -136,7 +136,7 @@ def test_ranks_share_the_check_and_take_the_same_way(tmp_path: Path) -> None:
 # ---- a folder belongs to one run
 
 
-def test_what_was_just_written_is_kept_and_only_older_ones_of_the_same_run_are_removed(tmp_path: Path) -> None:
+def test_pruning_removes_only_older_checkpoints_of_same_run(tmp_path: Path) -> None:
     for step, owner in ((1, "ours"), (2, "theirs"), (3, "ours"), (4, "ours"), (9, "ours")):
         folder.folder_of(tmp_path, step).mkdir()
         (folder.folder_of(tmp_path, step) / manifest.NAME).write_text(Manifest(owner, step, {}).text())
@@ -147,23 +147,23 @@ def test_what_was_just_written_is_kept_and_only_older_ones_of_the_same_run_are_r
     assert left == [".mine.partial", "step_00000002", "step_00000004", "step_00000009"]
 
 
-def test_a_new_run_in_a_used_folder_is_refused_and_nothing_is_lost(
+def test_new_run_in_used_folder_raises_and_changes_nothing(
     trained: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
     args = ["train", trained / "tiny.yaml", "--log.dir", copy, "--checkpoint.resume", "never", "--checkpoint.keep", 1]
-    assert "holds step_00000002 of a run: give it a log.dir of its own" in error_of(capsys, *args)
+    assert "contains step_00000002 of a run" in error_of(capsys, *args)
     assert {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()} == before
 
 
-def test_the_id_of_a_run_is_in_its_folder_and_its_manifests_and_stays(trained: Path, copy: Path) -> None:
+def test_run_id_is_in_folder_and_manifests_and_persists(trained: Path, copy: Path) -> None:
     (first,) = run_id.owners(copy / "checkpoints")
     assert main(["train", str(trained / "tiny.yaml"), "--log.dir", str(copy), "--train.steps", "3"]) == 0
     assert json.loads((copy / "run.json").read_text())["id"] == first
     assert set(run_id.owners(copy / "checkpoints")) == {first}
 
 
-def test_a_run_that_began_with_never_goes_on_when_torchrun_restarts_it(
+def test_run_started_with_never_resumes_after_torchrun_restart(
     trained: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (owner,) = run_id.owners(copy / "checkpoints")
@@ -185,7 +185,7 @@ def hold_until_killed(path: Path, ready: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_lock_goes_with_its_process_even_if_a_worker_of_it_lives(tmp_path: Path) -> None:
+def test_lock_ends_with_process_although_worker_lives(tmp_path: Path) -> None:
     start_server()
     context = get_context("forkserver")
     receiver, sender = context.Pipe()
@@ -206,7 +206,7 @@ def test_a_lock_goes_with_its_process_even_if_a_worker_of_it_lives(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_second_run_in_a_folder_is_refused_at_once(trained: Path, tmp_path: Path) -> None:
+def test_second_run_in_folder_raises(trained: Path, tmp_path: Path) -> None:
     args = ["train", str(trained / "tiny.yaml"), "--log.dir", str(tmp_path / "run")]
     start_server()
     for key, args_of in (("log.dir", args), ("checkpoint.dir", [*args[:3], str(tmp_path / "other")])):
@@ -218,16 +218,14 @@ def test_a_second_run_in_a_folder_is_refused_at_once(trained: Path, tmp_path: Pa
     assert not (tmp_path / "other").exists()
 
 
-def test_without_locks_in_the_file_system_the_process_is_looked_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_file_locks_owner_process_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lockf(*args: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(lock.fcntl, "lockf", lockf)
     own = {"host": socket.gethostname(), "pid": os.getpid(), "started": lock.psutil.Process().create_time()}
     for holder, message in (
-        (own, f"process {os.getpid()}; if it does not run any more, delete"),
+        (own, rf"^log\.dir: .*process {os.getpid()}\. .*delete"),
         (own | {"host": "elsewhere"}, "is in use by a run on elsewhere"),
     ):
         (tmp_path / ".lock").write_text(json.dumps(holder))
@@ -239,7 +237,7 @@ def test_without_locks_in_the_file_system_the_process_is_looked_up(
             assert json.loads((tmp_path / ".lock").read_text()) == own
 
 
-def test_a_disk_without_room_for_one_checkpoint_is_noticed_before_weights_are(
+def test_too_little_disk_space_raises_before_weights_load(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 300_000  # bytes; the model has 29 K weights, so a checkpoint takes 350 K
@@ -253,7 +251,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_noticed_before_weights_are(
 # ---- a new run from the weights of another
 
 
-def test_a_run_from_weights_begins_at_step_0_with_them_and_nothing_else(
+def test_run_from_weights_starts_at_step_0(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[dict[str, torch.Tensor], int]] = []
@@ -296,7 +294,7 @@ def test_a_run_from_weights_begins_at_step_0_with_them_and_nothing_else(
     assert [row["step"] for row in read_steps(tmp_path / "new")] == [1, 2, 3, 4]
 
 
-def test_the_old_key_for_weights_names_the_new_one(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_weights_prefix_error_names_init_from(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = error_of(capsys, "train", trained / "tiny.yaml", "--checkpoint.resume", "weights:runs/a")
     assert "model.init_from: runs/a" in line
 
@@ -314,7 +312,7 @@ def edit_byte(path: Path, place: float) -> None:
 
 
 @pytest.mark.parametrize("place", [0.0001, 0.37, 0.98])
-def test_a_letter_edited_in_place_stops_a_resume_with_the_source_and_the_way_out(
+def test_edited_source_stops_resume_with_source_and_advice(
     trained: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: float
 ) -> None:
     texts = Path(shutil.copy(trained / "texts.jsonl", tmp_path / "moved.jsonl"))
@@ -325,7 +323,7 @@ def test_a_letter_edited_in_place_stops_a_resume_with_the_source_and_the_way_out
     assert "model.init_from: CHECKPOINT" in line
 
 
-def test_large_sources_are_known_by_the_lengths_of_all_rows_and_by_blocks_of_their_bytes(
+def test_large_sources_are_fingerprinted_by_row_lengths_and_blocks(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprint, "WHOLE", 1000)
@@ -345,7 +343,7 @@ def test_large_sources_are_known_by_the_lengths_of_all_rows_and_by_blocks_of_the
     assert content()["shape"] == original["shape"]
 
 
-def test_every_kind_of_source_is_known_by_its_content_wherever_it_is(tmp_path: Path) -> None:
+def test_source_fingerprint_depends_on_content_not_location(tmp_path: Path) -> None:
     rows = [{"text": f"row {number}"} for number in range(40)]
     edited = [*rows[:20], {"text": "now 20"}, *rows[21:]]
 
@@ -390,7 +388,7 @@ def test_every_kind_of_source_is_known_by_its_content_wherever_it_is(tmp_path: P
 
 
 @pytest.mark.parametrize("error", [Exception("No space left on device"), OSError(errno.ENOSPC, "No space left")])
-def test_whatever_fails_in_a_save_is_survived_if_the_config_says_so(
+def test_failed_save_is_survived_if_config_allows(
     error: Exception, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, save = [], PreTrainedTokenizerFast.save_pretrained
@@ -409,7 +407,7 @@ def test_whatever_fails_in_a_save_is_survived_if_the_config_says_so(
 
 
 @pytest.mark.parametrize("tensorboard", ["false", "true"])
-def test_a_full_log_dir_is_said_once_and_does_not_end_the_run(
+def test_full_log_dir_warns_once_and_run_continues(
     tensorboard: str,
     trained: Path,
     tmp_path: Path,
@@ -440,7 +438,7 @@ def test_a_full_log_dir_is_said_once_and_does_not_end_the_run(
     assert (tmp_path / "new" / "checkpoints" / "step_00000004").is_dir()
 
 
-def test_a_log_dir_that_is_full_from_the_start_is_one_line(
+def test_log_dir_full_at_start_prints_one_line(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def replace_file(path: Path, text: str) -> None:
@@ -452,7 +450,7 @@ def test_a_log_dir_that_is_full_from_the_start_is_one_line(
     assert "run.json cannot be written: No space left" in line
 
 
-def test_a_record_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_record_that_does_not_fit_leaves_file_unchanged(tmp_path: Path) -> None:
     file = metrics_file.AppendingFile(tmp_path / "lines")
     file.write(b"a whole line\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

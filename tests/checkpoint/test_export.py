@@ -28,7 +28,7 @@ from omnizoo.parallelize.parallelize import parallelize_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_export_gives_the_logits_of_the_trained_model_bit_for_bit(family: str, tmp_path: Path) -> None:
+def test_export_gives_bitwise_equal_logits(family: str, tmp_path: Path) -> None:
     path = write_config(tmp_path, model={"config": model_config(family)}, train={"steps": 2, "packs_per_step": 2})
     trained = train_and_keep_logits([path])
     out = tmp_path / "exported"
@@ -49,7 +49,7 @@ def test_an_export_gives_the_logits_of_the_trained_model_bit_for_bit(family: str
     assert read_steps(again)[0]["loss"] < read_steps(tmp_path / "run")[0]["loss"]
 
 
-def test_generation_settings_of_a_published_model_survive_training_and_export(tmp_path: Path) -> None:
+def test_generation_config_survives_training_and_export(tmp_path: Path) -> None:
     folder = publish(tmp_path / "model")
     GenerationConfig(max_new_tokens=33, temperature=0.7, do_sample=True).save_pretrained(folder)
     path = write_config(tmp_path, **from_folder(folder), train={"steps": 1, "packs_per_step": 1})
@@ -60,7 +60,7 @@ def test_generation_settings_of_a_published_model_survive_training_and_export(tm
     assert (exported.max_new_tokens, exported.temperature, exported.do_sample) == (33, 0.7, True)
 
 
-def test_an_export_never_overwrites_and_names_what_is_no_checkpoint(
+def test_export_never_overwrites_and_rejects_non_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*args: object) -> str:
@@ -73,15 +73,15 @@ def test_an_export_never_overwrites_and_names_what_is_no_checkpoint(
     (tmp_path / "empty").mkdir()
     taken.mkdir()
     (taken / "precious").write_text("")
-    assert "is not a folder" in fails(tmp_path / "nowhere", tmp_path / "out")
-    assert "holds no complete checkpoint" in fails(tmp_path / "empty", tmp_path / "out")
+    assert "nowhere: not a folder" in fails(tmp_path / "nowhere", tmp_path / "out")
+    assert "contains no intact checkpoint" in fails(tmp_path / "empty", tmp_path / "out")
     path = write_config(tmp_path, train={"steps": 1, "packs_per_step": 1})
     assert main(["train", str(path)]) == 0
     capsys.readouterr()
-    assert "exists and is not empty" in fails(tmp_path / "run", taken)
+    assert "is not empty" in fails(tmp_path / "run", taken)
     next((tmp_path / "run" / "checkpoints").rglob("*.safetensors")).write_bytes(b"short")
     step = tmp_path / "run" / "checkpoints" / "step_00000001"
-    assert "is not a complete checkpoint" in fails(step, tmp_path / "out")
+    assert "damaged or incomplete" in fails(step, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -131,13 +131,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_key_of_a_published_folder_is_accounted_for(folders: Path) -> None:
+def test_missing_or_unexpected_keys_of_folder_raise(folders: Path) -> None:
     with process_group() as process:
         check_accounting(process, folders)
     assert MISFIT in (folders / "misfit.1.0.txt").read_text()
 
 
-def test_a_pickle_is_never_read(folders: Path, tmp_path: Path) -> None:
+def test_pickled_weights_are_never_read(folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / "full", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
     path = write_config(tmp_path, **from_folder(tmp_path / "model"))
@@ -206,7 +206,7 @@ def check_memory(process: Process, path: Path, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_load_the_same_weights_in_half_the_memory_and_export_what_they_trained(folders: Path) -> None:
+def test_two_ranks_load_shards_and_export_trained_weights(folders: Path) -> None:
     for family in FAMILIES:
         publish(folders / family, family)
         shutil.move(write_config(folders, **from_folder(folders / family)), folders / f"{family}.yaml")

@@ -43,9 +43,7 @@ def dtypes(folder: Path) -> set[str]:
     return found
 
 
-def test_weights_are_exported_in_the_precision_they_were_published_in(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_keeps_published_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = publish(tmp_path / "model", "gpt_oss")  # with experts, which are fused in the model and not in files
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
     path = write_config(tmp_path, **from_folder(model), train=ONE_STEP)
@@ -68,12 +66,12 @@ def test_weights_are_exported_in_the_precision_they_were_published_in(
     assert all(torch.equal(rounded[name], whole[name].bfloat16()) for name in whole)
 
 
-def test_the_layout_of_files_is_that_of_large_published_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_export_is_split_like_published_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_config(tmp_path, train=ONE_STEP)
     assert main(["train", str(path)]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "one")]) == 0
-    assert exports.MOST_IN_A_FILE == "5GB"
-    monkeypatch.setattr(exports, "MOST_IN_A_FILE", "20KB")
+    assert exports.MAX_FILE_SIZE == "5GB"
+    monkeypatch.setattr(exports, "MAX_FILE_SIZE", "20KB")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "many")]) == 0
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -134,7 +132,7 @@ def picture(folder: Path) -> Path:
     return file
 
 
-def test_transformers_own_pipeline_takes_an_export_with_its_processor(tmp_path: Path) -> None:
+def test_transformers_pipeline_loads_export_with_processor(tmp_path: Path) -> None:
     model = publish_llava(tmp_path / "model")
     path = write_config(tmp_path, **from_folder(model), train=ONE_STEP)
     assert main(["train", str(path)]) == 0
@@ -157,7 +155,7 @@ def test_transformers_own_pipeline_takes_an_export_with_its_processor(tmp_path: 
     )
 
 
-def test_a_published_vision_model_keeps_its_image_processor_through_training_and_export(tmp_path: Path) -> None:
+def test_vision_model_keeps_image_processor_through_export(tmp_path: Path) -> None:
     """What is exported answers to a picture as transformers' own processor and model do. A clip needs torchvision."""
     model = tmp_path / "model"
     publish_omni("qwen3_vl", model)

@@ -116,9 +116,9 @@ def test_tokenizer_larger_than_vocabulary_raises(fails: Callable[..., str]) -> N
         ),
         (["--train.packs_per_step", "0"], ["train.packs_per_step"]),
         (["--train.micro_batch", "3"], ["train.micro_batch", "1 or 2"]),
-        (["--nproc", "2", "--parallel.dp_shard", "4"], ["parallel.dp_shard 4", "world of 2"]),
-        (["--nproc", "3", "--parallel.dp_replicate", "2"], ["parallel.dp_replicate", "world of 3"]),
-        (["--parallel.dp_replicate", "2"], ["parallel.dp_replicate", "world of 1"]),
+        (["--nproc", "2", "--parallel.dp_shard", "4"], ["parallel: ", "dp_shard 4", "world size is 2"]),
+        (["--nproc", "3", "--parallel.dp_replicate", "2"], ["parallel.dp_replicate", "world size 3"]),
+        (["--parallel.dp_replicate", "2"], ["parallel.dp_replicate", "world size 1"]),
         (["--parallel.dp_shard", "0"], ["parallel.dp_shard"]),
         (["--train.precision", "fp23"], ["train.precision", "fp32"]),
         (["--train.stesp", "3"], ["train.stesp", "train.steps"]),
@@ -137,7 +137,7 @@ def test_finished_run_does_not_train_further(config: Path, tmp_path: Path, capsy
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     capsys.readouterr()
     assert main(["train", str(config)]) == 0
-    assert "step 2 of 2; raise train.steps" in capsys.readouterr().out
+    assert "step 2 of 2. Raise train.steps" in capsys.readouterr().out
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 
@@ -152,10 +152,10 @@ def trained(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"hidden_size": 48}, "model.model.embed_tokens.weight is (512, 32) there and (512, 48) here"),
-        ({"num_hidden_layers": 3}, "it has no model.model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 1}, "this one has no model.model.layers.1.input_layernorm.weight"),
-        ({"tie_word_embeddings": False}, "it has no model.lm_head.weight"),
+        ({"hidden_size": 48}, "model.model.embed_tokens.weight has shape (512, 32), but this run has (512, 48)"),
+        ({"num_hidden_layers": 3}, "model.model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "model.model.layers.1.input_layernorm.weight"),
+        ({"tie_word_embeddings": False}, "model.lm_head.weight"),
     ],
 )
 def test_checkpoint_of_another_model_raises_with_differing_key(
@@ -165,7 +165,7 @@ def test_checkpoint_of_another_model_raises_with_differing_key(
     before = {file: file.read_bytes() for file in trained.parent.rglob("*") if file.is_file()}
     assert main(["train", str(config), "--model.config", fields, "--train.steps", "3"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert f"{trained / 'step_00000002'} is of another model: {key}" in line
+    assert f"{trained / 'step_00000002'}: {key}" in line
     assert {file: file.read_bytes() for file in trained.parent.rglob("*") if file.is_file()} == before
 
 
@@ -210,7 +210,7 @@ def test_resuming_from_damaged_checkpoint_raises(
 ) -> None:
     truncate(trained / "step_00000001")
     assert main(["train", str(config), "--checkpoint.resume", str(trained / "step_00000001")]) == 2
-    assert "is not a complete checkpoint" in capsys.readouterr().err
+    assert "damaged or incomplete" in capsys.readouterr().err
 
 
 @contextmanager
@@ -248,7 +248,7 @@ def test_full_disk_stops_run_and_keeps_earlier_checkpoint(
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "no checkpoint of step 2" in line
-    assert f"earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
+    assert f"Earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
     assert "too large" in line or "space" in line.lower()  # what the system said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
     assert main(["train", str(config), *FULL]) == 0  # with room again it goes on

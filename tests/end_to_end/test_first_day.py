@@ -1,4 +1,4 @@
-"""docs/quickstart.md as a script: from a folder and rows to an answer that transformers gives as well."""
+"""The text and vision tutorials as a script: train, export, and generate what transformers generates."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The plugins of docs/extending.md: each has a small example, and each example is trained, and verified, by a test."""
+"""The plugins of docs/how-to/plugins.md: each has a small example, and each example is trained, and verified, by a
+test."""
 
 import json
 import re
@@ -49,7 +50,7 @@ def rows(tmp_path: Path) -> list[str]:
 
 
 def table() -> list[list[str]]:
-    lines = (ROOT / "docs/extending.md").read_text().splitlines()
+    lines = (ROOT / "docs/how-to/plugins.md").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("| plugin |"))
     found = []
     for line in lines[first + 2 :]:

@@ -1,4 +1,4 @@
-"""Decoders: codes of pictures, codes of sound, continuous rows by flow matching."""
+"""Built-in decoders: image codes, audio codes, and continuous targets by flow matching."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def decoders(folders: dict[str, str]) -> dict[str, Decoder]:
-    """All of them, in float64."""
+    """Return all decoders, in float64."""
     torch.manual_seed(0)
     return {name: maker(folders.get(name)).double() for name, maker in MAKERS.items()}
 
@@ -81,7 +81,7 @@ def doubled(inputs: Inputs) -> Inputs:
 
 
 class StandIn(nn.Module):
-    """A foundation of one recurrent layer, with a learnt prompt for each item."""
+    """A foundation with one recurrent layer and a learned prompt for each item."""
 
     def __init__(self, prompts: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class StandIn(nn.Module):
         self.layer = nn.GRU(WIDTH, WIDTH)
 
     def hidden(self, embedded: torch.Tensor) -> torch.Tensor:
-        """At the place before each row of each prompt's item: `[n, prompts, width]`."""
+        """Return the hidden states before each target of the item of each prompt, `[n, prompts, width]`."""
         before = torch.cat([self.prompts.weight[None], embedded[:-1]])
         states: torch.Tensor = self.layer(before)[0]
         return states
@@ -108,7 +108,7 @@ class StandIn(nn.Module):
 
 
 @every_decoder
-def test_measure_tells_rows_and_targets_from_the_header_alone(name: str, decoder: Decoder, on_meta: Decoder) -> None:
+def test_measure_predicts_placeholders_and_targets_from_header(name: str, decoder: Decoder, on_meta: Decoder) -> None:
     size, prepared = on_meta.measure(item(name, 3)), on_meta.prepare(item(name, 3))
     rows = decoder.targets([doubled(prepared)])
     assert len(rows) == size.num_placeholders
@@ -116,20 +116,20 @@ def test_measure_tells_rows_and_targets_from_the_header_alone(name: str, decoder
     assert size.targets == (int((rows != decoder.none).sum()) if isinstance(decoder, AudioCodec) else None)
     again = decoder.prepare(item(name, 3))
     assert all(torch.equal(prepared[key], value) for key, value in again.items())
-    blank = decoder.targets([doubled(decoder.dummy_input())])
-    assert (blank.shape[1], blank.dtype) == (rows.shape[1], rows.dtype)
+    dummy = decoder.targets([doubled(decoder.dummy_input())])
+    assert (dummy.shape[1], dummy.dtype) == (rows.shape[1], rows.dtype)
 
 
 @every_decoder
-def test_targets_of_an_item_depend_on_no_other_item(name: str, decoder: Decoder) -> None:
+def test_targets_do_not_depend_on_other_items(name: str, decoder: Decoder) -> None:
     items = [doubled(decoder.prepare(item(name, seed))) for seed in range(3)]
-    alone = [decoder.targets([one]) for one in items]
-    assert torch.equal(decoder.targets(items), torch.cat(alone))
-    assert not torch.equal(alone[0], alone[1])
+    separate = [decoder.targets([prepared]) for prepared in items]
+    assert torch.equal(decoder.targets(items), torch.cat(separate))
+    assert not torch.equal(separate[0], separate[1])
 
 
 @every_decoder
-def test_trained_weights_get_gradients_also_without_rows_and_frozen_ones_never(name: str, decoder: Decoder) -> None:
+def test_trained_weights_get_gradients_and_frozen_ones_never(name: str, decoder: Decoder) -> None:
     decoder.train()
     targets = decoder.targets([doubled(decoder.prepare(item(name, 0)))])
     trained = {key: weight for key, weight in decoder.named_parameters() if weight.requires_grad}
@@ -149,7 +149,7 @@ def test_trained_weights_get_gradients_also_without_rows_and_frozen_ones_never(n
 
 
 @every_decoder
-def test_the_same_seed_gives_the_same_item(name: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_generation_with_equal_seeds_is_equal(name: str, decoder: Decoder, tmp_path: Path) -> None:
     torch.manual_seed(0)
     foundation = StandIn(1).double()
     if isinstance(decoder, AudioCodec):
@@ -166,10 +166,10 @@ def test_the_same_seed_gives_the_same_item(name: str, decoder: Decoder, tmp_path
 
 
 @every_decoder
-def test_weights_drawn_on_meta_leave_nothing_undefined(
+def test_random_initialization_on_meta_sets_all_weights(
     name: str, decoder: Decoder, on_meta: Decoder, folders: dict[str, str]
 ) -> None:
-    """And what is read from a folder is read then."""
+    """Weights of a folder are read during initialization."""
 
     def construct() -> Decoder:
         with torch.device("meta"):
@@ -177,11 +177,11 @@ def test_weights_drawn_on_meta_leave_nothing_undefined(
 
     on_meta.to_empty(device="cpu")
     tensors = dict(on_meta.named_parameters()) | dict(on_meta.named_buffers())
-    drawn = dict(initial_weights(construct, 0, set(tensors)))
-    assert drawn.keys() == tensors.keys()
+    initial = dict(initial_weights(construct, 0, set(tensors)))
+    assert initial.keys() == tensors.keys()
     for key, tensor in tensors.items():
-        assert drawn[key].isfinite().all(), key
-        tensor.data.copy_(drawn[key])
+        assert initial[key].isfinite().all(), key
+        tensor.data.copy_(initial[key])
     prepared = decoder.prepare(item(name, 0))
     rows = on_meta.targets([prepared])
     assert rows[:, 0].unique().numel() > 1
@@ -189,13 +189,13 @@ def test_weights_drawn_on_meta_leave_nothing_undefined(
         torch.testing.assert_close(rows.double(), decoder.targets([doubled(prepared)]).double(), atol=1e-5, rtol=0)
 
 
-def train(decoder: Decoder, foundation: StandIn, draw: Callable[[], torch.Tensor], steps: int) -> None:
-    """`draw` gives the rows of one item per prompt, `[n, prompts, K]`; and more of the same along the first dim."""
+def train(decoder: Decoder, foundation: StandIn, sample_targets: Callable[[], torch.Tensor], steps: int) -> None:
+    """Train on the targets that `sample_targets` returns: one item per prompt, `[n, prompts, K]`."""
     weights = [weight for weight in [*decoder.parameters(), *foundation.parameters()] if weight.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
-        targets = draw()
+        targets = sample_targets()
         hidden = foundation.hidden(decoder.embed(targets.flatten(0, 1)).unflatten(0, targets.shape[:2]))
         optimizer.zero_grad()
         (decoder.loss(hidden.flatten(0, 1), targets.flatten(0, 1)) / targets[..., 0].numel()).backward()
@@ -204,7 +204,7 @@ def train(decoder: Decoder, foundation: StandIn, draw: Callable[[], torch.Tensor
 
 
 @pytest.mark.parametrize("name", ["patches", "dac"])
-def test_a_small_model_learns_to_reproduce_two_items_exactly(name: str, folders: dict[str, str]) -> None:
+def test_small_model_learns_two_items_exactly(name: str, folders: dict[str, str]) -> None:
     torch.manual_seed(0)
     decoder, foundation = MAKERS[name](folders.get(name)), StandIn(2)
     rows = torch.stack([decoder.targets([decoder.prepare(item(name, seed))]) for seed in (0, 1)], 1)
@@ -213,28 +213,28 @@ def test_a_small_model_learns_to_reproduce_two_items_exactly(name: str, folders:
         assert torch.equal(foundation.generate(decoder, prompt, Sampling(temperature=0)), rows[:, prompt])
 
 
-def test_a_small_flow_learns_to_reproduce_two_series() -> None:
+def test_small_flow_learns_two_series() -> None:
     torch.manual_seed(0)
     decoder, foundation = FlowHead(WIDTH, size=[6], patch=3, hidden=64, layers=1), StandIn(16)
-    series = [np.sin(np.arange(6)), np.linspace(1, -1, 6)] * 8  # several prompts for each, so several noises a step
+    series = [np.sin(np.arange(6)), np.linspace(1, -1, 6)] * 8  # several prompts per series, so several noises per step
     seeds = iter(range(10**6))
 
-    def draw() -> torch.Tensor:
+    def sample_targets() -> torch.Tensor:
         items = [decoder.prepare(Media("series", values, {}, next(seeds))) for values in series]
         return torch.stack([decoder.targets([item]) for item in items], 1)
 
-    train(decoder, foundation, draw, steps=250)
+    train(decoder, foundation, sample_targets, steps=250)
     for prompt in (0, 1):
         sampling = Sampling(generator=torch.Generator().manual_seed(5))
-        made = decoder.render(foundation.generate(decoder, prompt, sampling))
-        np.testing.assert_allclose(made, series[prompt], atol=0.1)
+        generated = decoder.render(foundation.generate(decoder, prompt, sampling))
+        np.testing.assert_allclose(generated, series[prompt], atol=0.1)
 
 
-# Codes of pictures
+# Image codes
 
 
 @pytest.mark.parametrize("name", ["janus_vqgan", "emu3_vqgan"])
-def test_codes_of_a_hugging_face_tokenizer_are_its_own(name: str) -> None:
+def test_hf_tokenizer_codes_match_transformers(name: str) -> None:
     torch.manual_seed(0)
     decoder = ImageCodes(WIDTH, config(name), size=16).double()
     prepared = decoder.prepare(picture(0))
@@ -242,17 +242,17 @@ def test_codes_of_a_hugging_face_tokenizer_are_its_own(name: str) -> None:
     model = decoder.pretrained
     assert model is not None
     sizes = {"image_sizes": torch.tensor([[16, 16]])} if name == "emu3_vqgan" else {}
-    own = model.encode(values, **sizes).image_tokens
-    own = own[0].flatten() if isinstance(own, list) else own
+    codes = model.encode(values, **sizes).image_tokens
+    codes = codes[0].flatten() if isinstance(codes, list) else codes
     rows = decoder.targets([prepared])
-    assert torch.equal(rows[:, 0], own)
+    assert torch.equal(rows[:, 0], codes)
     with torch.no_grad():
-        decoded = model.decode(own[None] if name == "janus_vqgan" else own.view(1, 8, 8))[0]
+        decoded = model.decode(codes[None] if name == "janus_vqgan" else codes.view(1, 8, 8))[0]
     expected = ((decoded + 1) * 127.5).round().clamp(0, 255).permute(1, 2, 0)
     np.testing.assert_array_equal(np.asarray(decoder.render(rows)), expected.numpy().astype(np.uint8))
 
 
-def test_codes_of_a_diffusers_tokenizer_are_its_own(tmp_path: Path) -> None:
+def test_diffusers_tokenizer_codes_match_diffusers(tmp_path: Path) -> None:
     folder = saved(diffusers.VQModel, tmp_path, num_vq_embeddings=16)
     decoder = ImageCodes(WIDTH, folder=folder)
     model = diffusers.VQModel.from_pretrained(folder).eval()
@@ -262,12 +262,12 @@ def test_codes_of_a_diffusers_tokenizer_are_its_own(tmp_path: Path) -> None:
     rendered = np.asarray(decoder.render(decoder.targets([prepared])))
     expected = ((expected + 1) * 127.5).clamp(0, 255).permute(1, 2, 0).numpy()
     np.testing.assert_allclose(rendered, expected, atol=0.51)
-    again = ImageCodes(WIDTH, config=json.loads(json.dumps(decoder.config)))  # as a saved model is built again
+    again = ImageCodes(WIDTH, config=json.loads(json.dumps(decoder.config)))  # like a saved model that is loaded
     again.load_state_dict(decoder.state_dict())
     assert torch.equal(again.targets([prepared]), decoder.targets([prepared]))
 
 
-def test_a_patch_codebook_with_all_patches_loses_nothing(tmp_path: Path) -> None:
+def test_patch_codebook_with_all_patches_is_lossless(tmp_path: Path) -> None:
     images = [np.asarray(Image.open(io.BytesIO(picture(i, 8, 8).value))) for i in range(3)]
     save_patch_codebook(tmp_path, fit_patch_codebook(images, 2, 48, seed=0), 2, [8, 8])
     decoder = ImageCodes(WIDTH, folder=str(tmp_path))
@@ -275,11 +275,11 @@ def test_a_patch_codebook_with_all_patches_loses_nothing(tmp_path: Path) -> None
         rows = decoder.targets([decoder.prepare(Media("image", image, {}))])
         assert rows[:, 1].tolist() == list(range(16))
         np.testing.assert_array_equal(np.asarray(decoder.render(rows)), image)
-    with pytest.raises(UserError, match="48 different patches"):
+    with pytest.raises(UserError, match=r"^codes: 49 .*48"):
         fit_patch_codebook(images, 2, 49, seed=0)
 
 
-def test_a_patch_codebook_is_as_good_as_the_k_means_of_scikit_learn() -> None:
+def test_patch_codebook_is_as_good_as_scikit_learn() -> None:
     from sklearn.cluster import KMeans
     from sklearn.datasets import load_digits
 
@@ -291,7 +291,7 @@ def test_a_patch_codebook_is_as_good_as_the_k_means_of_scikit_learn() -> None:
     assert ((patches[:, None] - ours) ** 2).sum(2).min(1).sum() < 1.1 * theirs
 
 
-def test_loss_of_codes_is_cross_entropy(decoders: dict[str, Decoder]) -> None:
+def test_image_code_loss_is_cross_entropy(decoders: dict[str, Decoder]) -> None:
     decoder = decoders["patches"]
     assert isinstance(decoder, ImageCodes)
     rows = decoder.targets([decoder.prepare(item("patches", 0))])
@@ -301,23 +301,26 @@ def test_loss_of_codes_is_cross_entropy(decoders: dict[str, Decoder]) -> None:
     torch.testing.assert_close(decoder.loss(hidden, rows), expected)
 
 
-# Codes of sound
+# Audio codes
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**31))
-def test_delay_shifts_codebook_k_by_k_rows_and_undelay_takes_it_back(books: int, frames: int, seed: int) -> None:
+def test_delay_shifts_codebook_k_by_k_and_undelay_inverts(books: int, frames: int, seed: int) -> None:
     codes = torch.from_numpy(np.random.default_rng(seed).integers(0, 8, (books, frames)))
     rows = delay(codes, stop=8, none=9)
     assert torch.equal(undelay(rows, stop=8), codes)
     assert rows.shape == (frames + max(books - 1, 1), books)
-    for place, row in enumerate(rows.tolist()):
+    for position, row in enumerate(rows.tolist()):
         for k, code in enumerate(row):
-            real = 0 <= place - k < frames
-            assert code == (codes[k, place - k] if real else 8 if k == 0 and place == frames else 9)
+            frame = position - k
+            if 0 <= frame < frames:
+                assert code == codes[k, frame]
+            else:
+                assert code == (8 if k == 0 and position == frames else 9)
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_codes_of_a_codec_are_its_own(name: str) -> None:
+def test_codec_codes_match_transformers(name: str) -> None:
     torch.manual_seed(0)
     decoder = AudioCodec(WIDTH, config(name)).double()
     model: Any = decoder.pretrained
@@ -325,13 +328,13 @@ def test_codes_of_a_codec_are_its_own(name: str) -> None:
     prepared = decoder.prepare(sound(0, 200))
     wave = prepared["wave"].double()[None, None] / 32767
     with torch.no_grad():
-        own = model.encode(wave, bandwidth=16.0) if name == "encodec" else model.encode(wave)
-        decoded = (
-            model.decode(own.audio_codes, own.audio_scales)
-            if name == "encodec"
-            else model.decode(audio_codes=own.audio_codes)
-        )
-    codes = own.audio_codes.view(-1, own.audio_codes.shape[-1])
+        if name == "encodec":
+            encoded = model.encode(wave, bandwidth=16.0)
+            decoded = model.decode(encoded.audio_codes, encoded.audio_scales)
+        else:
+            encoded = model.encode(wave)
+            decoded = model.decode(audio_codes=encoded.audio_codes)
+    codes = encoded.audio_codes.view(-1, encoded.audio_codes.shape[-1])
     rows = decoder.targets([prepared])
     assert len(codes) == decoder.codebooks == 4
     assert codes.unique().numel() > 2
@@ -339,7 +342,7 @@ def test_codes_of_a_codec_are_its_own(name: str) -> None:
     np.testing.assert_allclose(decoder.render(rows), decoded.audio_values.flatten().float(), atol=1e-6)
 
 
-def test_loss_of_a_codec_is_cross_entropy_of_real_codes_and_the_stop() -> None:
+def test_codec_loss_is_cross_entropy_of_codes_and_stop() -> None:
     torch.manual_seed(0)
     decoder = AudioCodec(WIDTH, config("dac"), codebooks=3).double()
     rows = decoder.targets([decoder.prepare(sound(0))])
@@ -355,7 +358,7 @@ def test_loss_of_a_codec_is_cross_entropy_of_real_codes_and_the_stop() -> None:
     assert count == decoder.measure(sound(0)).targets
 
 
-def test_generated_sound_has_a_frame_and_an_end() -> None:
+def test_generated_audio_has_a_frame_and_an_end() -> None:
     torch.manual_seed(0)
     decoder = AudioCodec(WIDTH, config("dac"), codebooks=3, max_seconds=0.004)
     for seed in range(8):
@@ -366,7 +369,7 @@ def test_generated_sound_has_a_frame_and_an_end() -> None:
         assert torch.equal(delay(codes, decoder.stop, decoder.none), rows)
 
 
-def test_saved_sound_can_be_heard(tmp_path: Path) -> None:
+def test_saved_audio_equals_rendered_audio(tmp_path: Path) -> None:
     decoder = AudioCodec(WIDTH, config("dac"))
     wave = decoder.render(decoder.targets([decoder.prepare(sound(0))]))
     back, rate = soundfile.read(decoder.save(wave, str(tmp_path / "out")))
@@ -379,7 +382,7 @@ def test_saved_sound_can_be_heard(tmp_path: Path) -> None:
 
 
 @given(st.sampled_from([(3,), (2, 3), (1, 2, 2)]), st.integers(1, 3), st.integers(1, 3))
-def test_patches_go_together_again(grid: tuple[int, ...], patch: int, channels: int) -> None:
+def test_from_patches_inverts_to_patches(grid: tuple[int, ...], patch: int, channels: int) -> None:
     values = torch.randn(*(side * patch for side in grid), channels)
     patches = to_patches(values, patch)
     assert torch.equal(from_patches(patches, grid, patch), values)
@@ -387,7 +390,7 @@ def test_patches_go_together_again(grid: tuple[int, ...], patch: int, channels: 
     assert torch.equal(patches[0], first.flatten())
 
 
-def test_loss_of_a_flow_is_the_squared_error_of_the_velocity() -> None:
+def test_flow_loss_is_squared_error_of_velocity() -> None:
     torch.manual_seed(0)
     decoder = FlowHead(WIDTH, size=[8, 4], patch=2, channels=1, hidden=16, layers=2).double()
     media = picture(0, 8, 4)
@@ -406,7 +409,7 @@ def test_loss_of_a_flow_is_the_squared_error_of_the_velocity() -> None:
     torch.testing.assert_close(decoder.loss(hidden, rows), expected)
 
 
-def test_latents_are_those_of_the_autoencoder(tmp_path: Path) -> None:
+def test_flow_latents_match_diffusers_autoencoder(tmp_path: Path) -> None:
     folder = saved(diffusers.AutoencoderKL, tmp_path, scaling_factor=0.5, shift_factor=0.1)
     decoder = FlowHead(WIDTH, size=16, folder=folder, hidden=16, layers=1)
     model = diffusers.AutoencoderKL.from_pretrained(folder).eval()
@@ -420,12 +423,12 @@ def test_latents_are_those_of_the_autoencoder(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.asarray(decoder.render(rows)), expected, atol=0.51)
 
 
-def test_solvers_follow_the_flow() -> None:
-    """For one data point d the exact velocity at (x, t) is (x - d) / t; for a linear field only the exact flow is e."""
+def test_solvers_integrate_known_flows() -> None:
+    """The velocity towards one data point d at (x, t) is (x - d) / t; the flow of the velocity x is exponential."""
     noise, point = torch.randn(2, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     for solver in ("euler", "FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"):
-        found = solve(lambda x, time: (x - point) / time, noise, solver, 4)
-        torch.testing.assert_close(found, point.expand_as(noise), atol=1e-5, rtol=0)
+        solution = solve(lambda x, time: (x - point) / time, noise, solver, 4)
+        torch.testing.assert_close(solution, point.expand_as(noise), atol=1e-5, rtol=0)
     exact = noise * np.exp(-1.0)
     errors = {
         solver: float((solve(lambda x, time: x, noise, solver, 20) - exact).abs().max()) for solver in ("euler", "heun")
@@ -433,92 +436,93 @@ def test_solvers_follow_the_flow() -> None:
     assert errors["heun"] < 0.05 * errors["euler"] < 0.01
 
 
-# What cannot be used
+# Invalid items and settings
 
 
-def test_items_that_cannot_be_used_are_named(decoders: dict[str, Decoder]) -> None:
-    cut = Media("image", picture(0).value[:60], {})
+def test_unusable_items_raise_bad_media(decoders: dict[str, Decoder]) -> None:
+    truncated = Media("image", picture(0).value[:60], {})
     with pytest.raises(BadMedia):
-        decoders["patches"].prepare(cut)
+        decoders["patches"].prepare(truncated)
     with pytest.raises(BadMedia, match="max_seconds"):
         AudioCodec(WIDTH, config("dac"), max_seconds=0.001).measure(sound(0))
     series = FlowHead(WIDTH, size=[6], patch=3)
     for value in ([1.0] * 5, ["a"] * 6, [float("nan")] * 6, [[1.0] * 6], None):
-        with pytest.raises(BadMedia, match="series given as"):
+        with pytest.raises(BadMedia, match=r"^series given as"):
             series.measure(Media("series", value, {}))
 
 
-def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    for make_wrong, match in (
-        (lambda: ImageCodes(WIDTH, folder=str(tmp_path)), "not the folder of a tokeniser"),
-        (lambda: ImageCodes(WIDTH, AutoConfig.for_model("llama")), "not a VQ model"),
-        (lambda: ImageCodes(WIDTH, config("emu3_vqgan")), "decoder.size"),
-        (lambda: ImageCodes(WIDTH, config("emu3_vqgan"), size=15), "multiples of 2"),
-        (lambda: ImageCodes(WIDTH, config("janus_vqgan"), size=32), "fix it to 16"),
-        (lambda: ImageCodes(WIDTH, folder=saved(diffusers.AutoencoderKL, tmp_path / "kl")), "not a VQ model"),
-        (lambda: ImageCodes(WIDTH, folder=digits(tmp_path / "patches"), head="big"), "decoder.head"),
-        (lambda: ImageCodes(WIDTH, folder=empty(tmp_path / "empty")), "no codebook"),
-        (lambda: AudioCodec(WIDTH), "path"),
-        (lambda: AudioCodec(WIDTH, AutoConfig.for_model("llama")), "not a codec"),
-        (lambda: AudioCodec(WIDTH, config("dac"), codebooks=5), "1 to 4"),
-        (lambda: AudioCodec(WIDTH, AutoConfig.for_model("encodec", normalize=True)), "normalises"),
-        (lambda: AudioCodec(WIDTH, AutoConfig.for_model("encodec", audio_channels=2)), "mono"),
-        (lambda: FlowHead(WIDTH, size=9, patch=2), "decoder.size"),
-        (lambda: FlowHead(WIDTH, size=8, channels=4), "decoder.channels"),
-        (lambda: FlowHead(WIDTH, size=8, folder=str(tmp_path)), "not a folder of diffusers"),
-        (lambda: FlowHead(WIDTH, size=8, solver="rk9"), "decoder.solver"),
+def test_invalid_decoder_settings_raise(tmp_path: Path) -> None:
+    for build, match in (
+        (lambda: ImageCodes(WIDTH, folder=str(tmp_path)), rf"^decoder\.path: {tmp_path} "),
+        (lambda: ImageCodes(WIDTH, AutoConfig.for_model("llama")), r"^decoder\.config: `llama`"),
+        (lambda: ImageCodes(WIDTH, config("emu3_vqgan")), r"^decoder\.size"),
+        (lambda: ImageCodes(WIDTH, config("emu3_vqgan"), size=15), r"^decoder\.size: 15 .* 2 "),
+        (lambda: ImageCodes(WIDTH, config("janus_vqgan"), size=32), r"^decoder\.size: 32.* 16"),
+        (lambda: ImageCodes(WIDTH, folder=saved(diffusers.AutoencoderKL, tmp_path / "kl")), r"^decoder\.path: Autoenc"),
+        (lambda: ImageCodes(WIDTH, folder=digits(tmp_path / "patches"), head="big"), r"^decoder\.head: 'big'"),
+        (lambda: ImageCodes(WIDTH, folder=empty(tmp_path / "empty")), rf"^decoder\.path: {tmp_path}/empty"),
+        (lambda: AudioCodec(WIDTH), r"^decoder: .*path"),
+        (lambda: AudioCodec(WIDTH, AutoConfig.for_model("llama")), r"^decoder\.config: `llama`"),
+        (lambda: AudioCodec(WIDTH, config("dac"), codebooks=5), r"^decoder\.codebooks: 5 .*1 to 4"),
+        (lambda: AudioCodec(WIDTH, AutoConfig.for_model("encodec", normalize=True)), r"^decoder\.config: .*normalize"),
+        (
+            lambda: AudioCodec(WIDTH, AutoConfig.for_model("encodec", audio_channels=2)),
+            r"^decoder\.config: audio_channels",
+        ),
+        (lambda: FlowHead(WIDTH, size=9, patch=2), r"^decoder\.size: 9 "),
+        (lambda: FlowHead(WIDTH, size=8, channels=4), r"^decoder\.channels: 4 "),
+        (lambda: FlowHead(WIDTH, size=8, folder=str(tmp_path)), rf"^decoder\.path: {tmp_path} "),
+        (lambda: FlowHead(WIDTH, size=8, solver="rk9"), r"^decoder\.solver: 'rk9'"),
     ):
         with pytest.raises(UserError, match=match):
-            make_wrong()
+            build()
     encoder_only = ImageCodes(WIDTH, config("chameleon_vqgan"))
     rows = encoder_only.targets([encoder_only.dummy_input()])
-    with pytest.raises(UserError, match="no `decode`"):
+    with pytest.raises(UserError, match=r"^decoder: .*`decode`"):
         encoder_only.render(rows)
 
 
 @pytest.mark.parametrize("name", ["janus_vqgan", "patches", "encodec", "one codebook"])
-def test_a_chunk_of_logits_at_a_time_gives_the_loss_and_gradients_of_all_of_them(
+def test_chunked_loss_and_gradients_match_full_logits(
     name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = decoder.targets([doubled(decoder.prepare(item(name, seed))) for seed in range(2)])
-    found = []
-    for most in (10**9, 40):  # logits at a time
-        monkeypatch.setattr("omnizoo.modalities.decoders.image_tokens.CHUNK", most)
-        monkeypatch.setattr("omnizoo.modalities.decoders.audio_codec.CHUNK", most)
+    results = []
+    for logits_per_chunk in (10**9, 40):
+        monkeypatch.setattr("omnizoo.modalities.decoders.image_tokens.CHUNK", logits_per_chunk)
+        monkeypatch.setattr("omnizoo.modalities.decoders.audio_codec.CHUNK", logits_per_chunk)
         decoder.zero_grad()
         hidden = torch.linspace(-1, 1, len(rows) * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
         loss = decoder.loss(hidden, rows)
         loss.backward()
         grads = [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
-        found.append((loss.detach(), hidden.grad, *grads))
-    whole, chunked = found
-    assert len(whole) > 3
-    for a, b in zip(whole, chunked, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+        results.append((loss.detach(), hidden.grad, *grads))
+    full, chunked = results
+    assert len(full) > 3
+    for expected, actual in zip(full, chunked, strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["janus_vqgan", "patches", "encodec", "one codebook"])
-def test_targets_are_as_likely_as_the_loss_says_a_chunk_of_logits_at_a_time(
-    name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_log_likelihood_matches_the_loss(name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [decoder.measure(item(name, seed)) for seed in range(2)]
     rows = decoder.targets([doubled(decoder.prepare(item(name, seed))) for seed in range(2)])
     hidden = torch.linspace(-1, 1, len(rows) * WIDTH, dtype=torch.float64).view(-1, WIDTH).requires_grad_()
     trained = [hidden, *decoder.get_submodule("head").parameters()]
-    weights = torch.linspace(0.5, 2, len(rows), dtype=torch.float64)  # another one for each place
+    weights = torch.linspace(0.5, 2, len(rows), dtype=torch.float64)  # a different weight for each target
     expected = torch.stack([-decoder.loss(hidden[i : i + 1], rows[i : i + 1]) for i in range(len(rows))])
     gradients = torch.autograd.grad((weights * expected).sum(), trained)
-    for most in (10**9, 40):
-        monkeypatch.setattr("omnizoo.modalities.decoders.image_tokens.CHUNK", most)
-        monkeypatch.setattr("omnizoo.modalities.decoders.audio_codec.CHUNK", most)
-        found, values = decoder.log_likelihood(hidden, rows)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    for logits_per_chunk in (10**9, 40):
+        monkeypatch.setattr("omnizoo.modalities.decoders.image_tokens.CHUNK", logits_per_chunk)
+        monkeypatch.setattr("omnizoo.modalities.decoders.audio_codec.CHUNK", logits_per_chunk)
+        likelihood, values = decoder.log_likelihood(hidden, rows)
+        torch.testing.assert_close(likelihood, expected, rtol=1e-12, atol=1e-13)
         assert values.sum() == sum(size.targets or size.num_placeholders for size in sizes)
-        own = torch.autograd.grad((weights * found).sum(), trained)
-        torch.testing.assert_close(own, gradients, rtol=1e-11, atol=1e-13)
-    none, nothing = decoder.log_likelihood(hidden[:0], rows[:0])
-    assert none.shape == nothing.shape == (0,)
-    assert all(not gradient.any() for gradient in torch.autograd.grad(none.sum(), trained))
+        actual = torch.autograd.grad((weights * likelihood).sum(), trained)
+        torch.testing.assert_close(actual, gradients, rtol=1e-11, atol=1e-13)
+    empty_likelihood, empty_values = decoder.log_likelihood(hidden[:0], rows[:0])
+    assert empty_likelihood.shape == empty_values.shape == (0,)
+    assert all(not gradient.any() for gradient in torch.autograd.grad(empty_likelihood.sum(), trained))
     assert isinstance(decoder, LikelihoodDecoder)
     assert not issubclass(FlowHead, LikelihoodDecoder)
 
@@ -531,15 +535,13 @@ class TwoLosses(MultiLossDecoder, ImageCodes):
         return {term: self.loss(hidden, targets) for term in self.terms}
 
 
-def test_the_contract_of_a_mixin_is_checked_for_classes_that_have_it(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_decoder_checks_mixins(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, media = TwoLosses(WIDTH, folder=folders["patches"]), [picture(seed, 8, 8) for seed in range(2)]
     check_decoder(decoder, media, WIDTH)
     with monkeypatch.context() as patch:
         patch.setattr(TwoLosses, "terms", ("",))
-        with pytest.raises(AssertionError, match="not those of `term_weights`"):
+        with pytest.raises(AssertionError, match="`term_weights`"):
             check_decoder(decoder, media, WIDTH)
     monkeypatch.setattr(TwoLosses, "log_likelihood", lambda self, hidden, targets: (targets, targets))
-    with pytest.raises(AssertionError, match="two tensors"):
+    with pytest.raises(AssertionError, match="`log_likelihood`"):
         check_decoder(decoder, media, WIDTH)

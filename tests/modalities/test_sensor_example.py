@@ -1,4 +1,5 @@
-"""The worked example of docs/modalities.md: a user's own modality, in and out, is one short file, and trains."""
+"""The example of docs/tutorials/new_modality.md: one short file adds a modality with encoder and decoder, and it
+trains."""
 
 from pathlib import Path
 
@@ -18,21 +19,21 @@ EXAMPLE = ROOT / "examples" / "sensor"
 
 
 @pytest.fixture(autouse=True)
-def as_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def example_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLE), prepend=":")
 
 
-def test_the_users_file_is_under_80_lines_and_touches_the_contract_only() -> None:
+def test_example_is_under_80_lines_and_uses_public_api() -> None:
     source = (EXAMPLE / "sensor.py").read_text()
     assert len(source.splitlines()) < 80
-    ours = {line.split()[1] for line in source.splitlines() if line.startswith("from omnizoo")}
-    assert ours == {"omnizoo"}
+    modules = {line.split()[1] for line in source.splitlines() if line.startswith("from omnizoo")}
+    assert modules == {"omnizoo"}
 
 
-def test_it_learns_and_goes_on_with_a_series(tmp_path: Path) -> None:
-    # Weights of seed 0 happen to begin with little to gain: 0.73, where others begin with about 1.
+def test_example_trains_and_generates_a_series(tmp_path: Path) -> None:
+    # The initial loss of seed 0 is low, 0.73; that of other seeds is about 1.
     options = ["--train.steps=40", "--train.seed=1", f"--log.dir={tmp_path / 'run'}"]
     config = load_config(EXAMPLE / "sensor.yaml", options)
     assert train(config) == 0
@@ -40,14 +41,15 @@ def test_it_learns_and_goes_on_with_a_series(tmp_path: Path) -> None:
     assert steps[-1]["loss/series"] < 0.6 * steps[0]["loss/series"]
     assert steps[-1]["loss/text"] < 0.6 * steps[0]["loss/text"]
     export(tmp_path / "run", tmp_path / "model", allow_code=["sensor"])
-    writer = load_chat_model(tmp_path / "model", allow_code=["sensor"])
+    chat_model = load_chat_model(tmp_path / "model", allow_code=["sensor"])
     content = [{"type": "text", "text": "go on "}, {"type": "series", "series": [0.5] * 32}]
-    pieces = writer.write([{"role": "user", "content": content}], Sampling(temperature=0), max_tokens=8)
+    pieces = chat_model.write([{"role": "user", "content": content}], Sampling(temperature=0), max_tokens=8)
     (series,) = [piece.item for piece in pieces if piece.modality == "series"]
     assert series.shape == (16,)
 
 
 @pytest.mark.slow
-def test_it_agrees_with_one_process_where_ranks_share_a_sequence(tmp_path: Path) -> None:
+def test_example_with_sequence_parallelism_matches_one_process(tmp_path: Path) -> None:
     layouts = prepare(load_config(EXAMPLE / "sensor.yaml", []), 2, "uly2", "fp64", tmp_path)
-    assert [verdict.reason for verdict in (verdict_of(tmp_path, layout) for layout in layouts) if verdict.reason] == []
+    verdicts = [verdict_of(tmp_path, layout) for layout in layouts]
+    assert [verdict.reason for verdict in verdicts if verdict.reason] == []

@@ -29,9 +29,9 @@ from omnizoo.ops.experts import (
     gather,
     grouped_matmul,
     matmul_per_expert,
+    multiply_rows,
     run_experts,
     sort_by_expert,
-    weigh,
 )
 from omnizoo.ops.precision import keep_precision
 from omnizoo.ops.torch_private import Recomputation
@@ -121,7 +121,7 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", [*FAMILIES, "muse_spark", "nemotron_h"])
-def test_output_and_every_gradient_are_those_of_the_models_own_loop(family: str, dtype: torch.dtype) -> None:
+def test_output_and_gradients_match_transformers_loop(family: str, dtype: torch.dtype) -> None:
     inputs = routed(40, dtype)
     with keep_precision("fp64" if dtype is torch.float64 else "fp32"):
         wanted = run(experts_of(family, dtype, "eager"), inputs)
@@ -130,7 +130,7 @@ def test_output_and_every_gradient_are_those_of_the_models_own_loop(family: str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_model_gives_the_same_loss_gradients_as_with_its_own_experts(family: str) -> None:
+def test_model_gradients_match_transformers_experts(family: str) -> None:
     tokens = torch.randint(0, 32, (1, 24), generator=torch.Generator().manual_seed(0))
     grads = []
     for ours in (False, True):
@@ -148,7 +148,7 @@ def test_a_whole_model_gives_the_same_loss_gradients_as_with_its_own_experts(fam
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (15, torch.float32), (16, torch.float64)])
-def test_grouped_matmul_equals_its_twin_and_idle_experts_get_zeros(
+def test_grouped_matmul_matches_reference_with_zeros_for_idle_experts(
     width: int, dtype: torch.dtype, counts: list[int], transposed: bool
 ) -> None:
     torch.manual_seed(0)
@@ -167,7 +167,7 @@ def test_grouped_matmul_equals_its_twin_and_idle_experts_get_zeros(
     assert worst(results[0], results[1]) < TOLERANCE[dtype]
 
 
-def test_biases_go_to_the_rows_of_their_expert() -> None:
+def test_biases_are_added_to_rows_of_their_expert() -> None:
     rows, counts = torch.randn(5, 4), torch.tensor([2, 0, 3])
     up, down, up_bias, down_bias = torch.randn(3, 4, 6), torch.randn(3, 6, 4), torch.randn(3, 6), torch.randn(3, 4)
     weights, experts = torch.rand(5, 1), Experts(up, down, up_bias, down_bias, torch.relu)
@@ -178,24 +178,24 @@ def test_biases_go_to_the_rows_of_their_expert() -> None:
     torch.testing.assert_close(weighed, out * weights)
 
 
-def test_pairs_of_one_expert_keep_the_order_of_tokens_and_combine_undoes_the_sorting() -> None:
+def test_sorted_pairs_keep_token_order_and_combine_inverts_sorting() -> None:
     index = torch.tensor([[2, 0], [0, 1], [2, 0]])
     pairs = sort_by_expert(index, 4)
     assert pairs.order.tolist() == [1, 2, 5, 3, 0, 4]
     assert pairs.counts.tolist() == [3, 1, 2, 0]
     hidden = torch.randn(3, 5)
     weights = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]])
-    torch.testing.assert_close(combine(weigh(gather(hidden, pairs), by_expert(weights, pairs)), pairs), hidden)
+    torch.testing.assert_close(combine(multiply_rows(gather(hidden, pairs), by_expert(weights, pairs)), pairs), hidden)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_choices_are_added_in_at_least_fp32_one_after_the_other(dtype: torch.dtype) -> None:
+def test_choices_are_summed_in_order_in_fp32(dtype: torch.dtype) -> None:
     index = torch.rand(50, 9).argsort(1)[:, :6]
     pairs = sort_by_expert(index, 9)
     rows = torch.randn(300, 24).to(dtype)
     exact = torch.promote_types(dtype, torch.float32)
     one_by_one = torch.zeros(50, 24, dtype=exact)
-    for places in pairs.place.view(50, 6).unbind(1):
+    for places in pairs.sorted_position.view(50, 6).unbind(1):
         one_by_one += rows[places]
     found = combine(rows, pairs).to(exact)
     if dtype == exact:
@@ -207,13 +207,13 @@ def test_choices_are_added_in_at_least_fp32_one_after_the_other(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_weights_of_any_precision_get_gradients_that_are_summed_in_fp32(dtype: torch.dtype) -> None:
+def test_gradients_of_routing_weights_are_summed_in_fp32(dtype: torch.dtype) -> None:
     rows = torch.randn(40, 64).to(dtype).requires_grad_()
     weights, grad = (
         torch.rand(40, 1, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_(),
         torch.randn(40, 64),
     )
-    out = weigh(rows, weights)
+    out = multiply_rows(rows, weights)
     assert out.dtype == dtype
     out.backward(grad.to(dtype))
     wanted = (rows.detach().double() * grad.to(dtype).double()).sum(1, keepdim=True)
@@ -221,9 +221,9 @@ def test_weights_of_any_precision_get_gradients_that_are_summed_in_fp32(dtype: t
     torch.testing.assert_close(out, (rows.double() * weights.double()).to(dtype))
 
 
-def test_an_ep_that_would_split_an_expert_is_refused_with_the_nearest_that_works() -> None:
+def test_ep_that_does_not_divide_experts_raises_with_nearest_size() -> None:
     check_experts(Layout(dp_shard=8, ep=4), 12)
-    with pytest.raises(UserError, match=r"parallel\.ep: 8 does not divide the model's 12 experts; .* is 4$"):
+    with pytest.raises(UserError, match=r"^parallel\.ep: 8 .* 12 experts\. Use 4,"):
         check_experts(Layout(dp_shard=8, ep=8), 12)
 
 
@@ -237,12 +237,12 @@ def test_an_ep_that_would_split_an_expert_is_refused_with_the_nearest_that_works
         ([8, 24], Layout(dp_shard=4, ep=2), 1),
     ],
 )
-def test_ranks_share_whole_experts_where_they_can_and_the_last_dim_otherwise(shape, layout: Layout, dim: int) -> None:
+def test_experts_are_split_by_expert_if_possible_else_last_dim(shape, layout: Layout, dim: int) -> None:
     assert _dim_to_split("gate_up_proj", shape, layout) == dim
 
 
-def test_experts_that_cannot_be_shared_evenly_are_refused() -> None:
-    with pytest.raises(UserError, match=r"`down_proj` \[8, 16, 15\] cannot be divided by 2; use parallel\.ep: 4 or 1"):
+def test_experts_that_cannot_be_split_evenly_raise() -> None:
+    with pytest.raises(UserError, match=r"^parallel\.ep: .* 2 ranks.*`down_proj` \[8, 16, 15\]"):
         _dim_to_split("down_proj", [8, 16, 15], Layout(dp_shard=4, ep=2))
 
 
@@ -467,7 +467,7 @@ def on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_four_ranks_give_the_output_and_gradients_of_one_process(on_four_ranks, layout: str) -> None:
+def test_four_ranks_match_one_process(on_four_ranks, layout: str) -> None:
     errors = on_four_ranks[layout]["gradients"]
     assert len(errors) == len(CASES) * len(ROUTINGS) * len(SPLITS)
     assert max(errors.values()) < 1, {case: error for case, error in errors.items() if error >= 1}
@@ -475,7 +475,7 @@ def test_four_ranks_give_the_output_and_gradients_of_one_process(on_four_ranks, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_published_files_load_bit_equal_into_sharded_experts(on_four_ranks, layout: str) -> None:
+def test_published_files_load_bitwise_into_sharded_experts(on_four_ranks, layout: str) -> None:
     assert on_four_ranks[layout]["loaded"] == 1.0
 
 
@@ -484,9 +484,7 @@ def test_published_files_load_bit_equal_into_sharded_experts(on_four_ranks, layo
     ("layout", "all_to_alls", "other"),
     [("ep4", 7, 0), ("ep2 x ep_shard2", 7, 3), ("ep1", 0, 3), ("HSDP 2 x ep2", 7, 1), ("HSDP 2 x ep1", 0, 4)],
 )
-def test_a_layer_sends_its_rows_twice_forward_and_twice_backward_and_nothing_else(
-    on_four_ranks, layout: str, all_to_alls: int, other: int
-) -> None:
+def test_moe_layer_sends_rows_twice_per_pass(on_four_ranks, layout: str, all_to_alls: int, other: int) -> None:
     """Seven: the counts, four times rows, and their weights there and back. Others: FSDP2 gathers (twice) and reduces
     over ep_shard and replicas."""
     traffic = on_four_ranks[layout]["traffic"]
@@ -499,7 +497,7 @@ def test_a_layer_sends_its_rows_twice_forward_and_twice_backward_and_nothing_els
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
 @pytest.mark.parametrize(("last", "again"), [(True, 2), (False, 3)])
-def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(
+def test_recomputation_has_no_host_sync_and_skips_returning_rows(
     on_four_ranks, layout: str, last: bool, again: int
 ) -> None:
     """Forward: counts, rows, weights, results. Backward: gradients of the last three; `full` sends two of them again,
@@ -516,12 +514,12 @@ def test_recomputation_does_not_wait_for_the_host_and_ends_before_the_way_back(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if parallel.ep > 1])
-def test_tokens_do_not_wait_for_weights_in_one_group(on_four_ranks, layout: str) -> None:
+def test_expert_all_to_alls_use_a_separate_group(on_four_ranks, layout: str) -> None:
     assert on_four_ranks[layout]["own group"]
 
 
 @pytest.mark.slow
-def test_weights_of_the_next_block_and_its_experts_are_asked_for_while_one_computes(on_four_ranks) -> None:
+def test_next_block_and_its_experts_are_prefetched(on_four_ranks) -> None:
     """Units: root, three blocks, three times experts. Everything but the root is gathered twice, once per pass."""
     found = on_four_ranks["ep2 x ep_shard2"]["gathered"]
     assert found == {"first in forward": 5, "forward": 7, "last in backward": 11, "both": 13}

@@ -36,7 +36,7 @@ class RoutedItem:
     has_targets: bool = True
 
     @property
-    def places(self) -> int:
+    def num_placeholders(self) -> int:
         return sum(count for _, count in self.spans)
 
 
@@ -89,7 +89,7 @@ def rows_of(shares: list[PackGroup], port: str) -> Rows:
 
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
-def test_what_items_read_comes_to_their_owners_in_order(dp: int, ring: int, ulysses: int, seed: int) -> None:
+def test_gathered_rows_reach_item_owners_in_order(dp: int, ring: int, ulysses: int, seed: int) -> None:
     """The way back of `exchange_features`; several items may read the same tokens."""
     layout, random = Layout(dp_shard=dp, ring=ring, ulysses=ulysses), np.random.default_rng(seed)
     shares = random_shares(layout, random, 0.7)
@@ -131,7 +131,7 @@ def test_what_items_read_comes_to_their_owners_in_order(dp: int, ring: int, ulys
 
 @settings(deadline=None)  # a machine may be busy
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32), st.floats(0, 1))
-def test_every_row_arrives_once_at_the_holders_of_its_token_and_of_the_one_before(
+def test_each_feature_reaches_holders_of_its_tokens_once(
     dp: int, ring: int, ulysses: int, seed: int, density: float
 ) -> None:
     layout = Layout(dp_shard=dp, ring=ring, ulysses=ulysses)
@@ -154,19 +154,19 @@ def test_every_row_arrives_once_at_the_holders_of_its_token_and_of_the_one_befor
             dp_rank, sp_rank = divmod(rank, layout.sp)
             held = slice_tokens(shares[dp_rank].lengths, ring, ulysses)[sp_rank]
             assert (rows.dp[arrived] == dp_rank).all()
-            place, before = way.place.numpy(), way.before.numpy()
+            place, before = way.token.numpy(), way.previous_token.numpy()
             assert ((place >= 0) | (before >= 0)).all()
             assert rows.token[arrived[place >= 0]].tolist() == held[place[place >= 0]].tolist()
             assert (rows.token[arrived[before >= 0]] - 1).tolist() == held[before[before >= 0]].tolist()
             placed += arrived[place >= 0].tolist()
             predicted += arrived[before >= 0].tolist()
-            assert way.learnt.tolist() == rows.has_targets[arrived].tolist()
+            assert way.has_targets.tolist() == rows.has_targets[arrived].tolist()
         assert sorted(placed) == list(range(len(rows.token)))
         assert sorted(predicted) == np.flatnonzero(rows.is_target).tolist()
 
 
-def test_a_row_to_predict_needs_a_token_before_it_in_its_own_sample() -> None:
-    assert plan_routes(Layout(), 0, [share_of([3, 4], [RoutedItem("a", [(3, 2)], 0)])])["a"].place.tolist() == [3, 4]
+def test_target_at_sample_start_raises() -> None:
+    assert plan_routes(Layout(), 0, [share_of([3, 4], [RoutedItem("a", [(3, 2)], 0)])])["a"].token.tolist() == [3, 4]
     with pytest.raises(AssertionError, match="no token before it"):
         plan_routes(Layout(), 0, [share_of([3, 4], [RoutedItem("a", [(3, 2)], 0, is_target=True)])])
 
@@ -176,7 +176,7 @@ def received_by(features: dict[str, torch.Tensor], routes: dict[str, FeatureRout
     return {port: features_by_token(rows, routes.get(port)) for port, rows in received.items()}
 
 
-def test_one_process_needs_no_group() -> None:
+def test_one_process_exchanges_features_without_group() -> None:
     shares = [share_of([6], [RoutedItem("a", [(1, 1), (4, 2)], 0), RoutedItem("b", [(2, 1)], 0, is_target=True)])]
     features = {"a": torch.randn(3, 5, requires_grad=True), "b": torch.randn(1, 2), "c": torch.randn(4, 1)}
     got = received_by(features, plan_routes(Layout(), 0, shares))
@@ -301,13 +301,13 @@ def on_ranks(process: Process) -> None:
                 check_exchange(layout, rank, seed, density, dtype)
 
 
-def test_rows_and_payloads_of_a_world_of_one_come_back() -> None:
+def test_one_rank_receives_its_rows_and_payloads() -> None:
     with process_group() as process:
         on_ranks(process)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_rows_and_payloads_between_real_ranks_are_those_of_one_process(world: int) -> None:
+def test_rows_and_payloads_between_ranks_match_one_process(world: int) -> None:
     result = run_on_ranks(on_ranks, world)
     assert result.code == 0, result.stderr

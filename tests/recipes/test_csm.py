@@ -55,7 +55,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_tokens_are_those_that_the_published_processor_writes() -> None:
+def test_tokens_match_published_processor() -> None:
     reader = renderer()
     for row in rows(*SOUNDS):
         given, sample = theirs(row), read(row, reader)
@@ -69,7 +69,7 @@ def test_tokens_are_those_that_the_published_processor_writes() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
-def test_a_pack_gives_the_losses_and_gradients_of_its_samples_one_by_one(share: float) -> None:
+def test_pack_losses_and_gradients_match_separate_samples(share: float) -> None:
     """By `forward(labels=...)`; with fewer frames for the depth decoder, others have the label -101."""
     reader, model, single = renderer(residual_frames=share), ours("fp64", residual_frames=share), tiny_model("fp64")
     given = rows(*SOUNDS, *CODES) if share == 1 else rows(*SOUNDS)
@@ -109,7 +109,7 @@ def test_a_pack_gives_the_losses_and_gradients_of_its_samples_one_by_one(share: 
     assert max(worst.values()) <= 1e-9, max(worst, key=worst.__getitem__)
 
 
-def test_codes_are_those_of_the_codec_alone_whatever_the_precision_and_company() -> None:
+def test_codes_match_the_codec_at_any_precision() -> None:
     media, reader = [sound(seconds, seed) for seed, seconds in enumerate((0.31, 1.3, 0.97))], renderer()
     decoder: Any = reader.notation.modalities["audio"].decoder
     model = ours("fp32")
@@ -128,7 +128,7 @@ def test_codes_are_those_of_the_codec_alone_whatever_the_precision_and_company()
     assert len({tuple(frame) for frame in codes.tolist()}) > 1
 
 
-def test_what_a_sound_is_drawn_for_the_depth_decoder_depends_on_its_row_and_the_seed() -> None:
+def test_residual_frames_depend_on_row_and_seed() -> None:
     (row,) = rows(11)
 
     def chosen(seed: int) -> list[list[int]]:
@@ -143,9 +143,9 @@ def test_what_a_sound_is_drawn_for_the_depth_decoder_depends_on_its_row_and_the_
 WRONG: dict[str, tuple[Any, str]] = {
     "a code out of range": ({"codes": [[1, 2, 3, 64]]}, r"64 in codebook 3; expected 0 to 63"),
     "a negative code": ({"codes": [[1, -2, 3, 4]]}, r"-2 in codebook 1"),
-    "too few codebooks": ({"codes": [[1, 2, 3]]}, r"1 x 3; expected whole numbers, frames x 4 codebooks"),
-    "codebooks x frames": ({"codes": [[1], [2], [3], [4]]}, r"and not codebooks x frames"),
-    "codes of different lengths": ({"codes": [[1, 2, 3, 4], [1]]}, r"of different lengths"),
+    "too few codebooks": ({"codes": [[1, 2, 3]]}, r"1 x 3; .*4 codebooks"),
+    "codebooks x frames": ({"codes": [[1], [2], [3], [4]]}, r"4 x 1; .*4 codebooks.*Transpose"),
+    "codes of different lengths": ({"codes": [[1, 2, 3, 4], [1]]}, r"codes have different lengths"),
     "no file": ({"audio": "nowhere.wav"}, r"nowhere\.wav"),
     "too long": ({"audio": "long.wav"}, r"long\.wav.*31"),
     "a key that nothing reads": ({"codes": [[1, 2, 3, 4]], "emotion": "glad"}, r"emotion"),
@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_bad_sound_is_told_in_a_line(what: str, tmp_path: Path) -> None:
+def test_bad_audio_raises_one_line(what: str, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "long.wav", np.zeros(RATE * 31, np.float32), RATE)
     part, message = WRONG[what]
     content = [{"type": "text", "text": "Hello."}, {"type": "audio", **part}]
@@ -183,13 +183,13 @@ ODD: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_an_odd_conversation_is_told_in_a_line(what: str) -> None:
+def test_invalid_conversation_raises_one_line(what: str) -> None:
     messages, message = ODD[what]
     with pytest.raises(BadRow, match=message):
         read({"messages": messages}, renderer())
 
 
-def test_rows_may_say_a_speaker_as_a_number_and_a_sound_by_a_tag() -> None:
+def test_speaker_number_and_audio_tag_are_accepted() -> None:
     reader = renderer()
     wanted = read({"messages": [{"role": "1", "content": [TEXT, {"type": "audio", "audio": "audio1.flac"}]}]}, reader)
     found = read({"messages": [{"role": 1, "content": "Hello. <audio>"}], "audio": "audio1.flac"}, reader)
@@ -198,7 +198,7 @@ def test_rows_may_say_a_speaker_as_a_number_and_a_sound_by_a_tag() -> None:
         read({"text": "Hello. <audio>", "audio": "audio1.flac"}, reader)
 
 
-def test_losses_on_text_are_refused() -> None:
+def test_text_losses_raise() -> None:
     losses = build_losses(load_config(ROOT / "examples/published/csm.yaml", ["--train.losses", "[{kind: dpo}]"]))
     with pytest.raises(UserError, match="is a loss on text"):
         without_text(losses, "it")
@@ -211,7 +211,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_generate_says_what_transformers_own_generate_says(folder: Path, tmp_path: Path) -> None:
+def test_generated_speech_matches_transformers(folder: Path, tmp_path: Path) -> None:
     """Greedily, after a turn that was spoken: the same codes by the processor's inputs, and the same sound."""
     (row,) = rows(7)
     messages = [row["messages"][0], {"role": "1", "content": [TEXT]}]
@@ -237,7 +237,7 @@ def test_generate_says_what_transformers_own_generate_says(folder: Path, tmp_pat
     assert not torch.equal(drawn[0].targets, drawn[2].targets)
 
 
-def test_the_command_says_what_a_row_or_a_prompt_has_as_text(
+def test_generate_command_speaks_rows_and_prompts(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     how = ["--temperature", "0", "--max-tokens", "3", "--out", str(tmp_path)]
@@ -254,7 +254,7 @@ def train_on_ranks(process: Process, config: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_published_weights_go_in_and_out_under_their_own_names(folder: Path, tmp_path: Path) -> None:
+def test_published_weights_round_trip(folder: Path, tmp_path: Path) -> None:
     """On two ranks, one step with a rate that moves nothing: what is exported is what was published, bit for bit."""
     example = yaml.safe_load((ROOT / "examples/published/csm.yaml").read_text())
     example["model"] |= {"config": None, "path": str(folder)}
@@ -279,7 +279,7 @@ def test_published_weights_go_in_and_out_under_their_own_names(folder: Path, tmp
 
 
 @pytest.mark.long
-def test_a_tiny_model_that_knows_eight_lines_by_heart_says_them(tmp_path: Path) -> None:
+def test_tiny_model_learns_eight_lines(tmp_path: Path) -> None:
     """What greedy generation draws are the codes that were learnt, and the sound is what the codec makes of them."""
     example = yaml.safe_load((ROOT / "examples/published/csm.yaml").read_text())
     given = [row for row in rows(*range(96)) if len(row["messages"]) == 1 and not waves_of(row)]
@@ -315,9 +315,9 @@ def test_a_tiny_model_that_knows_eight_lines_by_heart_says_them(tmp_path: Path) 
         torch.testing.assert_close(torch.from_numpy(piece.item), wave)
 
 
-def test_a_codec_with_other_codebooks_than_the_model_is_refused() -> None:
+def test_codec_with_other_codebooks_raises() -> None:
     spec = settings()
     assert isinstance(spec.config, dict)
     spec.config["num_codebooks"] = 3
-    with pytest.raises(UserError, match="num_codebooks 3, and its codec has 4"):
+    with pytest.raises(UserError, match=r"^model\.config: num_codebooks.* 3.* 4"):
         media_model(build_model(spec, "fp32")).modalities(spec)

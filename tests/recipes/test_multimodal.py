@@ -70,7 +70,7 @@ FAMILIES = [*COVERING, *(pytest.param(family, marks=pytest.mark.long) for family
 
 @pytest.mark.parametrize(("precision", "loss_error", "gradient_error"), [("fp32", 1e-6, 1e-5), ("fp64", 1e-11, 1e-10)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_of_mixed_media_gives_the_losses_and_gradients_of_its_samples_one_by_one(
+def test_mixed_pack_losses_and_gradients_match_separate_samples(
     family: str, precision: str, loss_error: float, gradient_error: float
 ) -> None:
     if "qwen3_5" in family and precision == "fp32":
@@ -98,9 +98,7 @@ def test_a_pack_of_mixed_media_gives_the_losses_and_gradients_of_its_samples_one
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_attends_once_per_layer_and_gives_what_it_gives_frame_by_frame(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tower_attends_once_per_layer_and_matches_single_frames(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the model's own way in, with torch's attention, which splits by the lengths of frames and windows."""
     calls: list[int] = []
 
@@ -148,7 +146,7 @@ def test_a_tower_attends_once_per_layer_and_gives_what_it_gives_frame_by_frame(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_is_called_once_for_images_and_clips_together(family: str) -> None:
+def test_tower_is_called_once_for_images_and_videos(family: str) -> None:
     model, modalities = ours(family, "fp32")
     called: list[str] = []
     for name in set(encoded(family).values()):
@@ -160,7 +158,7 @@ def test_a_tower_is_called_once_for_images_and_clips_together(family: str) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_promised(family: str) -> None:
+def test_features_do_not_depend_on_other_items(family: str) -> None:
     media = {
         "image": [picture(40, 60), picture(300, 20, 1), picture(33, 33, 2)],
         "video": [clip(2, 64, 64), clip(9, 40, 90, 1), clip(1, 64, 32, 2)],
@@ -179,9 +177,9 @@ def test_an_item_gives_the_same_rows_in_any_company_and_as_many_as_its_header_pr
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_of_a_long_item_give_what_the_whole_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qwen_video, "MOST_PATCHES", 16)
-    monkeypatch.setattr(qwen_audio, "MOST_WINDOWS", 1)
+def test_split_item_gives_the_same_features(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_video, "PATCHES_PER_PART", 16)
+    monkeypatch.setattr(qwen_audio, "WINDOWS_PER_PART", 1)
     model = tiny_model(family, "fp64")
     long = {"video": clip(22, 90, 64), "audio": sound(19.3)}
     for name, modality in recipe_of(family).modalities(model, None, options_of(family)).items():
@@ -208,7 +206,7 @@ def test_parts_of_a_long_item_give_what_the_whole_gives(family: str, monkeypatch
         assert [sum(n for _, n in item.spans) for item in items] == [part.num_placeholders for part, _ in parts]
 
 
-def test_a_sound_under_a_second_has_the_rows_that_the_model_gives_it_next_to_a_longer_one() -> None:
+def test_short_audio_features_match_padded_batch() -> None:
     model = tiny_model("qwen3_omni_moe_thinker", "fp64")
     encoder = read("qwen3_omni_moe_thinker")["audio"].encoder
     encoder = type(encoder)(model, None)
@@ -222,7 +220,7 @@ def test_a_sound_under_a_second_has_the_rows_that_the_model_gives_it_next_to_a_l
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_media_the_towers_take_part_and_their_gradients_are_zero(family: str) -> None:
+def test_tower_gradients_without_media_are_zero(family: str) -> None:
     model, modalities = ours(family, "fp64")
     samples = [write([9], modalities, 0), write([6], modalities, 1)]
     logits = model(**packed_inputs(family, samples, modalities, model)).logits
@@ -234,7 +232,7 @@ def test_without_media_the_towers_take_part_and_their_gradients_are_zero(family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recipe_names_what_the_model_has(family: str) -> None:
+def test_recipe_names_existing_modules(family: str) -> None:
     model, recipe = tiny_model(family, "fp32"), recipe_of(family)
     kinds = {type(model.get_submodule(name)).__name__ for name in read_facts(model).blocks}
     assert kinds == set(recipe.blocks)  # and none is nested in another, as whole towers would be
@@ -250,7 +248,7 @@ def test_recipe_names_what_the_model_has(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_config_shrinks_to_one_that_uses_every_part(family: str) -> None:
+def test_small_config_uses_every_component(family: str) -> None:
     small = shrink_config(
         AutoConfig.for_model(family, text_config={"num_attention_heads": 32, "num_key_value_heads": 4}), Shrinking()
     )
@@ -271,7 +269,7 @@ def test_published_config_shrinks_to_one_that_uses_every_part(family: str) -> No
     assert min(text.rope_parameters["mrope_section"]) > 0
 
 
-def test_steps_of_a_clip_stand_between_their_times_as_the_processor_writes_them() -> None:
+def test_video_steps_and_times_match_published_processor() -> None:
     from transformers import Qwen3VLProcessor
 
     modality = read("qwen3_vl")["video"]
@@ -293,7 +291,7 @@ def test_steps_of_a_clip_stand_between_their_times_as_the_processor_writes_them(
     assert read("qwen3_omni_moe_thinker")["video"].encoder.measure(media).layout == ()
 
 
-def test_frames_become_patches_as_the_video_processor_makes_them() -> None:
+def test_video_patches_match_published_processor() -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     encoder = read("qwen3_vl")["video"].encoder
@@ -305,7 +303,7 @@ def test_frames_become_patches_as_the_video_processor_makes_them() -> None:
     torch.testing.assert_close(prepared["pixels"], patches[0], rtol=0, atol=1e-6)
 
 
-def test_settings_of_the_folder_come_before_ours_and_options_before_both(tmp_path: Path) -> None:
+def test_options_override_folder_settings_override_defaults(tmp_path: Path) -> None:
     from transformers import Qwen2VLImageProcessorPil
 
     published = Qwen2VLImageProcessorPil(
@@ -326,7 +324,7 @@ def test_settings_of_the_folder_come_before_ours_and_options_before_both(tmp_pat
         encoder.measure(picture(2, 500))
 
 
-def test_the_thinker_is_loaded_from_a_folder_of_the_whole_model(tmp_path: Path) -> None:
+def test_thinker_loads_from_complete_model_folder(tmp_path: Path) -> None:
     model = tiny_model("qwen3_omni_moe_thinker", "fp32")
     model.save_pretrained(tmp_path)
     weights = {f"thinker.{name}": tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
@@ -339,7 +337,7 @@ def test_the_thinker_is_loaded_from_a_folder_of_the_whole_model(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_modalities_are_built_once_and_copied_for_the_loader(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modalities_are_built_once_and_copied(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Any] = []
     make = TowerEncoder.__init__
     monkeypatch.setattr(
@@ -358,9 +356,7 @@ def test_modalities_are_built_once_and_copied_for_the_loader(family: str, monkey
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate_writes_what_transformers_own_generate_writes(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generated_text_matches_transformers(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = publish(family, tmp_path / "model")
     words, parts, images = question(family, tmp_path)
     again = {"type": "image", "image": images[1]}
@@ -398,7 +394,7 @@ def test_generate_writes_what_transformers_own_generate_writes(
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_omni_moe_thinker"])
-def test_an_engine_scores_what_transformers_own_generate_wrote_about_media(family: str, tmp_path: Path) -> None:
+def test_engine_scores_match_transformers_generation(family: str, tmp_path: Path) -> None:
     reference = publish(family, tmp_path / "model")
     words, parts, _ = question(family, tmp_path)
     config: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "log": {"dir": str(tmp_path / "run")}}

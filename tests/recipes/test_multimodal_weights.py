@@ -81,7 +81,7 @@ def check_weights(process: Process, folder: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_names_come_in_and_go_out_and_so_do_settings_of_media(family: str, tmp_path: Path) -> None:
+def test_published_names_and_media_settings_round_trip(family: str, tmp_path: Path) -> None:
     folder = as_published(family, tmp_path / "published")
     path = config_of(tmp_path, folder)
     given = dict(AutoModelForMultimodalLM.from_pretrained(folder).named_parameters())
@@ -105,7 +105,7 @@ def test_published_names_come_in_and_go_out_and_so_do_settings_of_media(family: 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_experts_on_two_ranks_begin_as_published_and_are_exported_as_trained(tmp_path: Path) -> None:
+def test_experts_on_two_ranks_load_and_export(tmp_path: Path) -> None:
     for family in MOE:
         config_of(tmp_path / family, as_published(family, tmp_path / family / "published"))
     result = run_on_ranks(check_weights, 2, str(tmp_path))

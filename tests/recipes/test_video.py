@@ -45,7 +45,7 @@ def encoder_of(family: str, folder: Path | None = None, **options: Any) -> Any:
     ),
     fps=st.sampled_from([0.5, 1.0, 2.0, 3.0, 4.0, 7.5]),
 )
-def test_frames_are_those_that_the_published_processor_takes(family: str, frames: int, rate: float, fps: float) -> None:
+def test_frames_match_published_processor(family: str, frames: int, rate: float, fps: float) -> None:
     encoder = read(family)["video"].encoder
     own = replace_settings(encoder, fps)
     expected = published_frames(family, frames, rate, fps=fps)
@@ -64,17 +64,17 @@ def replace_settings(encoder: Any, fps: float) -> Any:
 
 
 @pytest.mark.parametrize("family", RULES)
-def test_a_clip_too_short_for_the_published_rule_gives_its_first_frame(family: str) -> None:
+def test_short_video_gives_its_first_frame(family: str) -> None:
     assert set(read(family)["video"].encoder.choose(video_of(1, 30.0))) == {0}
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_so_many_frames_are_taken_as_asked_for(family: str) -> None:
+def test_num_frames_selects_that_many_frames(family: str) -> None:
     encoder = encoder_of(family, num_frames=6)
     assert encoder.choose(video_of(50, 25.0)) == published_frames(family, 50, 25.0, fps=None, num_frames=6)
 
 
-def test_frames_of_a_file_are_those_of_their_index(tmp_path: Path) -> None:
+def test_file_frames_match_their_index(tmp_path: Path) -> None:
     """Each frame is as bright as its number; what is read back must be the frames that were chosen, in order."""
     path = tmp_path / "clip.mkv"  # whose times are rounded to milliseconds
     with av.open(str(path), "w") as container:
@@ -89,7 +89,7 @@ def test_frames_of_a_file_are_those_of_their_index(tmp_path: Path) -> None:
     assert (clip.frames, clip.rate) == (40, 30.0)
     expected = published_frames("qwen3_vl", 40, 30.0, fps=8.0)
     assert steps.flatten().tolist()[: len(expected)] == expected
-    shown = read_frames(media, clip.shown(expected), 8.0)
+    shown = read_frames(media, clip.display_times(expected), 8.0)
     assert [round(np.asarray(frame).mean() / 6) for frame in shown] == expected
     part = encoder.sample(replace(media, options={"start": 0.5, "end": 1.0}))[0]
     assert part.frames == 15
@@ -106,7 +106,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_settings_of_clips_come_from_the_folder_and_options_before_them(is_nested: bool, tmp_path: Path) -> None:
+def test_video_options_override_folder_settings(is_nested: bool, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
     name = "processor_config.json" if is_nested else "video_preprocessor_config.json"
     (tmp_path / name).write_text(json.dumps({"video_processor": SETTINGS} if is_nested else SETTINGS))
@@ -120,22 +120,22 @@ def test_settings_of_clips_come_from_the_folder_and_options_before_them(is_neste
     assert (encoder.pixels, encoder.fps) == ((2048, 8192), 1.0)
     assert len(encoder.choose(video_of(100, 10.0))) == 10
     (tmp_path / name).write_text("{")
-    with pytest.raises(UserError, match=rf"{name}: not JSON"):
+    with pytest.raises(UserError, match=rf"{name}: "):
         encoder_of("qwen2_5_vl", tmp_path)
 
 
-def test_options_that_a_family_does_not_go_by_are_refused() -> None:
+def test_unsupported_video_options_raise() -> None:
     with pytest.raises(UserError, match=r"options\.max_frames: Glm4vForConditionalGeneration does not use it"):
         encoder_of("glm4v", max_frames=8)
-    with pytest.raises(UserError, match=r"fps and num_frames are both given"):
+    with pytest.raises(UserError, match=r"encoder\.options: fps .*num_frames"):
         encoder_of("qwen2_vl", fps=1.0, num_frames=8)
-    with pytest.raises(UserError, match=r"options\.fps: 0 is not above 0"):
+    with pytest.raises(UserError, match=r"options\.fps: 0 "):
         encoder_of("qwen2_vl", fps=0)
-    with pytest.raises(UserError, match=r"use_audio_in_video: Qwen2VLForConditionalGeneration does not read the audio"):
+    with pytest.raises(UserError, match=r"use_audio_in_video: Qwen2VLForConditionalGeneration"):
         encoder_of("qwen2_vl", use_audio_in_video=True)
 
 
-def test_glm_writes_a_clip_as_its_processor_does() -> None:
+def test_glm_video_layout_matches_published_processor() -> None:
     from transformers import Glm4vProcessor
 
     modality, media = read("glm4v")["video"], clip(9, 64, 96)
@@ -188,9 +188,7 @@ def published_text(family: str, size: Any, heard: int) -> str:
 
 @pytest.mark.parametrize("family", THINKERS)
 @pytest.mark.parametrize(("frames", "seconds"), [(4, 1.0), (13, 3.4), (40, 10.0), (6, 7.3), (31, 2.2)])
-def test_frames_and_sound_take_turns_as_the_published_processor_writes_them(
-    family: str, frames: int, seconds: float
-) -> None:
+def test_interleaved_audio_matches_published_processor(family: str, frames: int, seconds: float) -> None:
     modalities = read(family)
     size = modalities["video"].encoder.measure(film(frames, 32, 64, seconds))
     heard = size.inside["audio"].num_placeholders
@@ -203,7 +201,7 @@ def test_frames_and_sound_take_turns_as_the_published_processor_writes_them(
 
 
 @pytest.mark.parametrize("family", THINKERS)
-def test_a_row_says_whether_its_clip_is_heard_and_positions_are_the_models_own(family: str, tmp_path: Path) -> None:
+def test_row_selects_video_audio_and_positions_match_model(family: str, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, special_tokens=tuple(marks_of(family)))
     config = tiny_config(family)
     for name, old in {"image": 3, "video": 4, "audio": 6}.items():
@@ -258,7 +256,7 @@ def id_of(family: str, tokenizer: Any, old: int) -> int:
     return int(tokenizer.convert_tokens_to_ids(mark))
 
 
-def test_a_clip_without_the_sound_it_promises_and_one_without_frames_are_bad_in_one_line(tmp_path: Path) -> None:
+def test_video_without_audio_or_frames_is_bad(tmp_path: Path) -> None:
     encoder = read("qwen2_5_omni_thinker")["video"].encoder
     silent, deaf = tmp_path / "silent.mp4", tmp_path / "sound.m4a"
     with av.open(str(silent), "w") as container:
@@ -273,18 +271,18 @@ def test_a_clip_without_the_sound_it_promises_and_one_without_frames_are_bad_in_
         container.mux(track.encode(wave))
         container.mux(track.encode())
     heard = {"use_audio_in_video": True}
-    with pytest.raises(BadMedia, match=r"silent\.mp4: has no sound in it \(use_audio_in_video\)"):
+    with pytest.raises(BadMedia, match=r"silent\.mp4: .*audio.*\(use_audio_in_video\)"):
         encoder.measure(Media("video", silent, heard))
     assert encoder.measure(Media("video", silent, {})).num_placeholders > 0
-    with pytest.raises(BadMedia, match=r"sound\.m4a: has no video in it"):
+    with pytest.raises(BadMedia, match=r"sound\.m4a: .*video"):
         encoder.measure(Media("video", deaf, heard))
     frames = Media("video", [np.zeros((32, 32, 3), np.uint8)] * 4, heard)
-    with pytest.raises(BadMedia, match="frames given one by one have no sound"):
+    with pytest.raises(BadMedia, match=r"^video given as list: use_audio_in_video"):
         encoder.measure(frames)
     assert audio_length(Media("audio", deaf, {}), 16_000) == len(read_audio(Media("audio", deaf, {}), 16_000))
 
 
-def test_sound_of_a_clip_is_what_was_recorded_and_as_long_as_its_header_says() -> None:
+def test_video_audio_has_the_length_in_its_header() -> None:
     media = film(13, 64, 64, 3.4)
     wave = read_audio(replace(media, modality="audio"), 16_000)
     assert len(wave) == audio_length(replace(media, modality="audio"), 16_000)
@@ -299,7 +297,7 @@ def test_sound_of_a_clip_is_what_was_recorded_and_as_long_as_its_header_says() -
 
 
 @pytest.mark.parametrize("seconds", [0.31, 0.9999, 2.0, 3.999, 5.0])
-def test_mel_frames_are_those_of_the_published_processor(seconds: float, tmp_path: Path) -> None:
+def test_mel_frames_match_published_processor(seconds: float, tmp_path: Path) -> None:
     """Which pads with silence up to its limit; here five seconds."""
     WhisperFeatureExtractor(feature_size=32, chunk_length=5).save_pretrained(tmp_path)
     model = tiny_model("qwen2_5_omni_thinker", "fp32")

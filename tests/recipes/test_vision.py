@@ -18,7 +18,7 @@ from PIL import Image
 from processes import train_on_ranks
 from published import DTYPE, clip, gradients, loss_of, picture, sound
 from safetensors.torch import load_file
-from tensor_processors import published_canvases, published_clips, published_tensors
+from tensor_processors import published_canvases, published_tensors, published_video
 from transformers import AutoModelForMultimodalLM
 from vision import (
     FAMILIES,
@@ -54,7 +54,7 @@ from omnizoo.models.media.hf_model import media_model
 from omnizoo.models.recipe import read_facts, recipe_of
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans
 from omnizoo.ops.precision import keep_precision
-from omnizoo.training.causality_probe import MUTUAL, probe
+from omnizoo.training.causality_probe import BIDIRECTIONAL, probe
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ ERRORS = {"fp32": (1e-6, 1e-5), "fp64": (1e-11, 1e-10)}  # of the loss, of gradi
 
 @pytest.mark.parametrize("precision", ERRORS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_with_pictures_gives_the_losses_and_gradients_of_its_samples_one_by_one(
+def test_pack_losses_and_gradients_match_separate_samples(
     family: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss_error, gradient_error = ERRORS[precision]
@@ -97,7 +97,7 @@ def test_a_pack_with_pictures_gives_the_losses_and_gradients_of_its_samples_one_
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_picture_gives_the_same_features_in_any_company_and_as_many_as_its_header_promised(family: str) -> None:
+def test_image_features_do_not_depend_on_other_items(family: str) -> None:
     model, _ = ours(family, "fp64")
     pictures = [picture(40, 60), picture(300, 20, 1), picture(33, 33, 2)]
     encoder: Any = media_model(model).modalities(ModelSection(config={"model_type": family}))["image"].encoder
@@ -113,7 +113,7 @@ def test_a_picture_gives_the_same_features_in_any_company_and_as_many_as_its_hea
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_pictures_the_tower_takes_part_and_its_gradients_are_zero(family: str) -> None:
+def test_tower_gradients_without_images_are_zero(family: str) -> None:
     model, _ = ours(family, "fp32" if family in SINGLE else "fp64")
     samples = [write(family, ["One plus one."]), write(family, ["Two."])]
     logits = model(**packed_inputs(family, samples, model)).logits
@@ -127,7 +127,7 @@ def test_without_pictures_the_tower_takes_part_and_its_gradients_are_zero(family
     assert all(bool(grad.any()) != name.startswith(is_tower) for name, grad in found.items() if "embed" not in name)
 
 
-def test_tokens_of_a_picture_see_each_other_and_it_matters() -> None:
+def test_image_tokens_attend_in_both_directions() -> None:
     model, _ = ours("gemma3", "fp64")
     inputs = packed_inputs("gemma3", [write("gemma3", each) for each in mix("gemma3")], model)
     with torch.no_grad():
@@ -136,17 +136,17 @@ def test_tokens_of_a_picture_see_each_other_and_it_matters() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
-def test_the_probe_knows_of_tokens_that_see_each_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_accepts_bidirectional_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(family)
     probe(spec)
     monkeypatch.setattr(BidirectionalSpans, "counts", lambda *_: False)
-    with pytest.raises(UserError, match="does not hand `mutual` on to its attention"):
+    with pytest.raises(UserError, match="does not pass `mutual`"):
         probe(spec)
     monkeypatch.undo()
-    stretches = [[(MUTUAL[0], MUTUAL[1] + 2)]]
+    stretches = [[(BIDIRECTIONAL[0], BIDIRECTIONAL[1] + 2)]]
     longer = lambda lengths, _, *how: BidirectionalSpans(lengths, stretches * len(lengths), *how)  # noqa: E731
     monkeypatch.setattr("omnizoo.training.causality_probe.BidirectionalSpans", longer)
-    with pytest.raises(UserError, match="sees later tokens than those that its recipe says"):
+    with pytest.raises(UserError, match="later tokens that are not bidirectional"):
         probe(spec)
 
 
@@ -159,7 +159,7 @@ def published_text(family: str, media: Any, encoder: Any) -> str:
     if family == "gemma3":
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-        full = f"\n\n<start_of_image>{'<image_soft_token>' * encoder.each}<end_of_image>\n\n"
+        full = f"\n\n<start_of_image>{'<image_soft_token>' * encoder.tile_placeholders}<end_of_image>\n\n"
         crops = encoder.processor(images=value, return_tensors="np")["num_crops"]
         return Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=full), {"num_crops": crops}, 0)
     if family == "internvl":
@@ -209,7 +209,7 @@ def published_text(family: str, media: Any, encoder: Any) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", [(40, 60), (64, 64), (20, 120), (300, 33)])
-def test_a_picture_is_written_as_the_published_processor_writes_it(family: str, shape: tuple[int, int]) -> None:
+def test_image_layout_matches_published_processor(family: str, shape: tuple[int, int]) -> None:
     modality, media = read(family)["image"], picture(*shape)
     size = modality.encoder.measure(media)
     runs = size.layout or (size.num_placeholders,)
@@ -220,7 +220,7 @@ def test_a_picture_is_written_as_the_published_processor_writes_it(family: str, 
 
 
 @pytest.mark.parametrize("family", TENSORS)
-def test_pixels_are_those_that_transformers_own_processor_for_tensors_makes(family: str) -> None:
+def test_pixels_match_transformers_tensor_processor(family: str) -> None:
     shapes = [(40, 60), (20, 120), (300, 33), (9, 9), (33, 33), (90, 50), (200, 300), (65, 31)]
     pictures = [picture(*shape, seed) for seed, shape in enumerate(shapes)]
     encoder: Any = read(family)["image"].encoder
@@ -239,9 +239,7 @@ def test_pixels_are_those_that_transformers_own_processor_for_tensors_makes(fami
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
-def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_does_it(
-    family: str, tmp_path: Path
-) -> None:
+def test_gemma4_video_matches_published_processor(family: str, tmp_path: Path) -> None:
     from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
     from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
@@ -253,7 +251,7 @@ def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_d
         media = replace(clip(frames, *shape), options={"fps": rate})
         metadata = VideoMetadata(total_num_frames=frames, fps=rate)
         metadata.frames_indices = default_sample_indices_fn(metadata, count, None if count else 2.0)
-        expected = published_clips(family, [media.value[metadata.frames_indices]])
+        expected = published_video(family, [media.value[metadata.frames_indices]])
         own = SimpleNamespace(boi_token="<|image>", video_token="<|video|>", eoi_token="<image|>")
         size, inputs = encoder.measure(media), encoder.prepare(media)
         written = "".join(run if isinstance(run, str) else modality.placeholder * run for run in size.layout)
@@ -270,16 +268,16 @@ def test_a_clip_of_gemma4_is_sampled_written_and_prepared_as_its_own_processor_d
             == encoder.count_placeholders(inputs)
             == sum(encoder.count_placeholders(part) for _, part in encoder.split(size, inputs))
         )
-    with pytest.raises(BadMedia, match="it has 9 frames, fewer than num_frames 32"):
+    with pytest.raises(BadMedia, match=r"9 frames, .*num_frames 32"):
         build(model, None, {})["video"].encoder.measure(clip(9, 40, 64))
-    with pytest.raises(UserError, match=r"model.modalities.video.encoder.options: max_soft_tokens is 71; expected 70"):
+    with pytest.raises(UserError, match=r"model.modalities.video.encoder.options: max_soft_tokens is 71"):
         build(model, None, {"video": {"max_soft_tokens": 71}})
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": None, "fps": []}))
     with pytest.raises(UserError, match=r"video_preprocessor_config.json: fps is \[\]; expected a number above 0"):
         build(model, str(tmp_path), {})
 
 
-def test_a_canvas_of_squares_is_that_of_llama4s_own_rule() -> None:
+def test_llama4_canvas_matches_published_rule() -> None:
     encoder: Any = copy(read("llama4")["image"].encoder)
     encoder.edge, dice = 336, np.random.default_rng(0)
     for grows in (False, True):
@@ -291,7 +289,7 @@ def test_a_canvas_of_squares_is_that_of_llama4s_own_rule() -> None:
         assert found == expected
 
 
-def test_bytes_are_resized_as_pillow_does_but_for_rounding() -> None:
+def test_resize_matches_pillow_except_rounding() -> None:
     rows, columns = np.mgrid[0:90, 0:70]
     smooth = np.stack([rows * 2, columns * 3, rows + columns], 2).astype(np.uint8)
     pixels = torch.from_numpy(smooth).permute(2, 0, 1).contiguous()
@@ -299,11 +297,11 @@ def test_bytes_are_resized_as_pillow_does_but_for_rounding() -> None:
         for height, width in ((30, 50), (140, 200), (90, 71)):
             pillow = np.asarray(Image.fromarray(smooth).resize((width, height), filter_)).astype(int)
             assert np.abs(resize(pixels, height, width, filter_).permute(1, 2, 0).numpy() - pillow).max() <= 1
-    with pytest.raises(UserError, match=r"resample 1 is not known for tensors; use 2 \(bilinear\), 3 \(bicubic\)"):
+    with pytest.raises(UserError, match=r"^preprocessor_config.json: resample 1 "):
         resize(pixels, 30, 50, 1)
 
 
-def test_a_row_has_the_tokens_and_pixels_that_gemma3s_own_processor_makes_of_it() -> None:
+def test_gemma3_row_matches_published_processor() -> None:
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
     skeleton = media_model(tiny_model("gemma3", "fp32")).model
@@ -316,7 +314,7 @@ def test_a_row_has_the_tokens_and_pixels_that_gemma3s_own_processor_makes_of_it(
     for scans in (False, True):
         modalities = build(skeleton, None, {"image": {"pan_and_scan": scans}})
         encoder: Any = modalities["image"].encoder
-        processor = Gemma3Processor(encoder.processor, own, image_seq_length=encoder.each)
+        processor = Gemma3Processor(encoder.processor, own, image_seq_length=encoder.tile_placeholders)
         values = [media.value for media in pictures]
         expected = processor(
             text="What <start_of_image> is <start_of_image>\nthat?",
@@ -332,7 +330,7 @@ def test_a_row_has_the_tokens_and_pixels_that_gemma3s_own_processor_makes_of_it(
         assert len(pixels) == (4 if scans else 2)
 
 
-def test_pictures_of_a_conversation_are_counted_as_minicpms_processor_counts_them() -> None:
+def test_minicpm_image_numbers_match_published_processor() -> None:
     from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
     own = SimpleNamespace(image_id_start_token="<image_id>", image_id_end_token="</image_id>")
@@ -345,7 +343,7 @@ def test_pictures_of_a_conversation_are_counted_as_minicpms_processor_counts_the
     assert "<slice>" in second
 
 
-def test_white_space_around_a_picture_outlives_a_template_that_trims() -> None:
+def test_white_space_around_images_survives_trimming_templates() -> None:
     own = copy(tokenizer("gemma3"))
     own.chat_template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
@@ -363,7 +361,7 @@ def test_white_space_around_a_picture_outlives_a_template_that_trims() -> None:
     assert own.decode(asked.prompt.input_ids).startswith(expected)
 
 
-def test_a_sound_takes_the_places_and_the_text_that_gemma4s_processor_gives_it() -> None:
+def test_gemma4_audio_layout_matches_published_processor() -> None:
     from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
     modality = read("gemma4")["audio"]
@@ -385,7 +383,7 @@ def test_a_sound_takes_the_places_and_the_text_that_gemma4s_processor_gives_it()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate_writes_what_transformers_own_generate_writes(family: str, tmp_path: Path) -> None:
+def test_generated_text_matches_transformers(family: str, tmp_path: Path) -> None:
     reference = publish(family, tmp_path / "model")
     writer = load_chat_model(tmp_path / "model")
     answers = []
@@ -428,7 +426,7 @@ def train_from(family: str, folder: Path, out: Path, *args: str) -> list[str]:
 @pytest.mark.parametrize(
     "family", [family if family == "gemma4" else pytest.param(family, marks=pytest.mark.long) for family in FAMILIES]
 )
-def test_weights_come_back_from_two_ranks_as_they_were_published(family: str, tmp_path: Path) -> None:
+def test_weights_round_trip_through_two_ranks(family: str, tmp_path: Path) -> None:
     """In and out, key by key and bit by bit; where there are experts, each rank had half of them."""
     reference = publish(family, tmp_path / "model")
     layout = ["--parallel.ep", "2"] if read_facts(reference).experts else []
@@ -455,7 +453,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recipe_names_what_the_model_has(family: str) -> None:
+def test_recipe_names_existing_modules(family: str) -> None:
     model, recipe = tiny_model(family, "fp32"), recipe_of(family)
     facts = read_facts(model)
     fields = example(family)["config"]
@@ -473,7 +471,7 @@ def test_recipe_names_what_the_model_has(family: str) -> None:
         )
 
 
-def test_a_gemma4_without_ears_reads_pictures_alone() -> None:
+def test_gemma4_without_audio_config_has_no_audio() -> None:
     fields = {key: value for key, value in example("gemma4")["config"].items() if key != "audio_config"}
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(type(tiny_config("gemma4"))(**fields | {"audio_config": None}))
@@ -484,12 +482,12 @@ def test_a_gemma4_without_ears_reads_pictures_alone() -> None:
         media.modalities(ModelSection(config={"model_type": "gemma4"}, modalities={"audio": {"encoder": {}}}))
 
 
-def test_bad_input_is_told_in_a_line(tmp_path: Path) -> None:
+def test_bad_input_raises_one_line(tmp_path: Path) -> None:
     model, build = tiny_model("gemma3", "fp32"), recipe_of("gemma3").modalities
     with pytest.raises(UserError, match=r"model.modalities.image.encoder.options: .*max_pixel"):
         build(model, None, {"image": {"max_pixel": 5000}})
     (tmp_path / "preprocessor_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"preprocessor_config.json: not JSON"):
+    with pytest.raises(UserError, match=r"preprocessor_config.json: "):
         build(model, str(tmp_path), {})
     renderer = Renderer(tokenizer("gemma3"), False, read("gemma3"))
     with pytest.raises(BadRow, match="its text contains '<start_of_image>'"):
@@ -502,31 +500,29 @@ def test_bad_input_is_told_in_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("llama4", {"max_patches": 0}, r"max_patches is 0; expected something like 16"),
-        ("llama4", {"image_mean": [0.1, 0.2]}, r"image_mean is .0.1, 0.2.; expected three numbers"),
-        ("llama4", {"do_resize": False}, r"do_resize and do_rescale have to be true"),
-        ("gemma4_unified", {"max_soft_tokens": 71}, r"max_soft_tokens is 71; expected 70, 140, 280"),
-        ("kimi_k25", {"size": {"shortest_edge": 9}}, r"size has no max_height, which counts patches"),
-        ("gemma3", {"image_mean": "x"}, r"preprocessor_config.json: image_mean is 'x'; expected three numbers"),
-        ("minicpmv4_7", {"rescale_factor": "x"}, r"rescale_factor is 'x'; expected a number above 0"),
+        ("llama4", {"max_patches": 0}, r"max_patches is 0.* 16"),
+        ("llama4", {"image_mean": [0.1, 0.2]}, r"image_mean is .0.1, 0.2."),
+        ("llama4", {"do_resize": False}, r"preprocessor_config.json: do_resize"),
+        ("gemma4_unified", {"max_soft_tokens": 71}, r"max_soft_tokens is 71.* 70, 140, 280"),
+        ("kimi_k25", {"size": {"shortest_edge": 9}}, r"preprocessor_config.json: size.max_height"),
+        ("gemma3", {"image_mean": "x"}, r"preprocessor_config.json: image_mean is 'x'"),
+        ("minicpmv4_7", {"rescale_factor": "x"}, r"rescale_factor is 'x'"),
     ],
 )
-def test_settings_that_cannot_be_are_told_in_a_line(
-    family: str, settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_invalid_processor_settings_raise(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=message):
         recipe_of(family).modalities(tiny_model(family, "fp32"), str(tmp_path), {})
 
 
-def test_options_for_tensors_come_before_the_folders_settings(tmp_path: Path) -> None:
+def test_options_override_folder_settings_for_tensors(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_patches": 9, "image_std": [0.25] * 3}))
     build, model = recipe_of("llama4").modalities, tiny_model("llama4", "fp32")
     encoder: Any = build(model, str(tmp_path), {})["image"].encoder
     assert encoder.canvas(100, 100) == (3, 3)
     assert encoder.prepare(picture(9, 9))["pixels"].max() > 1
     assert build(model, str(tmp_path), {"image": {"max_tiles": 4}})["image"].encoder.canvas(100, 100) == (2, 2)
-    with pytest.raises(UserError, match=r"encoder.options: max_patches is 'many'; expected something like 16"):
+    with pytest.raises(UserError, match=r"encoder.options: max_patches is 'many'.* 16"):
         build(model, None, {"image": {"max_tiles": "many"}})
 
 
@@ -536,7 +532,7 @@ def bare_tokenizer(folder: Path) -> Any:
     return make_tokenizer(folder / "bare")
 
 
-def test_settings_of_the_folder_come_before_ours_and_options_before_both(tmp_path: Path) -> None:
+def test_options_override_folder_settings_override_defaults(tmp_path: Path) -> None:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     GotOcr2ImageProcessorPil(image_mean=[0.1] * 3, max_patches=6, size={"height": 9, "width": 9}).save_pretrained(
@@ -546,13 +542,13 @@ def test_settings_of_the_folder_come_before_ours_and_options_before_both(tmp_pat
     encoder: Any = build(model, str(tmp_path), {})["image"].encoder
     assert (encoder.processor.image_mean, encoder.processor.max_patches) == ((0.1,) * 3, 6)
     assert encoder.processor.size.height == encoder.edge == 32  # the model's own
-    assert encoder.measure(picture(40, 400)).num_placeholders > 4 * encoder.each
+    assert encoder.measure(picture(40, 400)).num_placeholders > 4 * encoder.tile_placeholders
     encoder = build(model, str(tmp_path), {"image": {"max_tiles": 2}})["image"].encoder
-    assert encoder.measure(picture(40, 400)).num_placeholders == 3 * encoder.each
+    assert encoder.measure(picture(40, 400)).num_placeholders == 3 * encoder.tile_placeholders
     assert json.loads((tmp_path / "preprocessor_config.json").read_text())["max_patches"] == 6
 
 
-def test_parts_of_a_picture_of_many_squares_give_what_the_whole_gives() -> None:
+def test_split_image_gives_the_same_features() -> None:
     model, _ = ours("internvl", "fp64")
     encoder: Any = recipe_of("internvl").modalities(model, None, {})["image"].encoder
     media = picture(40, 400)

@@ -70,7 +70,7 @@ def test_family_agrees_with_one_process_on_any_layout(family: str, marked: list[
 
 
 @pytest.mark.slow
-def test_experts_that_are_not_the_last_of_a_block_are_recomputed_selectively(tmp_path: Path) -> None:
+def test_experts_inside_a_block_are_recomputed_selectively(tmp_path: Path) -> None:
     """Weights of experts are gathered inside of the block, and not alike in forward and in recomputation."""
     config = load_config(ROOT / "examples/text_tiny.yaml", ["--parallel.recompute", "selective"])
     (layout,) = prepare(with_family(config, "deepseek_v3"), 2, "dp2.ep2", "fp32", tmp_path)
@@ -90,25 +90,25 @@ def test_omni_family_agrees_with_one_process_on_any_layout(
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_is_listed_as_refused_is_refused(family: str) -> None:
+def test_refused_family_raises(family: str) -> None:
     assert family not in ZOO
     with pytest.raises(UserError):
         probe(ModelSection(config={"model_type": family}))
 
 
-def test_every_mark_names_a_test_that_exists() -> None:
+def test_proofs_name_existing_tests() -> None:
     for proof in (PROOF, OMNI_PROOF):
         file, _, function = proof.partition("::")
         assert (ROOT / file).samefile(__file__)
         assert function in globals()
 
 
-def test_families_whose_media_nothing_feeds_are_real_and_have_no_recipe_that_does() -> None:
+def test_families_without_media_support_exist_without_recipe() -> None:
     assert set(NO_MEDIA) <= set(CONFIG_MAPPING_NAMES)
     assert not {family for family in NO_MEDIA if family in ZOO and ZOO[family].is_omni}
 
 
-def test_shared_lines_of_a_family_are_those_of_modules_it_imports() -> None:
+def test_shared_lines_count_imported_modules() -> None:
     def lines(*modules: ModuleType) -> int:
         return sum(len(Path(str(module.__file__)).read_text().splitlines()) for module in modules)
 
@@ -120,7 +120,7 @@ def test_shared_lines_of_a_family_are_those_of_modules_it_imports() -> None:
     assert ZOO["glm4v"].shared_lines == ZOO["glm4v_moe"].shared_lines
 
 
-def test_recipes_are_short() -> None:
+def test_recipe_files_have_at_most_80_lines() -> None:
     assert max(entry.lines for entry in ZOO.values() if not entry.is_omni) <= 20
     assert max(entry.lines for entry in ZOO.values() if entry.is_omni) <= 80
     assert set(OMNI) == {family for family, entry in ZOO.items() if entry.is_omni}

@@ -106,7 +106,7 @@ def loss_by_hand(model: Any, rollouts: list[Rollout]) -> torch.Tensor:
     return torch.stack(means).mean() + 0.5 * torch.stack(sequences).mean() + 0.3 * torch.cat(tokens).mean()
 
 
-def test_log_probabilities_and_a_step_are_those_of_transformers_one_rollout_at_a_time(tmp_path: Path) -> None:
+def test_scores_and_step_match_transformers_on_single_rollouts(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", model_config("qwen3"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     rollouts = make_rollouts()
@@ -146,7 +146,7 @@ def test_log_probabilities_and_a_step_are_those_of_transformers_one_rollout_at_a
         train(of_rows, data=rows)
 
 
-def test_tempered_policies_and_the_answers_alone(tmp_path: Path) -> None:
+def test_temperature_and_cross_entropy_match_transformers(tmp_path: Path) -> None:
     """Log-probabilities at the temperature of the rollouts, of whole logits and in chunks; plain cross entropy."""
     folder = make_folder(tmp_path / "model", model_config("gemma2"))  # which caps its logits, before that
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -164,8 +164,8 @@ def test_tempered_policies_and_the_answers_alone(tmp_path: Path) -> None:
         assert metrics["loss/text"] == pytest.approx(-each.mean().item(), rel=1e-5)
     apart = [{"kind": "grpo"}, {"kind": "gspo", "options": {"temperature": 0.5}}]
     for losses, reason in (
-        (apart, r"the temperatures 1 \(train.losses.0.kind: grpo\), 0.5 \(train.losses.1.kind: gspo\) differ"),
-        ([{"kind": "dpo"}], "train.losses: one of them reads preference pairs, which rollouts are not"),
+        (apart, r"^train\.losses: .* 1 \(train.losses.0.kind: grpo\), 0.5 \(train.losses.1.kind: gspo\)"),
+        ([{"kind": "dpo"}], "^train.losses: a loss on preferences"),
     ):
         with (
             pytest.raises(UserError, match=reason),
@@ -205,13 +205,13 @@ def play(process: Process, given: str, out: str) -> None:
                 tensors | {f"weight {key}": tensor for key, tensor in weights.items()}, f"{out}/{name}.safetensors"
             )
     if process.world_size > 1:
-        with pytest.raises(UserError, match=r"rollouts: rank 1 has other ones than rank 0"):
+        with pytest.raises(UserError, match=r"^rollouts: rank 1 "):
             engine.log_probabilities(make_rollouts()[: 3 + (mesh.rank == 1)])
-        with pytest.raises(UserError, match=r"rollouts\[0\]\.answer is \[\]"):
+        with pytest.raises(UserError, match=r"^rollouts\[0\]\.answer: \[\]"):
             engine.log_probabilities([Rollout([1], [] if mesh.rank == 2 else [1])])
 
 
-def test_every_layout_of_four_ranks_gives_what_one_process_does(tmp_path: Path) -> None:
+def test_layouts_of_four_ranks_match_one_process(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", MOE)
     one = run_on_ranks(play, 1, json.dumps({"one": {}}), str(tmp_path))
     assert one.code == 0, one.stderr
@@ -273,7 +273,7 @@ def stream(process: Process, out: str) -> None:
             save_file(weights, root / f"{name}.adapter.safetensors")
 
 
-def test_a_quantized_base_is_stepped_on_and_not_streamed(tmp_path: Path) -> None:
+def test_quantized_base_is_trained_but_not_streamed(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", MOE)
     adapter = {"rank": 2, "targets": ["all-linear"], "base": "nf4"}
     config = settings(tmp_path / "model", tmp_path / "run", model={"path": str(tmp_path / "model"), "adapter": adapter})
@@ -281,11 +281,11 @@ def test_a_quantized_base_is_stepped_on_and_not_streamed(tmp_path: Path) -> None
         metrics = engine.step(make_rollouts())
         assert metrics["grad_norm"] > 0
         assert all("lora" in name for name, _ in engine.weights(adapter_only=True))
-        with pytest.raises(UserError, match="weights: the base is held as nf4"):
+        with pytest.raises(UserError, match=r"^weights: .*nf4"):
             engine.weights()
 
 
-def test_weights_are_those_of_the_exported_folder_bit_for_bit(tmp_path: Path) -> None:
+def test_streamed_weights_match_exported_weights_exactly(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", MOE)
     result = run_on_ranks(stream, 2, str(tmp_path))
     assert result.code == 0, result.stderr
@@ -320,37 +320,37 @@ def test_weights_are_those_of_the_exported_folder_bit_for_bit(tmp_path: Path) ->
 
 GOOD = Rollout([1, 2], [3, 4, 5], 1.0, [-1.0] * 3, [-1.0] * 3)
 BAD: list[tuple[Any, str]] = [
-    ({"advantage": [1.0, 2.0]}, "rollouts[1].advantage: 2 numbers; expected a number for each of the 3 tokens"),
-    ({"advantage": "high"}, "rollouts[1].advantage: 'high'; expected a number for each of the 3 tokens"),
-    ({"advantage": float("nan")}, "rollouts[1].advantage[0] is nan; expected a finite number"),
-    ({"advantage": None}, "rollouts[1] has no advantage, which the loss needs"),
-    ({"old": None}, "rollouts[1] has no old, which the loss needs; expected a number for each of its 3 tokens"),
-    ({"old": [-1.0] * 4}, "rollouts[1].old: 4 numbers; expected a number for each of the 3 tokens"),
-    ({"reference": None}, "rollouts[1] has no reference, which the loss needs"),
-    ({"mask": [False] * 3}, "rollouts[1].mask: all of it is false; expected at least one token that the model wrote"),
-    ({"mask": [True]}, "rollouts[1].mask: 1 numbers; expected a number for each of the 3 tokens"),
-    ({"answer": []}, "rollouts[1].answer is []; expected token ids, at least one"),
-    ({"answer": [3, 4, 512]}, "rollouts[1].answer has the token 512; expected ids from 0 to 511"),
-    ({"answer": [3, -1, 5]}, "rollouts[1].answer has the token -1; expected ids from 0 to 511"),
-    ({"answer": "three"}, "rollouts[1].answer is 'three'; expected token ids"),
-    ({"prompt": []}, "rollouts[1].prompt is []; expected token ids, at least one"),
-    ({"prompt": [[1, 2]]}, "rollouts[1].prompt is [[1, 2]]; expected token ids"),
-    ({"prompt": [1] * 62}, "rollouts[1] has 65 tokens, which are longer than data.pack_tokens (64)"),
-    ({"prompt": [{"role": "user", "content": 7}]}, "rollouts[1].prompt cannot be used: "),
-    ({"extra": {"value": [0.0] * 3}}, "rollouts[0] has no value, which other rollouts have"),
+    ({"advantage": [1.0, 2.0]}, "rollouts[1].advantage: 2 numbers"),
+    ({"advantage": "high"}, "rollouts[1].advantage: 'high'"),
+    ({"advantage": float("nan")}, "rollouts[1].advantage[0]: nan"),
+    ({"advantage": None}, "rollouts[1].advantage: not set, which the loss requires"),
+    ({"old": None}, "rollouts[1].old: not set, which the loss requires"),
+    ({"old": [-1.0] * 4}, "rollouts[1].old: 4 numbers"),
+    ({"reference": None}, "rollouts[1].reference: not set, which the loss requires"),
+    ({"mask": [False] * 3}, "rollouts[1].mask: no value is true"),
+    ({"mask": [True]}, "rollouts[1].mask: 1 numbers"),
+    ({"answer": []}, "rollouts[1].answer: []"),
+    ({"answer": [3, 4, 512]}, "rollouts[1].answer: token id 512"),
+    ({"answer": [3, -1, 5]}, "rollouts[1].answer: token id -1"),
+    ({"answer": "three"}, "rollouts[1].answer: 'three'"),
+    ({"prompt": []}, "rollouts[1].prompt: []"),
+    ({"prompt": [[1, 2]]}, "rollouts[1].prompt: [[1, 2]]"),
+    ({"prompt": [1] * 62}, "rollouts[1]: 65 tokens, but data.pack_tokens is 64"),
+    ({"prompt": [{"role": "user", "content": 7}]}, "rollouts[1].prompt: cannot be used: "),
+    ({"extra": {"value": [0.0] * 3}}, "rollouts[0].value: not set, which other rollouts have"),
 ]
 
 
-def test_bad_rollouts_are_one_line(tmp_path: Path) -> None:
+def test_invalid_rollouts_raise_one_line(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", model_config("qwen3"))
     with Engine.start(settings(folder, tmp_path / "run")) as engine:
         for changes, reason in BAD:
             with pytest.raises(UserError) as caught:
                 engine.step([GOOD, replace(GOOD, **changes)])
-            assert reason in str(caught.value)
+            assert str(caught.value).startswith(reason)
             assert "\n" not in str(caught.value)
         for rollouts in ([], GOOD, [{"prompt": [1]}], 7):
-            with pytest.raises(UserError, match=r"expected a list of omnizoo.Rollout|expected an omnizoo.Rollout"):
+            with pytest.raises(UserError, match=r"^rollouts(\[0\])?: .*omnizoo.Rollout"):
                 engine.log_probabilities(rollouts)
         assert engine.steps == 0
         metrics = engine.step([replace(GOOD, old=[-1e30] * 3)])  # a ratio without bounds

@@ -164,13 +164,13 @@ def play(process: Process, given: str) -> None:
     )
 
 
-def test_a_round_on_the_digits_demo_with_transformers_generate(tmp_path: Path) -> None:
+def test_grpo_round_with_transformers_generate_runs(tmp_path: Path) -> None:
     result = run_on_ranks(play, 2, str(make_demo(tmp_path)))
     assert result.code == 0, result.stderr
 
 
 @pytest.mark.long
-def test_the_example_learns_what_it_is_rewarded_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_example_increases_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = Path(__file__).parents[2] / "examples" / "grpo_tiny.py"
     main = runpy.run_path(str(script))["main"]
     main(["--log.dir", str(tmp_path)])

@@ -777,7 +777,7 @@ import torch
 from omnizoo import Loss
 number = 3
 class Sum(Loss):
-    def of_logits(self, logits, batch): return logits.sum()
+    def from_logits(self, logits, batch): return logits.sum()
 class Bare: pass
 class Blind(Loss): pass
 class Fails(Sum):
@@ -789,9 +789,9 @@ class Tensor(Sum):
 class Odd(Sum):
     def count(self, totals): return -0.5
 class Rows(Loss):
-    def of_logits(self, logits, batch): return logits
+    def from_logits(self, logits, batch): return logits
 class Short(Loss):
-    def of_logits(self): return None
+    def from_logits(self): return None
 class Upset(Sum):
     def set_up(self): pass
 """
@@ -825,7 +825,7 @@ LOSSES: list[tuple[Any, tuple[str, ...]]] = [
     ([{"kind": "nowhere:Class"}], ("train.losses.0.kind", "nowhere")),
     ([{"kind": f"{OWN_LOSSES}:number"}], ("train.losses.0.kind", "not a subclass")),
     ([{"kind": f"{OWN_LOSSES}:Bare"}], ("train.losses.0.kind", "not a subclass")),
-    ([{"kind": f"{OWN_LOSSES}:Blind"}], ("train.losses.0.kind", "of_logits(logits, batch)")),
+    ([{"kind": f"{OWN_LOSSES}:Blind"}], ("train.losses.0.kind", "from_logits(logits, batch)")),
     ([{"kind": f"{OWN_LOSSES}:Summ"}], ("train.losses.0.kind", "did you mean Sum")),
     ([{"kind": f"{OWN_LOSSES}:Sum", "options": {"rate": 1}}], ("train.losses.0.options", "rate")),
     ([{"kind": f"{OWN_LOSSES}:Sum", "options": {3: 4}}], ("train.losses.0.options",)),
@@ -834,7 +834,7 @@ LOSSES: list[tuple[Any, tuple[str, ...]]] = [
     ([{"kind": f"{OWN_LOSSES}:Tensor"}], ("train.losses.0.kind", "before the forward pass")),
     ([{"kind": f"{OWN_LOSSES}:Odd"}], ("train.losses.0.kind", "-0.5")),
     ([{"kind": f"{OWN_LOSSES}:Rows"}], ("train.losses.0.kind", "expected the sum")),
-    ([{"kind": f"{OWN_LOSSES}:Short"}], ("train.losses.0.kind", "Short.of_logits()")),
+    ([{"kind": f"{OWN_LOSSES}:Short"}], ("train.losses.0.kind", "Short.from_logits()")),
     ([{"kind": f"{OWN_LOSSES}:Upset"}], ("train.losses.0.kind", "Upset.set_up()")),
 ]
 

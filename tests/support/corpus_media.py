@@ -159,9 +159,9 @@ def inside(folder: Path) -> str:
 
 
 VALUES: dict[str, tuple[Write, str]] = {
-    "a pipe as a picture": (named(pipe), "pipe.png is a pipe"),
-    "a folder as a picture": (named(inside), "folder.png is a folder"),
-    "an empty file as a picture": (named(empty), "empty.png is empty"),
+    "a pipe as a picture": (named(pipe), "pipe.png"),
+    "a folder as a picture": (named(inside), "folder.png"),
+    "an empty file as a picture": (named(empty), "empty.png"),
     "a link to a device as a picture": (named(partial(link, target="/dev/zero")), "outside"),
     "a link out of the folder": (named(partial(link, target="/etc/hostname")), "outside"),
     "a link to itself": (named(partial(link, target="link.png")), "link.png"),
@@ -187,7 +187,7 @@ VALUES: dict[str, tuple[Write, str]] = {
     "pixels above 255": (item("image", [[1, 256], [3, 4]]), "0..255"),
     "pixels that are no numbers": (item("image", [[float("nan"), 0.5], [0.5, 0.5]]), "0..1"),
     "pixels of endless value": (item("image", [[float("inf"), 0.5], [0.5, 0.5]]), "0..1"),
-    "pixels in five dimensions": (item("image", [[[[[1]]]]]), "no picture"),
+    "pixels in five dimensions": (item("image", [[[[[1]]]]]), "shape"),
     "no pixels": (item("image", [[], []]), "no pixels"),
     "pixels of mixed kinds": (item("image", [[1, None], [{}, "a"]]), "image given as list"),
     "samples that are no numbers": (item("audio", [0.1, float("nan")] * 50), "not finite"),

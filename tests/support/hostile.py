@@ -112,7 +112,7 @@ def pictures() -> Iterator[Medium]:
     yield bad("a PNG of an unknown colour type", png(8, 8, 8, color=9), "")
     yield bad("a PNG with a wrong checksum", changed(png(8, 8, 8), b"IHDR", 18, b"\0\0\0\0"), "")
     yield bad("a PNG with garbage for data", changed(png(64, 64, 64), b"IDAT", 6, b"\xff" * 20), "")
-    yield bad("a picture that is long and thin", png(1, 100000, 100000), "too long and thin")
+    yield bad("a picture that is long and thin", png(1, 100000, 100000), "one side")
     jpeg = picture("JPEG")
     sizes = struct.pack(">HH", 8000, 8000)
     yield bad("a JPEG of 8000 x 8000 with data for 20 x 24", changed(jpeg, b"\xff\xc0", 5, sizes), "truncated", "x.jpg")
@@ -130,7 +130,7 @@ def pictures() -> Iterator[Medium]:
     yield bad("a BMP of 30000 x -30000", bmp, "pixels", "x.bmp")
     for mode in ("F", "I"):
         data = picture("TIFF", Image.new(mode, (20, 20), 1))
-        yield bad(f"a TIFF of 32 bits ({mode})", data, "32 bits", "x.tiff")
+        yield bad(f"a TIFF of 32 bits ({mode})", data, "32-bit", "x.tiff")
     strangers = {
         "text": b"this is a picture, trust me",
         "HTML": b"<!doctype html><html><body>404</body></html>",

@@ -137,7 +137,7 @@ class WrongArguments(Callback):
         pass
 
 
-class Misspelt(Callback):
+class Misspelled(Callback):
     def on_steps(self, event: Any) -> None:
         pass
 

@@ -13,7 +13,7 @@ class Chunked(Loss):
     def __init__(self, rows=7):
         self.rows = rows
 
-    def of_hidden(self, hidden, head, batch):
+    def from_hidden(self, hidden, head, batch):
         def each(rows, targets):
             return F.cross_entropy(head(rows).float(), targets, reduction="none")
 
@@ -24,7 +24,7 @@ class Chunked(Loss):
 class Norm(Loss):
     """Of the logits; on a rank without targets, a number that has nothing to do with the model."""
 
-    def of_logits(self, logits, batch):
+    def from_logits(self, logits, batch):
         return batch.sum(logits.float().square().sum(1)) if len(logits) else torch.zeros(())
 
 
@@ -33,9 +33,9 @@ class ByRarity(Loss):
 
     metrics = ("by_weight", "plain")
 
-    def of_logits(self, logits, batch):
+    def from_logits(self, logits, batch):
         each = F.cross_entropy(logits.float(), batch.targets, reduction="none")
-        self.measured = {"by_weight": batch.sum(each), "plain": each.sum()}
+        self.metric_sums = {"by_weight": batch.sum(each), "plain": each.sum()}
         return (each * batch.columns["rarity"]).sum()
 
 
@@ -45,12 +45,12 @@ class Experts(Loss):
     def count(self, totals):
         return totals.tokens
 
-    def of_routers(self, records, batch):
+    def from_routers(self, records, batch):
         return sum(torch.special.entr(record.logits.float().softmax(1)).sum() for record in records)
 
 
 class NotALoss:
-    def of_logits(self, logits, batch):
+    def from_logits(self, logits, batch):
         return logits.sum()
 
 
@@ -59,12 +59,12 @@ class SeesNothing(Loss):
 
 
 class SeesTwice(Chunked):
-    def of_logits(self, logits, batch):
+    def from_logits(self, logits, batch):
         return logits.sum()
 
 
 class NoBatch(Loss):
-    def of_logits(self, logits):
+    def from_logits(self, logits):
         return logits.sum()
 
 
@@ -87,7 +87,7 @@ class CountedInForward(Norm):
     def count(self, totals):
         return self.seen
 
-    def of_logits(self, logits, batch):
+    def from_logits(self, logits, batch):
         self.seen = len(logits)
         return logits.sum()
 
@@ -113,10 +113,10 @@ class NotANumber(Norm):
 
 
 class PerToken(Loss):
-    def of_logits(self, logits, batch):
+    def from_logits(self, logits, batch):
         return logits.sum(1)
 
 
 class PlainNumber(Loss):
-    def of_logits(self, logits, batch):
+    def from_logits(self, logits, batch):
         return logits.sum().item()

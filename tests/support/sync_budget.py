@@ -7,7 +7,7 @@ ALLOWED = {
     ("omnizoo/parallel/experts.py", "split"): "how many rows go to and come from each rank sizes the all-to-all",
     (
         "omnizoo/parallel/experts.py",
-        "most_of",
+        "max_over_group",
     ): "parallel.tile_tokens and ep: into how many tiles all ranks cut a layer",
     ("omnizoo/ops/device.py", "__init__"): "once a step, losses and gradient norm: is it finite, and what is logged",
     # Only where no kernel takes the boundaries of samples: fp32, fp64, attention dropout.

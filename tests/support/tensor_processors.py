@@ -94,7 +94,7 @@ def published_tensors(family: str, pictures: Sequence[Media]) -> Any:
         return own(images=values, return_tensors="pt", input_data_format="channels_last")
 
 
-def published_clips(family: str, frames: Sequence[Any]) -> Any:
+def published_video(family: str, frames: Sequence[Any]) -> Any:
     """What the family's own video processor makes of frames `[frames, height, width, 3]` of clips that are chosen."""
     name, sizes = CLIPS[family]
     with processor_class(family, name, "video") as kind:

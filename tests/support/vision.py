@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import yaml
 from published import clip, picture, sound
-from tensor_processors import published_clips, published_tensors
+from tensor_processors import published_tensors, published_video
 from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 from omnizoo.config.sections.model import ModelSection
@@ -190,7 +190,7 @@ def gemma4_inputs(
     if clips := [item.media for item in sample.items if item.port.modality == "video"]:
         count = encoders["video"].num_frames
         chosen = [media.value[np.arange(count) * len(media.value) // count] for media in clips]
-        out = published_clips(config.model_type, chosen)
+        out = published_video(config.model_type, chosen)
         inputs |= {"pixel_values_videos": out["pixel_values_videos"].to(dtype)}
         inputs |= {name: out[name] for name in ("video_position_ids", "num_frames_per_video")}
     pictures = [item.media for item in sample.items if item.port.modality == "image"]

@@ -64,7 +64,7 @@ def weights_at(folder: Path, step: int) -> dict[str, Any]:
     return load_file(file)
 
 
-def test_bad_steps_are_skipped_counted_and_reported_with_their_samples(
+def test_bad_steps_are_skipped_and_recorded_with_samples(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows(tmp_path, {3, 6, 7})
@@ -87,7 +87,7 @@ def test_bad_steps_are_skipped_counted_and_reported_with_their_samples(
         assert same == (step in bad)
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_with_an_error(
+def test_too_many_consecutive_bad_steps_end_the_run(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows(tmp_path, set(range(4, 60)))
@@ -102,14 +102,14 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_an_error(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_the_count_in_a_row_survives_a_restart(config: Path, tmp_path: Path) -> None:
+def test_count_of_consecutive_bad_steps_is_resumed(config: Path, tmp_path: Path) -> None:
     rows(tmp_path, set(range(60)))
     assert main(["train", str(config), "--train.steps", "2"]) == 0
     assert main(["train", str(config)]) == 1
     assert len(read_steps(tmp_path / "run")) == 3
 
 
-def test_an_infinite_gradient_with_a_finite_loss_is_a_bad_step(config: Path, tmp_path: Path) -> None:
+def test_infinite_gradient_with_finite_loss_is_a_bad_step(config: Path, tmp_path: Path) -> None:
     rows(tmp_path, set())
     run = load_config(config, [])
     with process_group() as process:

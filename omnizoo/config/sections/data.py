@@ -44,7 +44,7 @@ class SourceSettings(ConfigSection):
     default: all rows"""
 
     format: RowFormat | None = None
-    """schema of the rows (docs/data.md); default: inferred from the fields"""
+    """schema of the rows (docs/how-to/data.md); default: inferred from the fields"""
 
     columns: dict[Text, Text] = Field({})
     """renamed fields as `{our name: name in the rows}`, such as `{text: body}`"""
@@ -58,7 +58,7 @@ class SourceSettings(ConfigSection):
 
     rows: Annotated[Text, plugin("a callable that returns rows; expected `package.module:callable`")] | None = None
     """`package.module:callable` of a plugin, instead of `path`, that returns a list of dicts, a `datasets.Dataset`, a
-    torch dataset or an `omnizoo.RowSource` (docs/extending.md)"""
+    torch dataset or an `omnizoo.RowSource` (docs/how-to/plugins.md)"""
 
     options: dict[str, Any] = Field({})
     """arguments of the callable in `rows`"""
@@ -105,7 +105,7 @@ class DataSection(ConfigSection):
 
     lanes: Annotated[int, Field(ge=1, le=2**16)] = MIN_LANES
     """number of independent streams of packs, which make the order of the data independent of the world size; should be
-    a multiple of the world size; default: fits `train.packs_per_step` (docs/data.md)"""
+    a multiple of the world size; default: fits `train.packs_per_step` (docs/how-to/data.md)"""
 
     look_ahead: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """number of samples from which a lane chooses those of a pack; default: 256, or the samples of two packs if that is

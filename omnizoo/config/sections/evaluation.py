@@ -15,7 +15,7 @@ class MetricSettings(NamedSettings):
 
     kind: Annotated[str, built_in_or_plugin(METRICS, "metric")]
     """`accuracy` of the next token, `exact_match` of responses, or `package.module:function` of a plugin that receives
-    an `omnizoo.Answer` (docs/evaluation.md)"""
+    an `omnizoo.Answer` (docs/how-to/evaluation.md)"""
 
     options: dict[str, Any] = Field({})
     """further arguments of the plugin function"""
@@ -71,7 +71,7 @@ class EvaluationSection(ConfigSection):
 
     samples: Annotated[int, Field(ge=0, le=10**6)] = 0
     """number of held-out rows to generate responses for at each evaluation, written to `samples.jsonl` and the report
-    (docs/evaluation.md); 0: none"""
+    (docs/how-to/evaluation.md); 0: none"""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
     """maximum number of tokens of a generated response"""

@@ -32,7 +32,7 @@ class LogSection(ConfigSection):
 
     profile: Text | None = None
     """steps to profile as `first:last`, such as 10:12, with results in `profile/` of the run folder
-    (docs/profiling.md); default: none"""
+    (docs/how-to/speed.md); default: none"""
 
     profile_ranks: Literal["first", "all"] = "first"
     """ranks that record a trace: rank 0 (`first`) or `all`; the summary always describes rank 0"""
@@ -44,7 +44,7 @@ class LogSection(ConfigSection):
     """W&B project to log to, which needs `pip install omnizoo[wandb]`; default: none"""
 
     callbacks: list[CallbackSettings] = Field([])
-    """callback plugins (docs/callbacks.md): `package.module:Class`, or `{kind, options}` with arguments"""
+    """callback plugins (docs/how-to/callbacks.md): `package.module:Class`, or `{kind, options}` with arguments"""
 
     @field_validator("profile")
     @classmethod

@@ -94,7 +94,7 @@ class AdapterSettings(ConfigSection):
 
     targets: Annotated[list[Text], Field(min_length=1)] = Field(["all-linear"])
     """modules with adapter matrices: `all-linear` (linear layers of the language model's blocks), ends of names such as
-    `q_proj` or `experts.down_proj`, or glob patterns over full names (docs/adapters.md)"""
+    `q_proj` or `experts.down_proj`, or glob patterns over full names (docs/how-to/adapters.md)"""
 
     exclude: list[Text] = Field([])
     """modules of `targets` without adapter matrices, as names or patterns like those in `targets`"""
@@ -135,7 +135,7 @@ class ModelSection(ConfigSection):
 
     init_from: Text | None = None
     """checkpoint or run folder with the initial weights of a new run, which starts at step 0 with a new optimizer; a
-    checkpoint to resume from takes precedence (docs/checkpoints.md)"""
+    checkpoint to resume from takes precedence (docs/explanation/checkpoints.md)"""
 
     module: Text | None = None
     """`package.module:callable` of a plugin that builds a torch module from the arguments in `model.config`"""
@@ -144,8 +144,8 @@ class ModelSection(ConfigSection):
     """class of the model object that was passed to `omnizoo.train(model=...)`; set automatically"""
 
     recipe: Annotated[Text, plugin("a recipe; expected `package.module:RECIPE`")] | None = None
-    """`package.module:RECIPE` of a plugin, an `omnizoo.Recipe` for the model family (docs/extending.md); default: the
-    built-in recipe"""
+    """`package.module:RECIPE` of a plugin, an `omnizoo.Recipe` for the model family (docs/how-to/plugins.md); default:
+    the built-in recipe"""
 
     foundation: SubmoduleSettings | None = None
     """causal language model of a composed model, instead of `path` and `config`"""
@@ -165,8 +165,8 @@ class ModelSection(ConfigSection):
     """folder of the HF tokenizer; default: the model folder"""
 
     resize_vocabulary: bool | None = None
-    """whether to add rows for new tokens, initialized from `train.seed`, to embedding and head (docs/checkpoints.md);
-    default: only for the marks of a composed model"""
+    """whether to add rows for new tokens, initialized from `train.seed`, to embedding and head
+    (docs/explanation/checkpoints.md); default: only for the marks of a composed model"""
 
     attention: Text = "auto"
     """attention kernel: `auto` for the fastest exact packed kernel of the device, or the name of a transformers
@@ -189,7 +189,7 @@ class ModelSection(ConfigSection):
     """glob patterns of weights in `model.path` to ignore"""
 
     adapter: AdapterSettings | None = None
-    """LoRA adapter to train instead of the weights (docs/adapters.md); default: all weights are trained"""
+    """LoRA adapter to train instead of the weights (docs/how-to/adapters.md); default: all weights are trained"""
 
     @model_validator(mode="after")
     def _check_sources(self) -> "ModelSection":

@@ -66,10 +66,11 @@ class OptimizerSection(ConfigSection):
     (needs torchao), or `package.module:Class` of a plugin"""
 
     options: dict[str, Any] = Field({})
-    """arguments of the optimizer: `betas`, `eps`, `momentum`, ... (docs/optimizers.md)"""
+    """arguments of the optimizer: `betas`, `eps`, `momentum`, ... (docs/reference/components.md)"""
 
     moments: Literal["fp32", "bf16"] = "fp32"
-    """dtype of the two moments of AdamW; bf16 needs half the memory and rounds stochastically (docs/memory.md)"""
+    """dtype of the two moments of AdamW; bf16 needs half the memory and rounds stochastically
+    (docs/how-to/memory.md)"""
 
     weight_decay: WeightDecay = 0.1
     """coefficient of decoupled weight decay"""

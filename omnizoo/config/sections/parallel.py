@@ -40,15 +40,16 @@ class ParallelSection(ConfigSection):
     recompute: Literal["none", "full", "selective"] | RecomputeBudgetSettings = "none"
     """activation checkpointing: `full` recomputes whole blocks in backward, `selective` everything except attention,
     matmuls and all-to-alls, `{budget: 40}` as few blocks as the budget allows, by costs measured at start-up
-    (docs/memory.md)"""
+    (docs/how-to/memory.md)"""
 
     offload: list[Literal["activations", "optimizer", "parameters"]] = Field([], max_length=8)
     """tensors in CPU memory: `activations` (copied back one block ahead of backward), `optimizer` (state, copied back
-    for the update), `parameters` (copied when gathered; gradients and update stay on the CPU) (docs/memory.md)"""
+    for the update), `parameters` (copied when gathered; gradients and update stay on the CPU)
+    (docs/how-to/memory.md)"""
 
     tile_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """maximum number of tokens that feed-forward layers and experts process at once, with recomputation in backward, so
-    that the memory of these layers does not grow with the pack (docs/memory.md); default: all tokens"""
+    that the memory of these layers does not grow with the pack (docs/how-to/memory.md); default: all tokens"""
 
     reshard_after_forward: bool | None = None
     """whether to free gathered weights between forward and backward, which saves memory and costs one more all-gather;

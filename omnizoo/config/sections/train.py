@@ -28,15 +28,15 @@ class LossSettings(ConfigSection):
     """Settings of one loss."""
 
     kind: Annotated[Text, built_in_or_plugin(LOSSES, "loss")] = "cross_entropy"
-    """loss: `cross_entropy` for text; `dpo`, `orpo`, `simpo`, `kto` for preferences (docs/preferences.md); `grpo`,
-    `gspo` for rollouts (docs/rl.md); `balance`, `router_z` for MoE routers; or `package.module:Class` of a plugin, a
-    subclass of `omnizoo.Loss`"""
+    """loss: `cross_entropy` for text; `dpo`, `orpo`, `simpo`, `kto` for preferences (docs/how-to/preferences.md);
+    `grpo`, `gspo` for rollouts (docs/how-to/rl.md); `balance`, `router_z` for MoE routers; or `package.module:Class` of
+    a plugin, a subclass of `omnizoo.Loss`"""
 
     weight: LossWeight = 1.0
     """factor of the loss in the sum; 0: only a metric"""
 
     options: dict[str, Any] = Field({})
-    """arguments of the loss (docs/losses.md) or of the plugin class"""
+    """arguments of the loss (docs/how-to/plugins.md) or of the plugin class"""
 
     name: MetricName | None = None
     """NAME in the name of the metric, `loss/NAME`; default: `text` for cross_entropy, the kind for other built-in
@@ -55,7 +55,8 @@ class TrainSection(ConfigSection):
     """number of optimizer steps of the run"""
 
     epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
-    """number of times that each row is read, instead of `steps`; packs are counted before the run (docs/data.md)"""
+    """number of times that each row is read, instead of `steps`; packs are counted before the run
+    (docs/how-to/data.md)"""
 
     packs_per_step: Count = 8
     """number of packs per optimizer step, over all ranks"""
@@ -93,13 +94,14 @@ class TrainSection(ConfigSection):
     """maximum global gradient norm; 0: no clipping"""
 
     losses: list[LossSettings] = Field([LossSettings(kind="cross_entropy")])
-    """losses to sum with their weights, in addition to the loss of each decoder (docs/losses.md)"""
+    """losses to sum with their weights, in addition to the loss of each decoder (docs/how-to/plugins.md)"""
 
     router_bias_rate: LossWeight = 0.0
     """change per step of the correction bias of MoE routers towards even load, without a loss; 0: fixed bias"""
 
     compile: bool = False
-    """whether to compile the blocks of the model with torch.compile, one kind of block at a time (docs/speed.md)"""
+    """whether to compile the blocks of the model with torch.compile, one kind of block at a time
+    (docs/how-to/speed.md)"""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """seed of initial weights, data order and dropout"""

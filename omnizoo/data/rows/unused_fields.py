@@ -12,7 +12,7 @@ from omnizoo.config.sections.loss_options import PREFERENCES
 from omnizoo.data.row import CONVERSATION, PROMPTS, SIDES, SINGLE, BadRow, Row
 from omnizoo.modalities.media import WELL_KNOWN
 
-# Metadata that other tools store in rows: ids, origin, topic, statistics. docs/data.md lists these names.
+# Metadata that other tools store in rows: ids, origin, topic, statistics. docs/how-to/data.md lists these names.
 # fmt: off
 HARMLESS = frozenset(
     {

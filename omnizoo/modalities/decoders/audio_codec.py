@@ -25,7 +25,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, LikelihoodDecoder
 from omnizoo.modalities.decoders.image_tokens import code_loss
 from omnizoo.modalities.files.audio import audio_length, read_audio, write_audio
-from omnizoo.modalities.files.decoding import SOUND_OPTIONS
+from omnizoo.modalities.files.decoding import AUDIO_OPTIONS
 from omnizoo.modalities.files.preview import audio_player
 from omnizoo.modalities.flop_count import causal_pairs
 from omnizoo.modalities.frozen_tokenizer import Frozen
@@ -47,7 +47,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         max_seconds: Longest audio that is accepted or generated, in seconds.
     """
 
-    item_options = SOUND_OPTIONS
+    item_options = AUDIO_OPTIONS
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class AudioCodec(LikelihoodDecoder, Decoder):
     ) -> None:
         super().__init__()
         if config is None:
-            raise UserError("decoder: a codec needs `path` (a Hugging Face folder) or `config`")
+            raise UserError("decoder: audio_codec needs `path` or `config`. Set one to a Hugging Face codec.")
         self.codec = Codec(config)
         self.codebooks = codebooks or self.codec.codebooks
         if not 0 < self.codebooks <= self.codec.codebooks:
-            raise UserError(f"decoder.codebooks: {codebooks}: the codec has 1 to {self.codec.codebooks}")
+            raise UserError(f"decoder.codebooks: {codebooks} is not a number from 1 to {self.codec.codebooks}")
         self.sample_rate = self.codec.sample_rate
         self.max_frames = math.ceil(max_seconds * self.sample_rate / self.codec.hop)
         self.max_seconds = max_seconds
@@ -78,6 +78,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
 
     @property
     def config(self) -> PreTrainedConfig:
+        """The config of the codec."""
         config: PreTrainedConfig = self.codec.model.config
         return config
 
@@ -87,9 +88,10 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return model
 
     def measure(self, media: Media) -> MediaSize:
-        frames = math.ceil(audio_length(media, self.sample_rate, self.max_seconds) / self.codec.hop)
-        places = frames + max(self.codebooks - 1, 1)
-        return MediaSize(places, cost=self.codec.work.flops(frames), targets=frames * self.codebooks + 1)
+        num_samples = audio_length(media, self.sample_rate, self.max_seconds)
+        frames = math.ceil(num_samples / self.codec.hop)
+        num_placeholders = frames + max(self.codebooks - 1, 1)
+        return MediaSize(num_placeholders, cost=self.codec.work.flops(frames), targets=frames * self.codebooks + 1)
 
     def prepare(self, media: Media) -> Inputs:
         """Return whole frames of int16 samples. Floats would be cast to the precision of the run."""
@@ -102,42 +104,48 @@ class AudioCodec(LikelihoodDecoder, Decoder):
 
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
-        codes = [self.codec.encode(item["wave"] / 32767)[: self.codebooks] for item in items]
-        return torch.cat([delay(c, self.stop, self.none) for c in codes])
+        codes_by_item = [self.codec.encode(item["wave"] / 32767)[: self.codebooks] for item in items]
+        return torch.cat([delay(codes, self.stop, self.none) for codes in codes_by_item])
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        first = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)
-        embedded: torch.Tensor = self.table(targets + first).sum(1)
+        first_entry = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)  # of each codebook
+        embedded: torch.Tensor = self.table(targets + first_entry).sum(1)
         return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if type(self.head) is nn.Linear and len(hidden) * self.head.out_features > CHUNK:
             return self._chunked_loss(hidden, targets)
         coarse, fine = self._logits(hidden)
-        loss = code_loss(coarse, targets[:, 0], ignore=self.none)
-        return loss + code_loss(fine.flatten(0, 1), targets[:, 1:].flatten(), ignore=self.none)
+        coarse_loss = code_loss(coarse, targets[:, 0], ignore=self.none)
+        fine_loss = code_loss(fine.flatten(0, 1), targets[:, 1:].flatten(), ignore=self.none)
+        return coarse_loss + fine_loss
 
     def _chunked_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute the loss one codebook, and one chunk of its logits, at a time."""
         sizes = [self.stop + 1, *[self.stop] * (self.codebooks - 1)]
-        parts = zip(self.head.weight.split(sizes), self.head.bias.split(sizes), targets.unbind(1), strict=True)
+        weights = self.head.weight.split(sizes)
+        biases = self.head.bias.split(sizes)
         losses = []
-        for weight, bias, codes in parts:
-            counts = codes != self.none
+        for weight, bias, codes in zip(weights, biases, targets.unbind(1), strict=True):
+            is_target = codes != self.none
             head = LinearHead(weight, bias)
-            losses.append(linear_cross_entropy_sum(hidden, head, codes.where(counts, 0), counts.to(hidden.dtype)))
+            labels = codes.where(is_target, 0)
+            losses.append(linear_cross_entropy_sum(hidden, head, labels, is_target.to(hidden.dtype)))
         return torch.stack(losses).sum()
 
     def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-likelihood of each target, summed over codebooks, and the number of codes in it."""
 
-        def work(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            coarse, fine = self._logits(some)
-            finer = log_probabilities(fine.flatten(0, 1), wanted[:, 1:].flatten(), self.none)
-            return log_probabilities(coarse, wanted[:, 0], self.none) + finer.view(len(some), self.codebooks - 1).sum(1)
+        def chunk_likelihood(chunk_hidden: torch.Tensor, chunk_targets: torch.Tensor) -> torch.Tensor:
+            coarse, fine = self._logits(chunk_hidden)
+            by_fine_code = log_probabilities(fine.flatten(0, 1), chunk_targets[:, 1:].flatten(), self.none)
+            fine_likelihood = by_fine_code.view(len(chunk_hidden), self.codebooks - 1).sum(1)
+            return log_probabilities(coarse, chunk_targets[:, 0], self.none) + fine_likelihood
 
-        each = by_rows(work, hidden, targets, max(1, CHUNK // (self.codebooks * self.stop + 1)))
-        return each, (targets != self.none).sum(1).to(each.dtype)
+        rows_per_chunk = max(1, CHUNK // (self.codebooks * self.stop + 1))
+        likelihood = by_rows(chunk_likelihood, hidden, targets, rows_per_chunk)
+        num_codes = (targets != self.none).sum(1)
+        return likelihood, num_codes.to(likelihood.dtype)
 
     def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of codebook 0 `[N, V + 1]`, the last one for stop, and of the others `[N, K - 1, V]`."""
@@ -145,21 +153,25 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return coarse, fine.unflatten(-1, (self.codebooks - 1, self.stop))
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-        place, frames = len(targets), _frames_before_stop(targets, self.stop)
-        if frames is not None and place == frames + max(self.codebooks - 1, 1):
+        position = len(targets)
+        frames = _frames_before_stop(targets, self.stop)
+        if frames is not None and position == frames + max(self.codebooks - 1, 1):
             return None
+
         coarse, fine = self._logits(hidden[None])
-        if place == 0:  # audio has at least one frame
+        if position == 0:  # audio has at least one frame
             coarse = coarse[:, : self.stop]
         codes = torch.cat([sampling.draw(coarse), sampling.draw(fine[0])])
         if frames is not None:
             codes[0] = self.none
-        elif place == self.max_frames:
+        elif position == self.max_frames:
             codes[0] = self.stop
-        frame = place - torch.arange(self.codebooks, device=codes.device)
-        late = (frame < 0) | (frame >= (place + 1 if frames is None else frames))
-        late[0] = False
-        return codes.masked_fill(late, self.none)
+
+        frame = position - torch.arange(self.codebooks, device=codes.device)  # of each codebook, because of the delay
+        end = position + 1 if frames is None else frames
+        is_outside = (frame < 0) | (frame >= end)
+        is_outside[0] = False
+        return codes.masked_fill(is_outside, self.none)
 
     @torch.no_grad()
     def render(self, targets: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -176,9 +188,9 @@ class AudioCodec(LikelihoodDecoder, Decoder):
 
 def delay(codes: torch.Tensor, stop: int, none: int) -> torch.Tensor:
     """Convert codes `[K, T]` to targets `[T + max(K - 1, 1), K]`. A single codebook also needs a position for stop."""
-    books, frames = codes.shape
-    targets = codes.new_full((frames + max(books - 1, 1), books), none)
-    for k in range(books):
+    codebooks, frames = codes.shape
+    targets = codes.new_full((frames + max(codebooks - 1, 1), codebooks), none)
+    for k in range(codebooks):
         targets[k : k + frames, k] = codes[k]
     targets[frames, 0] = stop
     return targets
@@ -192,6 +204,7 @@ def undelay(targets: torch.Tensor, stop: int) -> torch.Tensor:
 
 
 def _frames_before_stop(targets: torch.Tensor, stop: int) -> int | None:
+    """Return the number of frames before the stop code; None if there is no stop code yet."""
     stops = (targets[:, 0] == stop).nonzero()
     return int(stops[0]) if len(stops) else None
 
@@ -203,14 +216,19 @@ class Codec(Frozen):
         count = next((name for name in ("num_quantizers", "n_codebooks") if hasattr(config, name)), None)
         hop = next((name for name in ("hop_length", "frame_size") if hasattr(config, name)), None)
         if not (count and hop and hasattr(config, "codebook_size")):
-            raise UserError(f"decoder.config: `{config.model_type}` is not a codec that makes codes of sound")
+            raise UserError(f"decoder.config: `{config.model_type}` is not an audio codec. Use one that returns codes.")
         if getattr(config, "chunk_length_s", None) or getattr(config, "normalize", False):
-            raise UserError("decoder.config: a codec that normalises or chunks sound needs more than codes to decode")
+            raise UserError(
+                "decoder.config: codecs with `normalize` or `chunk_length_s` are not supported: "
+                "they need more than codes to decode. Use another codec."
+            )
         if getattr(config, "audio_channels", 1) != 1:
-            raise UserError(f"decoder.config: audio_channels {config.audio_channels}: a mono codec was expected")
+            raise UserError(f"decoder.config: audio_channels is {config.audio_channels}. Use a mono codec.")
         super().__init__(AutoModel.from_config(config))
-        self.codebooks, self.hop = int(getattr(config, count)), int(getattr(config, hop))
-        self.codes, self.sample_rate = config.codebook_size, config.sampling_rate
+        self.codebooks = int(getattr(config, count))
+        self.hop = int(getattr(config, hop))
+        self.codes = config.codebook_size
+        self.sample_rate = config.sampling_rate
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -224,34 +242,40 @@ class Codec(Frozen):
                 if name in ("embed", "embed_sum"):
                     nn.init.normal_(buffer)
             if isinstance(module, ParametrizationList):
-                length, direction = module.get_parameter("original0"), module.get_parameter("original1")
+                length = module.get_parameter("original0")
+                direction = module.get_parameter("original1")
                 nn.init.kaiming_normal_(direction)
                 with torch.no_grad():
                     length.copy_(torch.norm_except_dim(direction, 2, 0))
 
     @cached_property
-    def work(self) -> "EncodeWork":
-        return EncodeWork.of(self.model, self.hop)
+    def work(self) -> "EncodeFlops":
+        """FLOPs of `encode`."""
+        return EncodeFlops.of(self.model, self.hop)
 
     def encode(self, wave: torch.Tensor) -> torch.Tensor:
-        rate = {}  # codecs with several bit rates use the lowest, with the fewest codebooks, by default
+        options = {}
         if "bandwidth" in inspect.signature(self.model.encode).parameters:
-            rate["bandwidth"] = max(self.model.config.target_bandwidths)
-        codes: torch.Tensor = self.model.encode(wave.to(self.like)[None, None], **rate).audio_codes
+            # Codecs with several bit rates use the lowest, with the fewest codebooks, by default.
+            options["bandwidth"] = max(self.model.config.target_bandwidths)
+        codes: torch.Tensor = self.model.encode(wave.to(self.like)[None, None], **options).audio_codes
         codes = codes.view(-1, codes.shape[-1])
         assert codes.shape[1] * self.hop == len(wave)
         return codes
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the waveform of the codes. With fewer codebooks than the codec has, the audio is coarser."""
-        scaled = "audio_scales" in inspect.signature(self.model.decode).parameters
-        out = self.model.decode(codes[None, None], [None]) if scaled else self.model.decode(audio_codes=codes[None])
-        wave: torch.Tensor = out.audio_values
+        takes_scales = "audio_scales" in inspect.signature(self.model.decode).parameters
+        if takes_scales:
+            output = self.model.decode(codes[None, None], [None])
+        else:
+            output = self.model.decode(audio_codes=codes[None])
+        wave: torch.Tensor = output.audio_values
         return wave.flatten()
 
 
 @dataclass(frozen=True)
-class EncodeWork:
+class EncodeFlops:
     """FLOPs of converting audio to codes."""
 
     per_frame: float  # FLOPs per frame, without attention
@@ -259,9 +283,10 @@ class EncodeWork:
     config: PreTrainedConfig
 
     @classmethod
-    def of(cls, codec: PreTrainedModel, hop: int) -> "EncodeWork":
+    def of(cls, codec: PreTrainedModel, hop: int) -> "EncodeFlops":
         """Count the FLOPs from the modules of a codec with `hop` samples per frame."""
-        flops, positions = 0.0, 0.0
+        flops = 0.0
+        positions = 0.0
         values = float(hop)  # values per frame; each strided convolution reduces their number
         for name, module in codec.named_modules():
             if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # codes to audio: not run
@@ -276,7 +301,9 @@ class EncodeWork:
                 flops += 2 * values * sum(weight.numel() for weight in module.parameters() if weight.ndim > 1)
             elif isinstance(module, nn.Embedding):  # distance to each code
                 flops += 2 * module.weight.numel()
-            flops += sum(2 * book.numel() for key, book in module.named_buffers(recurse=False) if key == "embed")
+            for key, buffer in module.named_buffers(recurse=False):
+                if key == "embed":  # codebook
+                    flops += 2 * buffer.numel()
         return cls(flops, positions, codec.config)
 
     def flops(self, frames: int) -> float:

@@ -17,9 +17,9 @@ from torch import nn
 
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import CustomFlops, Decoder
-from omnizoo.modalities.files.decoding import PICTURE_OPTIONS
+from omnizoo.modalities.files.decoding import IMAGE_OPTIONS
 from omnizoo.modalities.files.image import image_size, read_image
-from omnizoo.modalities.files.pixels import PixelScale, from_patches, read_pixels, to_patches, to_picture
+from omnizoo.modalities.files.pixels import PixelScale, from_patches, read_pixels, to_patches, to_pil_image
 from omnizoo.modalities.files.preview import thumbnail
 from omnizoo.modalities.frozen_tokenizer import Diffusers, diffusers_package, forward_flops, read_settings
 from omnizoo.modalities.item import Inputs, MediaSize
@@ -48,7 +48,7 @@ class FlowHead(CustomFlops, Decoder):
         steps: Number of solver steps per patch.
     """
 
-    item_options = PICTURE_OPTIONS
+    item_options = IMAGE_OPTIONS
     no_likelihood_reason = "its likelihood depends on the whole path of a flow, not on the velocity that is learned"
 
     def __init__(
@@ -73,20 +73,33 @@ class FlowHead(CustomFlops, Decoder):
             # with a config, the weights are loaded from elsewhere
             self.autoencoder = Autoencoder(config) if config else Autoencoder(read_settings(folder), folder)
             cell = patch * self.autoencoder.factor
+
         self.series = len(self.size) == 1
         if len(self.size) not in (1, 2) or any(side <= 0 or side % cell for side in self.size):
-            raise UserError(f"decoder.size: {size}: a picture or a series that patches of {cell} fill was expected")
+            raise UserError(
+                f"decoder.size: {size} is not one or two numbers above 0 that patches of {cell} divide. "
+                f"Use multiples of {cell}."
+            )
         if self.series and self.autoencoder:
-            raise UserError(f"decoder.size: {size} is a series, but the autoencoder is for pictures")
+            raise UserError(
+                f"decoder.size: {size} is a series, but the autoencoder needs images. Set height and width."
+            )
         if solver not in SOLVERS:
             _scheduler(solver)
-        self.channels = channels or (self.autoencoder.channels if self.autoencoder else 1 if self.series else 3)
+        default_channels = 1 if self.series else 3
+        if self.autoencoder:
+            default_channels = self.autoencoder.channels
+        self.channels = channels or default_channels
         if not self.series and self.channels not in (1, 3):
-            raise UserError(f"decoder.channels: {self.channels}: a picture has 1 (grey) or 3")
-        self.patch, self.grid = patch, tuple(side // cell for side in self.size)
-        self.places = math.prod(self.grid)
-        self.dim = patch ** len(self.size) * (self.autoencoder.latent_channels if self.autoencoder else self.channels)
-        self.solver, self.steps = solver, steps
+            raise UserError(f"decoder.channels: {self.channels} is not supported for images. Use 1 (gray) or 3.")
+
+        self.patch = patch
+        self.grid = tuple(side // cell for side in self.size)
+        self.num_patches = math.prod(self.grid)
+        data_channels = self.autoencoder.latent_channels if self.autoencoder else self.channels
+        self.dim = patch ** len(self.size) * data_channels  # values in a patch
+        self.solver = solver
+        self.steps = steps
         self.enter = nn.Linear(self.dim, width)
         self.velocity = VelocityNetwork(self.dim, width, hidden, layers)
 
@@ -96,8 +109,11 @@ class FlowHead(CustomFlops, Decoder):
         return self.autoencoder.config if self.autoencoder else None
 
     def measure(self, media: Media) -> MediaSize:
-        _ = self._read_series(media) if self.series else image_size(media)
-        return MediaSize(self.places, cost=self._work)
+        if self.series:
+            self._read_series(media)
+        else:
+            image_size(media)
+        return MediaSize(self.num_patches, cost=self._work)
 
     @cached_property
     def _work(self) -> float:
@@ -107,41 +123,53 @@ class FlowHead(CustomFlops, Decoder):
         ranks.
         """
         if self.autoencoder is None:
-            return float(self.places * self.dim)
+            return float(self.num_patches * self.dim)
         return forward_flops(self.autoencoder, self.dummy_input()["item"].float())
 
     def prepare(self, media: Media) -> Inputs:
         item = self._read_series(media) if self.series else read_pixels(media, self.size, self.channels)
-        noise = media.random.standard_normal((self.places, self.dim), dtype=np.float32)
-        time = media.random.random(self.places, dtype=np.float32)
+        noise = media.random.standard_normal((self.num_patches, self.dim), dtype=np.float32)
+        time = media.random.random(self.num_patches, dtype=np.float32)
         return {"item": item, "noise": torch.from_numpy(noise), "time": torch.from_numpy(time)}
 
     def _read_series(self, media: Media) -> torch.Tensor:
+        """Return the values of a series, `[length, channels]`."""
         shape = (*self.size, self.channels)
         try:
             values = np.array(media.value, dtype=np.float32)
         except (TypeError, ValueError) as error:
-            raise BadMedia(f"{media.name}: numbers were expected: {error}") from None
-        if values.shape not in (shape, shape[:1] if self.channels == 1 else shape) or not np.isfinite(values).all():
-            raise BadMedia(f"{media.name}: {list(values.shape)}: finite numbers of shape {list(shape)} were expected")
+            raise BadMedia(f"{media.name}: expected numbers: {error}") from None
+        allowed_shapes = [shape]
+        if self.channels == 1:
+            allowed_shapes.append(shape[:1])
+        if values.shape not in allowed_shapes:
+            raise BadMedia(f"{media.name}: shape {list(values.shape)}, but expected {list(shape)}")
+        if not np.isfinite(values).all():
+            raise BadMedia(f"{media.name}: some values are not finite")
         return torch.from_numpy(values.reshape(shape))
 
     def dummy_input(self) -> Inputs:
-        item = torch.zeros(*self.size, self.channels) if self.series else torch.zeros(self.channels, *self.size).byte()
-        return {"item": item, "noise": torch.zeros(self.places, self.dim), "time": torch.zeros(self.places)}
+        shape = (*self.size, self.channels) if self.series else (self.channels, *self.size)
+        item = torch.zeros(shape, dtype=torch.float32 if self.series else torch.uint8)
+        noise = torch.zeros(self.num_patches, self.dim)
+        return {"item": item, "noise": noise, "time": torch.zeros(self.num_patches)}
 
     def modules_run_by(self, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
         return [self.enter if method == "embed" else self.velocity]
 
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
-        made = []
+        device = self.enter.weight.device
+        targets = []
         for item in items:
-            noise, time = (item[key].to(self.enter.weight.device) for key in ("noise", "time"))
-            made.append(torch.cat([self._patches(item["item"], noise), noise, time[:, None]], 1))
-        return torch.cat(made)
+            noise = item["noise"].to(device)
+            time = item["time"].to(device)
+            data = self._patches(item["item"], noise)
+            targets.append(torch.cat([data, noise, time[:, None]], 1))
+        return torch.cat(targets)
 
     def _patches(self, item: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the data patches `[patches, dim]`, with the dtype and device of `like`."""
         if self.autoencoder:
             values = self.scale.values(item, self.autoencoder.like)
             item = self.autoencoder.encode(values).movedim(0, -1)
@@ -165,12 +193,17 @@ class FlowHead(CustomFlops, Decoder):
 
         The temperature scales its initial noise; with temperature 0, sampling is deterministic.
         """
-        if len(targets) == self.places:
+        if len(targets) == self.num_patches:
             return None
-        source = sampling.generator.device if sampling.generator else hidden.device
-        noise = torch.randn(1, self.dim, generator=sampling.generator, device=source).to(hidden.device, targets.dtype)
-        noise = noise * sampling.temperature
-        patch = solve(lambda x, time: self.velocity(x, time.view(1, 1), hidden[None]), noise, self.solver, self.steps)
+        generator_device = sampling.generator.device if sampling.generator else hidden.device
+        noise = torch.randn(1, self.dim, generator=sampling.generator, device=generator_device)
+        noise = noise.to(hidden.device, targets.dtype) * sampling.temperature
+
+        def velocity(patch: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+            predicted: torch.Tensor = self.velocity(patch, time.view(1, 1), hidden[None])
+            return predicted
+
+        patch = solve(velocity, noise, self.solver, self.steps)
         return torch.cat([patch[0], patch.new_zeros(self.dim + 1)])  # a clean target: no noise, time 0
 
     @torch.no_grad()
@@ -182,7 +215,7 @@ class FlowHead(CustomFlops, Decoder):
         values = values.movedim(-1, 0)
         if self.autoencoder:
             values = self.autoencoder.decode(values.to(self.autoencoder.like))
-        return to_picture(self.scale.pixels(values))
+        return to_pil_image(self.scale.pixels(values))
 
     def save(self, item: Any, stem: str) -> str:
         if self.series:
@@ -214,12 +247,12 @@ class VelocityNetwork(nn.Module):
             time: `[N, 1]`, in 0..1.
             hidden: `[N, width]`, hidden states of the foundation.
         """
-        condition = F.silu(self.condition(hidden) + self.time(waves(time, self.enter.out_features).to(hidden.dtype)))
-        x = self.enter(noisy.to(hidden.dtype))
+        time_waves = waves(time, self.enter.out_features).to(hidden.dtype)
+        condition = F.silu(self.condition(hidden) + self.time(time_waves))
+        x: torch.Tensor = self.enter(noisy.to(hidden.dtype))
         for layer in [*self.layers, self.leave]:
             x = layer(x, condition)
-        out: torch.Tensor = x
-        return out
+        return x
 
 
 def waves(time: torch.Tensor, count: int) -> torch.Tensor:
@@ -273,6 +306,7 @@ def solve(velocity: Velocity, noise: torch.Tensor, solver: str, steps: int) -> t
 
 
 def _solve_by_diffusers(velocity: Velocity, noise: torch.Tensor, name: str, steps: int) -> torch.Tensor:
+    """Integrate like `solve`, with a scheduler of diffusers."""
     scheduler = _scheduler(name)
     scheduler.set_timesteps(steps)
     x = noise
@@ -283,10 +317,11 @@ def _solve_by_diffusers(velocity: Velocity, noise: torch.Tensor, name: str, step
 
 
 def _scheduler(name: str) -> Any:
+    """Build a scheduler of diffusers by the name of its class."""
     package = diffusers_package(name)
     scheduler = getattr(package, name, None)
     if not (isinstance(scheduler, type) and issubclass(scheduler, package.SchedulerMixin)):
-        raise UserError(f"decoder.solver: `{name}` is neither {', '.join(SOLVERS)} nor a scheduler of diffusers")
+        raise UserError(f"decoder.solver: {name!r} is unknown. Use {', '.join(SOLVERS)} or a scheduler of diffusers.")
     return scheduler()
 
 
@@ -298,21 +333,25 @@ class Autoencoder(Diffusers):
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         if "_class_name" not in config:
-            raise UserError(f"decoder.path: {folder} is not a folder of diffusers (no _class_name in a config.json)")
+            raise UserError(f"decoder.path: {folder} is not a model folder of diffusers: no _class_name in config.json")
         super().__init__(config, folder)
         self.config = config
         settings = self.model.config
         if "latent_channels" not in settings or "scaling_factor" not in settings or hasattr(self.model, "quantize"):
-            raise UserError(f"decoder.path: {config['_class_name']} of diffusers is not an autoencoder with latents")
+            raise UserError(f"decoder.path: {config['_class_name']} is not an autoencoder with continuous latents")
         self.factor = 2 ** (len(settings.block_out_channels) - 1)
-        self.channels, self.latent_channels = settings.in_channels, settings.latent_channels
-        self.scale, self.shift = settings.scaling_factor, settings.get("shift_factor") or 0.0
+        self.channels = settings.in_channels
+        self.latent_channels = settings.latent_channels
+        self.scale = settings.scaling_factor
+        self.shift = settings.get("shift_factor") or 0.0
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Convert values `[C, H, W]` in -1..1 to latents `[latent channels, h, w]`."""
-        latents: torch.Tensor = (self.model.encode(values[None]).latent_dist.mode()[0] - self.shift) * self.scale
+        mean = self.model.encode(values[None]).latent_dist.mode()[0]
+        latents: torch.Tensor = (mean - self.shift) * self.scale
         return latents
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Convert latents to values `[C, H, W]`, the inverse of `encode`."""
         values: torch.Tensor = self.model.decode(latents[None] / self.scale + self.shift).sample[0]
         return values

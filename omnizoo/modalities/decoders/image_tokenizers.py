@@ -48,15 +48,17 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, config: PreTrainedConfig, folder: str | None, size: int | Sequence[int] | None) -> None:
         super().__init__(_vq_class(config)(config))
-        self.config, self.scale = config, PixelScale.of(folder)
+        self.config = config
+        self.scale = PixelScale.of(folder)
         factor = 2 ** (len(config.channel_multiplier) - 1)
         patches = getattr(config, "num_patches", None)  # along one side; a model with this key decodes this grid only
         if size is None:
             size = patches * factor if patches else getattr(config, "resolution", None)
         self.size, self.grid = _sizes(size, factor)
         if patches and self.grid != (patches, patches):
-            raise UserError(f"decoder.size: {size}: the tokeniser's num_patches fix it to {patches * factor}")
-        self.codes, self.channels = self.model.quantize.embedding.num_embeddings, config.in_channels
+            raise UserError(f"decoder.size: {size}, but the tokenizer's num_patches require {patches * factor}")
+        self.codes = self.model.quantize.embedding.num_embeddings
+        self.channels = config.in_channels
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         values = self.scale.values(pixels, self.like)[None]
@@ -69,11 +71,12 @@ class HFTokenizer(Tokenizer):
     def decode(self, codes: torch.Tensor) -> Array:
         if not hasattr(self.model, "decode"):
             raise UserError(
-                f"decoder: {type(self.model).__name__} of this transformers has no `decode`: it can be trained on, but "
-                "its pictures cannot be shown"
+                f"decoder: {type(self.model).__name__} of transformers has no `decode`. "
+                "Training works, but generated images cannot be rendered."
             )
         fixed_grid = hasattr(self.config, "num_patches")
-        return self.scale.pixels(self.model.decode(codes.view(1, -1) if fixed_grid else codes[None])[0])
+        batch = codes.view(1, -1) if fixed_grid else codes[None]
+        return self.scale.pixels(self.model.decode(batch)[0])
 
 
 def _vq_class(config: PreTrainedConfig) -> Any:
@@ -82,13 +85,15 @@ def _vq_class(config: PreTrainedConfig) -> Any:
     The Auto classes of transformers omit VQ models, so the class is looked up in the module next to its config.
     """
     module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    for found in vars(module).values():
-        is_model = isinstance(found, type) and issubclass(found, PreTrainedModel) and hasattr(found, "encode")
-        if is_model and found.config_class is type(config) and hasattr(config, "channel_multiplier"):
-            return found
+    for candidate in vars(module).values():
+        is_class = isinstance(candidate, type) and issubclass(candidate, PreTrainedModel)
+        if not is_class or not hasattr(candidate, "encode"):
+            continue
+        if candidate.config_class is type(config) and hasattr(config, "channel_multiplier"):
+            return candidate
     raise UserError(
-        f"decoder.config: `{config.model_type}` is not a VQ model; one that is part of another model is saved alone by "
-        "`model.vqmodel.save_pretrained(folder)`"
+        f"decoder.config: `{config.model_type}` is not a VQ model. "
+        "If it contains one, save that with model.vqmodel.save_pretrained(folder)."
     )
 
 
@@ -98,10 +103,13 @@ class DiffusersTokenizer(Tokenizer, Diffusers):
     def __init__(self, config: dict[str, Any], folder: str | None, size: int | Sequence[int] | None) -> None:
         Diffusers.__init__(self, config, folder)
         if not hasattr(self.model, "quantize"):
-            raise UserError(f"decoder.path: {config['_class_name']} of diffusers is not a VQ model; `flow` may take it")
-        self.config, self.scale = config, PixelScale()
-        self.size, self.grid = _sizes(size or config.get("sample_size"), 2 ** (len(config["block_out_channels"]) - 1))
-        self.codes, self.channels = self.model.quantize.n_e, self.model.config.in_channels
+            raise UserError(f"decoder.path: {config['_class_name']} is not a VQ model. Try kind: flow.")
+        self.config = config
+        self.scale = PixelScale()
+        factor = 2 ** (len(config["block_out_channels"]) - 1)
+        self.size, self.grid = _sizes(size or config.get("sample_size"), factor)
+        self.codes = self.model.quantize.n_e
+        self.channels = self.model.config.in_channels
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         latents = self.model.encode(self.scale.values(pixels, self.like)[None]).latents
@@ -127,8 +135,11 @@ class PatchTokenizer(Tokenizer):
 
     def __init__(self, config: dict[str, Any], folder: str | None, size: int | Sequence[int] | None) -> None:
         super().__init__(nn.Identity())
-        self.config, self.folder = config, folder
-        self.patch, self.codes, self.channels = config["patch"], config["codes"], config["channels"]
+        self.config = config
+        self.folder = folder
+        self.patch = config["patch"]
+        self.codes = config["codes"]
+        self.channels = config["channels"]
         self.size, self.grid = _sizes(size or config["size"], self.patch)
         self.register_buffer("codebook", torch.empty(self.codes, self.patch**2 * self.channels))
         nn.init.uniform_(self.codebook)
@@ -141,14 +152,13 @@ class PatchTokenizer(Tokenizer):
         try:
             stored = load_file(Path(self.folder) / "codebook.safetensors")["codebook"]
         except (OSError, SafetensorError) as error:
-            raise UserError(f"decoder.path: no codebook in {self.folder}: {error}") from error
+            raise UserError(f"decoder.path: {self.folder}: no codebook found: {error}") from error
         return {"codebook": torch.from_numpy(stored)}
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         patches = to_patches((pixels.to(self.codebook) / 255).movedim(0, -1), self.patch)
-        return (
-            torch.cdist(patches, self.codebook, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1).view(self.grid)
-        )
+        distances = torch.cdist(patches, self.codebook, compute_mode="donot_use_mm_for_euclid_dist")
+        return distances.argmin(-1).view(self.grid)
 
     def decode(self, codes: torch.Tensor) -> Array:
         pixels = from_patches(self.codebook[codes.flatten()], self.grid, self.patch)
@@ -158,10 +168,10 @@ class PatchTokenizer(Tokenizer):
 def _sizes(size: int | Sequence[int] | None, factor: int) -> tuple[Grid, Grid]:
     """Return the (height, width) of the images and of the grid of codes."""
     if size is None:
-        raise UserError("decoder.size: the tokeniser takes pictures of any size: give the height and width of yours")
+        raise UserError("decoder.size: not set, and the tokenizer accepts any size. Set height and width.")
     height, width = (size, size) if isinstance(size, int) else size
     if height % factor or width % factor or height * width == 0:
-        raise UserError(f"decoder.size: {size}: height and width must be multiples of {factor}")
+        raise UserError(f"decoder.size: {size} is not a multiple of {factor} in height and width")
     return (height, width), (height // factor, width // factor)
 
 
@@ -180,32 +190,53 @@ def fit_patch_codebook(images: Sequence[Array], patch: int, codes: int, seed: in
     Raises:
         UserError: If the images have fewer than `codes` different patches.
     """
-    values = [torch.from_numpy(np.atleast_3d(np.array(image, np.uint8))) for image in images]
-    patches = torch.cat([to_patches(value, patch) for value in values]).numpy()
+    pixels = [torch.from_numpy(np.atleast_3d(np.array(image, np.uint8))) for image in images]
+    patches = torch.cat([to_patches(image, patch) for image in pixels]).numpy()
     points, counts = np.unique(patches, axis=0, return_counts=True)  # most patches of small images are repeated
     if len(points) < codes:
-        raise UserError(f"codes: {codes} are more than the {len(points)} different patches that the pictures have")
+        raise UserError(
+            f"codes: {codes} is more than the {len(points)} different patches of the images. Use fewer codes."
+        )
     points = points / 255
+    centers = _initial_centers(points, counts, codes, seed)
+    while True:
+        nearest = _nearest_centers(points, centers)
+        weights = np.bincount(nearest, counts, minlength=codes)
+        sums = np.stack([np.bincount(nearest, counts * column, minlength=codes) for column in points.T], 1)
+        means = sums / np.maximum(weights, 1)[:, None]
+        new_centers = np.where(weights[:, None] > 0, means, centers)
+        if np.abs(new_centers - centers).max() < 1e-4:
+            return new_centers.astype(np.float32)
+        centers = new_centers
+
+
+def _initial_centers(points: Array, counts: Array, num_centers: int, seed: int) -> Array:
+    """Sample centers with k-means++, which prefers points far from the centers so far.
+
+    Args:
+        points: Different patches `[N, values]`.
+        counts: Number of occurrences of each patch.
+        num_centers: Number of centers.
+        seed: Seed of the random generator.
+    """
     random = np.random.Generator(np.random.PCG64(seed))
     centers = points[random.choice(len(points), 1, p=counts / counts.sum())]
     distance = ((points - centers) ** 2).sum(1)
-    while len(centers) < codes:  # k-means++: prefer a next center far from all others
+    while len(centers) < num_centers:
         odds = counts * distance
-        centers = np.append(centers, points[random.choice(len(points), 1, p=odds / odds.sum())], axis=0)
+        center = points[random.choice(len(points), 1, p=odds / odds.sum())]
+        centers = np.append(centers, center, axis=0)
         distance = np.minimum(distance, ((points - centers[-1]) ** 2).sum(1))
-    while True:
-        nearest = np.concatenate(
-            [
-                ((chunk[:, None] - centers) ** 2).sum(2).argmin(1)
-                for chunk in np.array_split(points, len(points) // 512 + 1)
-            ]
-        )
-        weights = np.bincount(nearest, counts, minlength=codes)
-        sums = np.stack([np.bincount(nearest, counts * column, minlength=codes) for column in points.T], 1)
-        moved = np.where(weights[:, None] > 0, sums / np.maximum(weights, 1)[:, None], centers)
-        if np.abs(moved - centers).max() < 1e-4:
-            return moved.astype(np.float32)
-        centers = moved
+    return centers
+
+
+def _nearest_centers(points: Array, centers: Array) -> Array:
+    """Return the index of the nearest center of each point, in chunks of about 512 points to limit memory."""
+    nearest = []
+    for chunk in np.array_split(points, len(points) // 512 + 1):
+        distances = ((chunk[:, None] - centers) ** 2).sum(2)
+        nearest.append(distances.argmin(1))
+    return np.concatenate(nearest)
 
 
 def save_patch_codebook(folder: str | Path, codebook: Array, patch: int, size: int | Sequence[int]) -> None:

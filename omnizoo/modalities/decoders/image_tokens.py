@@ -12,9 +12,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import Decoder, LikelihoodDecoder
 from omnizoo.modalities.decoders.image_tokenizers import DiffusersTokenizer, HFTokenizer, PatchTokenizer, Tokenizer
-from omnizoo.modalities.files.decoding import PICTURE_OPTIONS
+from omnizoo.modalities.files.decoding import IMAGE_OPTIONS
 from omnizoo.modalities.files.image import image_size, read_image
-from omnizoo.modalities.files.pixels import read_pixels, to_picture
+from omnizoo.modalities.files.pixels import read_pixels, to_pil_image
 from omnizoo.modalities.files.preview import thumbnail
 from omnizoo.modalities.frozen_tokenizer import forward_flops, read_settings
 from omnizoo.modalities.item import Inputs, MediaSize
@@ -39,7 +39,7 @@ class ImageCodes(LikelihoodDecoder, Decoder):
         head: `linear` or `mlp`.
     """
 
-    item_options = PICTURE_OPTIONS
+    item_options = IMAGE_OPTIONS
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class ImageCodes(LikelihoodDecoder, Decoder):
         super().__init__()
         self.tokenizer = _tokenizer(config, folder, size)
         height, self.columns = self.tokenizer.grid
-        self.places = height * self.columns
+        self.num_codes = height * self.columns
         self.codes = nn.Embedding(self.tokenizer.codes, width)
         self.row = nn.Embedding(height, width)
         self.column = nn.Embedding(self.columns, width)
         if head not in ("linear", "mlp"):
-            raise UserError(f"decoder.head: `{head}` is neither `linear` nor `mlp`")
+            raise UserError(f"decoder.head: {head!r} is unknown. Use linear or mlp.")
         last = nn.Linear(width, self.tokenizer.codes)
         self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
         self.reset_parameters()
@@ -77,7 +77,7 @@ class ImageCodes(LikelihoodDecoder, Decoder):
 
     def measure(self, media: Media) -> MediaSize:
         image_size(media)
-        return MediaSize(self.places, cost=self._work)
+        return MediaSize(self.num_codes, cost=self._work)
 
     @cached_property
     def _work(self) -> float:
@@ -92,12 +92,14 @@ class ImageCodes(LikelihoodDecoder, Decoder):
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
         codes = torch.stack([self.tokenizer.encode(item["pixels"]).flatten() for item in items])
-        places = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
-        return torch.stack([codes, places], -1).flatten(0, 1)
+        positions = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
+        return torch.stack([codes, positions], -1).flatten(0, 1)
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        code, place = targets.unbind(-1)
-        embedded: torch.Tensor = self.codes(code) + self.row(place // self.columns) + self.column(place % self.columns)
+        codes, positions = targets.unbind(-1)
+        rows = positions // self.columns
+        columns = positions % self.columns
+        embedded: torch.Tensor = self.codes(codes) + self.row(rows) + self.column(columns)
         return embedded
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -109,21 +111,23 @@ class ImageCodes(LikelihoodDecoder, Decoder):
         return code_loss(last(hidden), targets[:, 0])
 
     def log_likelihood(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        def work(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return log_probabilities(self.head(some), wanted[:, 0])
+        def chunk_likelihood(chunk_hidden: torch.Tensor, chunk_targets: torch.Tensor) -> torch.Tensor:
+            return log_probabilities(self.head(chunk_hidden), chunk_targets[:, 0])
 
-        each = by_rows(work, hidden, targets, max(1, CHUNK // self.tokenizer.codes))
-        return each, torch.ones_like(each)
+        rows_per_chunk = max(1, CHUNK // self.tokenizer.codes)
+        likelihood = by_rows(chunk_likelihood, hidden, targets, rows_per_chunk)
+        return likelihood, torch.ones_like(likelihood)
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-        if len(targets) == self.places:
+        if len(targets) == self.num_codes:
             return None
         code = sampling.draw(self.head(hidden[None]))
         return torch.cat([code, code.new_tensor([len(targets)])])
 
     @torch.no_grad()
     def render(self, targets: torch.Tensor) -> Any:
-        return to_picture(self.tokenizer.decode(targets[:, 0].view(self.tokenizer.grid)))
+        codes = targets[:, 0].view(self.tokenizer.grid)
+        return to_pil_image(self.tokenizer.decode(codes))
 
     def save(self, item: Any, stem: str) -> str:
         item.save(f"{stem}.png")
@@ -145,6 +149,7 @@ def code_loss(logits: torch.Tensor, codes: torch.Tensor, ignore: int = -100) -> 
 def _tokenizer(
     config: PreTrainedConfig | dict[str, Any] | None, folder: str | None, size: int | Sequence[int] | None
 ) -> Tokenizer:
+    """Build the tokenizer that a config, or else the config.json of a folder, describes."""
     weights = folder if config is None else None  # with a config, the weights are loaded from elsewhere
     if config is None:
         config = read_settings(folder)
@@ -157,5 +162,6 @@ def _tokenizer(
     if "patch" in config:
         return PatchTokenizer(config, weights, size)
     raise UserError(
-        f"decoder.path: {folder} is not the folder of a tokeniser of Hugging Face or diffusers, or of a patch codebook"
+        f"decoder.path: {folder} is not an image tokenizer. "
+        "Use a folder of transformers, of diffusers or of save_patch_codebook."
     )

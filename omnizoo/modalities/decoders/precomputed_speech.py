@@ -31,45 +31,50 @@ VOICES, PICKLED_VOICES = "spk_dict.safetensors", "spk_dict.pt"
 
 @dataclass(frozen=True)
 class Voice:
+    """A voice of a model that stores its voices in a file."""
+
     token: int  # id of the text token that precedes the speech
     conditioning: torch.Tensor  # [1, C], for the codec
     reference: torch.Tensor  # [1, T, M], mel spectrogram for the codec
 
 
-def read_codes(media: Media, sizes: Sequence[int], most: int, codec: Codec | None, rate: int) -> Codes:
+def read_codes(media: Media, sizes: Sequence[int], max_frames: int, codec: Codec | None, rate: int) -> Codes:
     """Return the codes `[frames, codebooks]` of an item.
 
     Args:
         media: Codes, a file with codes, or audio.
         sizes: Number of codes in each codebook.
-        most: Maximum number of frames.
+        max_frames: Maximum number of frames.
         codec: Plugin that converts audio to codes.
         rate: Sampling rate that `codec` receives.
 
     Raises:
         BadMedia: If the codes are invalid, or if audio is given without a codec.
     """
-    found = _read(media, codec, rate)
+    value = _read(media, codec, rate)
     try:
-        codes = np.asarray(found)
+        codes = np.asarray(value)
     except ValueError:  # raised for rows of different lengths
         codes = np.empty(0, object)
-    wanted = f"expected whole numbers, frames x {len(sizes)} codebooks"
     if codes.ndim == 1 and len(sizes) == 1 and codes.dtype != object:
         codes = codes[:, None]
+
+    expected = f"expected integers [frames, {len(sizes)} codebooks]"
+    if codes.dtype == object:
+        raise BadMedia(f"{media.name}: codes have different lengths; {expected}")
     if codes.dtype.kind not in "iu" or codes.ndim != 2:
-        kind = "of different lengths" if codes.dtype == object else f"{_shape(codes)} of {codes.dtype}"
-        raise BadMedia(f"the codes of {media.name} are {kind}; {wanted}")
+        raise BadMedia(f"{media.name}: codes are {_shape(codes)} of {codes.dtype}; {expected}")
     if codes.shape[1] != len(sizes):
-        hint = ", and not codebooks x frames" if codes.shape[0] == len(sizes) else ""
-        raise BadMedia(f"the codes of {media.name} are {_shape(codes)}; {wanted}{hint}")
-    if not 0 < len(codes) <= most:
-        raise BadMedia(f"the codes of {media.name} are {len(codes):,} frames; expected 1 to {most:,}")
-    for book, size in enumerate(sizes):
-        low, high = int(codes[:, book].min()), int(codes[:, book].max())
-        if low < 0 or high >= size:
-            odd = low if low < 0 else high
-            raise BadMedia(f"the codes of {media.name} have {odd} in codebook {book}; expected 0 to {size - 1}")
+        hint = ". Transpose them" if codes.shape[0] == len(sizes) else ""
+        raise BadMedia(f"{media.name}: codes are {_shape(codes)}; {expected}{hint}")
+    if not 0 < len(codes) <= max_frames:
+        raise BadMedia(f"{media.name}: {len(codes):,} frames of codes; expected 1 to {max_frames:,}")
+    for codebook, size in enumerate(sizes):
+        lowest = int(codes[:, codebook].min())
+        highest = int(codes[:, codebook].max())
+        if lowest < 0 or highest >= size:
+            invalid = lowest if lowest < 0 else highest
+            raise BadMedia(f"{media.name}: code {invalid} in codebook {codebook}; expected 0 to {size - 1}")
     return codes.astype(np.int64)
 
 
@@ -83,6 +88,7 @@ def is_codes(media: Media) -> bool:
 
 
 def _read(media: Media, codec: Codec | None, rate: int) -> Any:
+    """Return the codes of an item, before any check."""
     value = media.value
     if is_codes(media):
         if not isinstance(value, Path):
@@ -91,17 +97,18 @@ def _read(media: Media, codec: Codec | None, rate: int) -> Any:
         return _read_file(value)
     if codec is None:
         raise BadMedia(
-            f"{media.name} is sound, and no codec turns it into codes: give `codes` (numbers, or a file "
-            f"{' or '.join(FILES)}), or name a codec of your own (options.codec)"
+            f"{media.name}: audio cannot be converted to codes without a codec. "
+            f"Use `codes` (numbers, or a file {' or '.join(FILES)}), or set options.codec to a plugin."
         )
-    sound = read_audio(media, rate)
+    samples = read_audio(media, rate)
     try:
-        return codec(sound, rate)
+        return codec(samples, rate)
     except CODE_ERRORS as error:
-        raise BadMedia(f"the codec fails on {media.name}: {named_line(error)}") from error
+        raise BadMedia(f"{media.name}: options.codec raised an error: {named_line(error)}") from error
 
 
 def _read_file(path: Path) -> Any:
+    """Return the array in a file."""
     try:
         if path.suffix == ".npy":
             with path.open("rb") as file:
@@ -109,10 +116,10 @@ def _read_file(path: Path) -> Any:
         with safe_open(path, framework="np") as tensors:
             names = list(tensors.keys())
             if len(names) != 1:
-                raise BadMedia(f"{path} has {len(names)} tensors; expected one, of codes")
+                raise BadMedia(f"{path}: {len(names)} tensors; expected one with codes")
             return tensors.get_tensor(names[0])
     except (OSError, ValueError, EOFError, SafetensorError, zipfile.BadZipFile) as error:
-        raise BadMedia(f"{path} cannot be read: {named_line(error)}") from error
+        raise BadMedia(f"{path}: cannot be read: {named_line(error)}") from error
 
 
 def _shape(array: npt.NDArray[Any]) -> str:
@@ -130,25 +137,32 @@ def read_voices(content: bytes, sizes: Mapping[str, int], what: str) -> dict[str
     try:
         tensors = load(content)
     except (SafetensorError, ValueError) as error:
-        raise UserError(f"{what} cannot be read: {named_line(error)}; expected tensors, see docs/talker.md") from error
-    found: dict[str, Voice] = {}
+        raise UserError(f"{what}: not a safetensors file: {named_line(error)}. See docs/how-to/speech.md.") from error
+    voices: dict[str, Voice] = {}
     for name in sorted({key.rpartition(".")[0] for key in tensors}):
-        token, conditioning, reference = (tensors.get(f"{name}.{part}") for part in ("bos_token", "cond", "ref_mel"))
+        token = tensors.get(f"{name}.bos_token")
+        conditioning = tensors.get(f"{name}.cond")
+        reference = tensors.get(f"{name}.ref_mel")
         if token is None or conditioning is None or reference is None:
-            raise UserError(f"{what}: {name!r} is no whole voice; expected NAME.bos_token, NAME.cond and NAME.ref_mel")
+            raise UserError(f"{what}: {name!r} is incomplete; expected NAME.bos_token, NAME.cond and NAME.ref_mel")
         if token.numel() != 1 or token.is_floating_point() or int(token) < 0:
-            raise UserError(f"{what}: {name}.bos_token is no token; expected one whole number, at least 0")
-        for key, tensor, dims in (("cond", conditioning, 2), ("ref_mel", reference, 3)):
-            shape = tuple(tensor.shape)
-            if tensor.ndim != dims or shape[0] != 1 or shape[-1] != sizes[key] or not tensor.numel():
-                wanted = f"1 x {sizes[key]}" if dims == 2 else f"1 x frames x {sizes[key]}"
-                raise UserError(f"{what}: {name}.{key} is {' x '.join(map(str, shape))}; expected {wanted}")
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise UserError(f"{what}: {name}.{key} has values that are no finite floats")
-        if name.lower() in found:
-            raise UserError(f"{what} has {name!r} twice, in letters of another case")
-        found[name.lower()] = Voice(int(token), conditioning.float(), reference.float())
-    return found
+            raise UserError(f"{what}: {name}.bos_token is not a token id; expected one integer, at least 0")
+        _check_voice_tensor(conditioning, f"{what}: {name}.cond", dims=2, width=sizes["cond"])
+        _check_voice_tensor(reference, f"{what}: {name}.ref_mel", dims=3, width=sizes["ref_mel"])
+        if name.lower() in voices:
+            raise UserError(f"{what}: {name!r} occurs twice, with different case")
+        voices[name.lower()] = Voice(int(token), conditioning.float(), reference.float())
+    return voices
+
+
+def _check_voice_tensor(tensor: torch.Tensor, what: str, dims: int, width: int) -> None:
+    """Raise a `UserError` if a tensor of a voice is not `[1, width]` or `[1, frames, width]`, or is not finite."""
+    shape = tuple(tensor.shape)
+    if tensor.ndim != dims or shape[0] != 1 or shape[-1] != width or not tensor.numel():
+        expected = f"1 x {width}" if dims == 2 else f"1 x frames x {width}"
+        raise UserError(f"{what}: shape {' x '.join(map(str, shape))}; expected {expected}")
+    if not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise UserError(f"{what}: some values are not finite floats")
 
 
 def write_pickled_voices(file: Path, folder: Path) -> None:

@@ -16,10 +16,10 @@ from transformers.audio_utils import mel_filter_bank
 
 from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder
-from omnizoo.modalities.encoders.projector import build_projector
+from omnizoo.modalities.encoders.projector import Grid, build_projector
 from omnizoo.modalities.encoders.tower import TowerFlops, tower_skeleton
 from omnizoo.modalities.files.audio import audio_length, read_audio
-from omnizoo.modalities.files.decoding import SOUND_OPTIONS
+from omnizoo.modalities.files.decoding import AUDIO_OPTIONS
 from omnizoo.modalities.files.preview import audio_player, thumbnail
 from omnizoo.modalities.flop_count import is_trained, measured_flops
 from omnizoo.modalities.item import Inputs, MediaSize
@@ -46,7 +46,7 @@ class AudioEncoder(Encoder):
         n_fft: Length of the Fourier transform, in samples.
     """
 
-    item_options = SOUND_OPTIONS
+    item_options = AUDIO_OPTIONS
 
     def __init__(
         self,
@@ -74,11 +74,12 @@ class AudioEncoder(Encoder):
                 self.positions, features = skeleton(input_features=probe).last_hidden_state.shape[1:]
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"encoder.config: {type(skeleton).__name__} is no whisper-type encoder: it takes no log-mel windows of "
-                f"twice max_source_positions ({first_line(error)})"
+                f"encoder.config: {type(skeleton).__name__} does not accept log-mel windows of twice "
+                f"max_source_positions frames, as Whisper encoders do: {first_line(error)}"
             ) from error
         if self.frames * self.hop <= self.n_fft // 2 or self.n_fft < 2:
-            raise UserError(f"encoder.n_fft: {self.n_fft} samples do not fit a window of {self.frames * self.hop}")
+            window = self.frames * self.hop
+            raise UserError(f"encoder.n_fft: {self.n_fft} samples do not fit into a window of {window}")
         self.filters = mel_filter_bank(
             1 + self.n_fft // 2,
             self.bins,
@@ -98,36 +99,40 @@ class AudioEncoder(Encoder):
 
     @cached_property
     def work(self) -> TowerFlops:
-        return TowerFlops(is_trained(self.tower), per_item=self.measured[is_trained(self.tower)])
+        """FLOPs of the tower per window."""
+        trained = is_trained(self.tower)
+        return TowerFlops(trained, per_item=self.measured[trained])
 
     def measure(self, media: Media) -> MediaSize:
-        kept = self._kept(audio_length(media, self.sample_rate, self.max_seconds))
-        cost = sum(self.work.per_item + self.projector.flops((n,), self.work.trained) for n in kept)
-        return MediaSize(sum(self.projector.places((n,)) for n in kept), cost)
+        num_samples = audio_length(media, self.sample_rate, self.max_seconds)
+        grids: list[Grid] = [(positions,) for positions in self._positions_by_window(num_samples)]
+        cost = sum(self.work.per_item + self.projector.flops(grid, self.work.trained) for grid in grids)
+        num_placeholders = sum(self.projector.num_outputs(grid) for grid in grids)
+        return MediaSize(num_placeholders, cost)
 
     def prepare(self, media: Media) -> Inputs:
-        sound = read_audio(media, self.sample_rate, self.max_seconds)
-        kept = self._kept(len(sound))
-        padded = np.pad(sound, (0, len(kept) * self.frames * self.hop - len(sound)))
-        return {
-            "input_features": self._log_mel(torch.from_numpy(padded).view(len(kept), -1)),
-            "kept": torch.tensor(kept),
-        }
+        samples = read_audio(media, self.sample_rate, self.max_seconds)
+        positions = self._positions_by_window(len(samples))
+        num_windows = len(positions)
+        padding = num_windows * self.frames * self.hop - len(samples)
+        windows = torch.from_numpy(np.pad(samples, (0, padding))).view(num_windows, -1)
+        return {"input_features": self._log_mel(windows), "positions": torch.tensor(positions)}
 
     def dummy_input(self) -> Inputs:
-        return {"input_features": torch.zeros(1, self.bins, self.frames), "kept": torch.ones(1, dtype=torch.int64)}
+        return {"input_features": torch.zeros(1, self.bins, self.frames), "positions": torch.ones(1, dtype=torch.int64)}
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        heard = self.tower(input_features=torch.cat([item["input_features"] for item in items])).last_hidden_state
-        kept = torch.cat([item["kept"] for item in items]).tolist()
-        features = torch.cat([window[:n] for window, n in zip(heard, kept, strict=True)])
-        projected: torch.Tensor = self.projector(features, [(n,) for n in kept])
+        mels = torch.cat([item["input_features"] for item in items])
+        windows = self.tower(input_features=mels).last_hidden_state
+        positions = torch.cat([item["positions"] for item in items]).tolist()
+        features = torch.cat([window[:count] for window, count in zip(windows, positions, strict=True)])
+        projected: torch.Tensor = self.projector(features, [(count,) for count in positions])
         return projected
 
     def preview(self, media: Media) -> str:
-        sound = read_audio(media, self.sample_rate, self.max_seconds)
-        title = f"{media.name}, {len(sound) / self.sample_rate:.1f} s"
-        start = sound[: PREVIEW_SECONDS * self.sample_rate]
+        samples = read_audio(media, self.sample_rate, self.max_seconds)
+        title = f"{media.name}, {len(samples) / self.sample_rate:.1f} s"
+        start = samples[: PREVIEW_SECONDS * self.sample_rate]
         return audio_player(start, self.sample_rate, title) + self._spectrogram(media)
 
     def _spectrogram(self, media: Media) -> str:
@@ -136,11 +141,14 @@ class AudioEncoder(Encoder):
 
         inputs = self.prepare(media)
         mels = torch.cat(list(inputs["input_features"]), 1)
-        heard = mels[:, : max(1, math.ceil(int(inputs["kept"].sum()) * self.frames / self.positions))].flip(0)
-        shade = ((heard - heard.min()) / (heard.max() - heard.min()).clamp(min=1e-6) * 255).byte()
+        num_positions = int(inputs["positions"].sum())
+        num_frames = max(1, math.ceil(num_positions * self.frames / self.positions))
+        audible = mels[:, :num_frames].flip(0)
+        value_range = (audible.max() - audible.min()).clamp(min=1e-6)
+        shade = ((audible - audible.min()) / value_range * 255).byte()
         return thumbnail(Image.fromarray(shade.numpy()), f"{self.bins} mel bins", 320)
 
-    def _kept(self, samples: int) -> list[int]:
+    def _positions_by_window(self, samples: int) -> list[int]:
         """Return the number of positions with audio in each window."""
         window = self.frames * self.hop
         full, rest = divmod(samples, window)

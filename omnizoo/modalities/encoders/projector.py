@@ -18,7 +18,7 @@ from omnizoo.modalities.files.pixels import to_patches
 from omnizoo.modalities.flop_count import FlopCounter
 
 Grid = tuple[int, ...]
-MOST = 2**16  # maximum of the options `factor`, `rows` and `heads`
+MAX_OPTION = 2**16  # maximum of the options `factor`, `rows` and `heads`
 
 
 class Projector(nn.Module):
@@ -30,26 +30,30 @@ class Projector(nn.Module):
         self.map = self.build_map(width_in, width_out)
 
     def build_map(self, width_in: int, width_out: int) -> nn.Module:
+        """Build the trained map from features of the tower."""
         return nn.Linear(width_in, width_out)
 
-    def places(self, grid: Grid) -> int:
+    def num_outputs(self, grid: Grid) -> int:
         """Return the number of output features for a grid. The default is one per input feature."""
         return math.prod(grid)
 
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Return the output features of all grids, without the time embedding."""
         projected: torch.Tensor = self.map(features)
         return projected
 
     def flops(self, grid: Grid, trained: bool) -> float:
         """Return the FLOPs of training on a grid. `trained`: whether gradients are also computed for the tower."""
-        tally, time = FlopCounter(trained), FlopCounter()
-        self.count(tally, grid)
+        counter = FlopCounter(trained)
+        self.count(counter, grid)
+        time_counter = FlopCounter()
         if self.time is not None:
-            time.run(self.time, 1)
-        return tally.flops + time.flops
+            time_counter.run(self.time, 1)
+        return counter.flops + time_counter.flops
 
-    def count(self, tally: FlopCounter, grid: Grid) -> None:
-        tally.run(self.map, self.places(grid))
+    def count(self, counter: FlopCounter, grid: Grid) -> None:
+        """Add the FLOPs of a grid, without the time embedding."""
+        counter.run(self.map, self.num_outputs(grid))
 
     def forward(
         self, features: torch.Tensor, grids: Sequence[Grid], milliseconds: torch.Tensor | None = None
@@ -68,12 +72,15 @@ class Projector(nn.Module):
         if self.time is None:
             return projected
         assert milliseconds is not None
-        counts = torch.tensor([self.places(grid) for grid in grids], device=features.device)
-        timed: torch.Tensor = projected + self.time(milliseconds, projected.dtype).repeat_interleave(counts, 0)
+        counts = torch.tensor([self.num_outputs(grid) for grid in grids], device=features.device)
+        time_by_grid = self.time(milliseconds, projected.dtype)
+        timed: torch.Tensor = projected + time_by_grid.repeat_interleave(counts, 0)
         return timed
 
 
 class MLP(Projector):
+    """Two linear maps with a GELU between them."""
+
     def build_map(self, width_in: int, width_out: int) -> nn.Module:
         return nn.Sequential(nn.Linear(width_in, width_out), nn.GELU(), nn.Linear(width_out, width_out))
 
@@ -94,19 +101,22 @@ class PixelShuffle(Projector):
             nn.LayerNorm(together), nn.Linear(together, width_out), nn.GELU(), nn.Linear(width_out, width_out)
         )
 
-    def places(self, grid: Grid) -> int:
+    def num_outputs(self, grid: Grid) -> int:
         return math.prod(-(-side // self.factor) for side in grid)
 
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        parts = features.split([math.prod(grid) for grid in grids])
-        together = [self.gather(part, grid) for part, grid in zip(parts, grids, strict=True)]
-        projected: torch.Tensor = self.map(torch.cat(together))
+        features_by_grid = features.split([math.prod(grid) for grid in grids])
+        squares = [self.gather(part, grid) for part, grid in zip(features_by_grid, grids, strict=True)]
+        projected: torch.Tensor = self.map(torch.cat(squares))
         return projected
 
     def gather(self, features: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Concatenate the features of each square of a grid, padded with zeros to a multiple of `factor`."""
         assert len(grid) == self.dimensions
-        missing = [-side % self.factor for side in grid]
-        padded = F.pad(features.view(*grid, -1), [0, 0, *(n for side in reversed(missing) for n in (0, side))])
+        padding = [0, 0]  # the width, then the dimensions of the grid from the last to the first
+        for side in reversed(grid):
+            padding += [0, -side % self.factor]
+        padded = F.pad(features.view(*grid, -1), padding)
         return to_patches(padded, self.factor)
 
 
@@ -115,7 +125,7 @@ class Resampler(Projector):
 
     def __init__(self, width_in: int, width_out: int, times: bool, rows: int = 64, heads: int = 8) -> None:
         if width_out % heads:
-            raise UserError(f"projector.heads: {heads} heads do not divide the foundation's width {width_out}")
+            raise UserError(f"projector.heads: {heads} does not divide the width {width_out} of the foundation")
         super().__init__(width_in, width_out, times)
         self.heads = heads
         self.queries = nn.Parameter(torch.empty(rows, width_out))
@@ -132,28 +142,31 @@ class Resampler(Projector):
     def build_map(self, width_in: int, width_out: int) -> nn.Module:
         return nn.Sequential(nn.LayerNorm(width_in), nn.Linear(width_in, 2 * width_out))
 
-    def places(self, grid: Grid) -> int:
+    def num_outputs(self, grid: Grid) -> int:
         return self.queries.shape[0]
 
-    def count(self, tally: FlopCounter, grid: Grid) -> None:
+    def count(self, counter: FlopCounter, grid: Grid) -> None:
         """Add the FLOPs of a grid, without `ask`, which runs once for all grids."""
-        tally.run(self.map, math.prod(grid))
-        tally.trained |= self.queries.requires_grad
-        tally.attend(self.places(grid) * math.prod(grid), self.queries.shape[1])
-        tally.run(self.answer, self.places(grid))
-        tally.run(self.mlp, self.places(grid))
+        counter.run(self.map, math.prod(grid))
+        counter.trained |= self.queries.requires_grad
+        counter.attend(self.num_outputs(grid) * math.prod(grid), self.queries.shape[1])
+        counter.run(self.answer, self.num_outputs(grid))
+        counter.run(self.mlp, self.num_outputs(grid))
 
     def project(self, features: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        def by_head(x: torch.Tensor) -> torch.Tensor:
+        def split_heads(x: torch.Tensor) -> torch.Tensor:
             return x.view(len(x), self.heads, -1).transpose(0, 1)
 
-        ask, seen = by_head(self.ask(self.queries)), []
-        for part in self.map(features).split([math.prod(grid) for grid in grids]):  # lengths differ: one call per grid
-            key, value = part.chunk(2, -1)
-            seen.append(F.scaled_dot_product_attention(ask, by_head(key), by_head(value)).transpose(0, 1).flatten(1))
-        features = self.queries.repeat(len(grids), 1) + self.answer(torch.cat(seen))
-        out: torch.Tensor = features + self.mlp(features)
-        return out
+        query = split_heads(self.ask(self.queries))
+        keys_and_values = self.map(features).split([math.prod(grid) for grid in grids])
+        attended = []
+        for grid_features in keys_and_values:  # lengths differ: one call per grid
+            key, value = grid_features.chunk(2, -1)
+            by_head = F.scaled_dot_product_attention(query, split_heads(key), split_heads(value))
+            attended.append(by_head.transpose(0, 1).flatten(1))
+        residual = self.queries.repeat(len(grids), 1) + self.answer(torch.cat(attended))
+        output: torch.Tensor = residual + self.mlp(residual)
+        return output
 
 
 class TimeEmbedding(nn.Module):
@@ -195,13 +208,14 @@ def build_projector(
     options = dict(spec or {})
     kind = options.pop("kind", "mlp")
     if kind not in KINDS:
-        raise UserError(f"projector.kind: {kind!r} is none of {', '.join(KINDS)}")
-    takes = {"pixel_shuffle": {"factor"}, "resampler": {"rows", "heads"}}.get(kind, set())
+        raise UserError(f"projector.kind: {kind!r} is unknown. Use one of {', '.join(KINDS)}.")
+    allowed = {"pixel_shuffle": ("factor",), "resampler": ("heads", "rows")}.get(kind, ())
     for name, value in options.items():
-        if name not in takes:
-            raise UserError(f"projector.{name}: {kind} takes {', '.join(sorted(takes)) or 'no options'}")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-            raise UserError(f"projector.{name}: {value!r} is not an integer from 1 to {MOST}")
+        if name not in allowed:
+            known = ", ".join(allowed) or "none"
+            raise UserError(f"projector.{name}: not an option of {kind}. Its options: {known}.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_OPTION:
+            raise UserError(f"projector.{name}: {value!r} is not an integer from 1 to {MAX_OPTION}")
     if kind == "pixel_shuffle":
         options["dimensions"] = dimensions
     return KINDS[kind](width_in, width_out, times, **options)

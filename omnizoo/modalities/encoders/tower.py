@@ -20,23 +20,23 @@ def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrained
     Dropout is disabled, because its random numbers would depend on which other items a rank encodes.
     """
     if config is None:
-        raise UserError(f"encoder: the {modality} encoder needs a `path` or a `config` of a Hugging Face model")
+        raise UserError(f"encoder: the {modality} encoder needs `path` or `config`. Set one to a Hugging Face model.")
     if type(config) not in MODEL_MAPPING:
         raise UserError(
-            f"encoder.config: transformers builds no `{config.model_type}` on its own; "
-            "if it is part of a larger model, give the config of that"
+            f"encoder.config: transformers cannot build `{config.model_type}` separately. "
+            "If it is part of a larger model, use the config of that model."
         )
     config = copy.deepcopy(config)
     if config.is_encoder_decoder:
         config.decoder_layers = 0
     with torch.device("meta"):
         try:
-            whole = AutoModel.from_config(config, dtype=torch.float32)
+            model = AutoModel.from_config(config, dtype=torch.float32)
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
             raise UserError(f"encoder.config: `{config.model_type}`: {first_line(error)}") from error
-        tower = whole.get_encoder(modality)
-        if tower is whole and config.is_encoder_decoder:
-            tower = whole.get_encoder()
+        tower = model.get_encoder(modality)
+        if tower is model and config.is_encoder_decoder:
+            tower = model.get_encoder()
         for name, value in tower.config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(tower.config, name, 0.0)
@@ -52,6 +52,7 @@ def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrained
 
 
 def takes(tower: PreTrainedModel, name: str) -> bool:
+    """Whether the forward of a tower has the argument `name`."""
     return name in inspect.signature(tower.forward).parameters
 
 
@@ -75,23 +76,33 @@ class TowerFlops:
 
         Matrices after merging are those of submodules named mergers and of the submodules in `merging`.
         """
-        config, tally = tower.config, FlopCounter()
+        config = tower.config
+        counter = FlopCounter()
         merge = merge or getattr(config, "spatial_merge_size", 1) ** 2
         mergers = {name: part for name, part in tower.named_children() if "merger" in name or name in merging}
         for name, part in tower.named_children():
             if name not in mergers:
-                tally.run(part, 1)
+                counter.run(part, 1)
         layers = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None) or 1
         width = getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None) or 1
-        pair = FlopCounter(tally.trained)
+        pair = FlopCounter(counter.trained)
         pair.attend(1, width)
         for merger in mergers.values():
-            tally.run(merger, 1 / merge)
-        whole = len(getattr(config, "fullatt_block_indexes", range(layers)))
-        window = (getattr(config, "window_size", 0) // getattr(config, "patch_size", 1)) ** 2 if whole < layers else 0
-        near = (layers - whole) * pair.flops
-        return cls(is_trained(tower), 0.0, tally.flops, whole * pair.flops, near, window)
+            counter.run(merger, 1 / merge)
+
+        full_layers = len(getattr(config, "fullatt_block_indexes", range(layers)))
+        window = 0
+        if full_layers < layers:
+            window = (getattr(config, "window_size", 0) // getattr(config, "patch_size", 1)) ** 2
+        return cls(
+            trained=is_trained(tower),
+            per_token=counter.flops,
+            per_pair=full_layers * pair.flops,
+            per_near_pair=(layers - full_layers) * pair.flops,
+            window=window,
+        )
 
     def flops(self, tokens: int) -> float:
+        """Return the FLOPs of an item with `tokens` tokens that attend to each other."""
         pairs = self.per_pair * tokens**2 + self.per_near_pair * tokens * min(tokens, self.window)
         return self.per_item + self.per_token * tokens + pairs

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from omnizoo.modalities.files.decoding import optional, parsing
+from omnizoo.modalities.files.decoding import media_errors, optional
 from omnizoo.modalities.media import BadMedia, Media
 
 VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,flv,mpeg,mpegts,gif,ogg,asf"
@@ -16,15 +16,20 @@ def time_range(media: Media, seconds: float, max_seconds: float) -> tuple[float,
     Items longer than `max_seconds` raise `BadMedia` instead of being cut, because the text of a row refers to the whole
     item.
     """
-    begin, end = media.options.get("start"), media.options.get("end")
-    begin, end = 0.0 if begin is None else begin, seconds if end is None else end
-    if not (isinstance(begin, int | float) and isinstance(end, int | float) and 0 <= begin < min(end, seconds)):
-        raise BadMedia(f"{media.name}: start {begin!r} and end {end!r} are no part of its {seconds:.2f} s")
+    begin = media.options.get("start")
+    end = media.options.get("end")
+    if begin is None:
+        begin = 0.0
+    if end is None:
+        end = seconds
+
+    are_numbers = isinstance(begin, int | float) and isinstance(end, int | float)
+    if not (are_numbers and 0 <= begin < min(end, seconds)):
+        raise BadMedia(f"{media.name}: start {begin!r} and end {end!r} are not a time range of its {seconds:.2f} s")
     end = min(end, seconds)
-    if end - begin > max_seconds:
-        raise BadMedia(
-            f"{media.name}: {end - begin:.1f} s is more than max_seconds {max_seconds:g}; give start and end"
-        )
+    length = end - begin
+    if length > max_seconds:
+        raise BadMedia(f"{media.name}: {length:.1f} s is more than max_seconds {max_seconds:g}. Set start and end.")
     return float(begin), float(end)
 
 
@@ -34,33 +39,54 @@ def check_duration(media: Media, raw: BinaryIO) -> None:
     Parsers treat such a truncated file as a shorter one.
     """
     head = raw.read(64)
-    there = raw.seek(0, 2)
+    file_size = raw.seek(0, 2)
     raw.seek(0)
-    promised, least = 0, 0  # bytes; some RIFF writers count 8 too many, so `least` is 8 less for RIFF
-    if head[:4] == b"RIFF" and int.from_bytes(head[4:8], "little") < 0x7FFFFFFF:  # all ones or 0: streamed
-        least = int.from_bytes(head[4:8], "little")
-        promised = least + 8
-    elif head[:4] == b"\x1a\x45\xdf\xa3" and (at := head.find(b"\x18\x53\x80\x67")) > 0:  # EBML header and segment
-        size = head[at + 4 : at + 12]
-        length = 9 - size[0].bit_length() if size else 9  # bytes of the size field, encoded by its leading zeros
-        if length <= len(size) and (value := int.from_bytes(size[:length]) - (1 << 7 * length)) + 1 < 1 << 7 * length:
-            promised = least = at + 4 + length + value
-    if there < least:
-        raise BadMedia(f"{media.name}: {there} of {promised} bytes: truncated")
+    stated_size, minimum_size = _riff_sizes(head) if head[:4] == b"RIFF" else _matroska_sizes(head)
+    if file_size < minimum_size:
+        raise BadMedia(f"{media.name}: {file_size} of {stated_size} bytes: truncated")
+
+
+def _riff_sizes(head: bytes) -> tuple[int, int]:
+    """Return the file size that a RIFF header states, and the minimum size; (0, 0) for a streamed file.
+
+    Some writers count 8 bytes too many, so the minimum is 8 bytes smaller.
+    """
+    payload = int.from_bytes(head[4:8], "little")
+    if payload >= 0x7FFFFFFF:  # all ones: streamed
+        return 0, 0
+    return payload + 8, payload
+
+
+def _matroska_sizes(head: bytes) -> tuple[int, int]:
+    """Return the file size that a Matroska header states, twice; (0, 0) for other files and unknown sizes."""
+    segment = head.find(b"\x18\x53\x80\x67")
+    if head[:4] != b"\x1a\x45\xdf\xa3" or segment <= 0:
+        return 0, 0
+    size_field = head[segment + 4 : segment + 12]
+    length = 9 - size_field[0].bit_length() if size_field else 9  # bytes of the field, encoded by its leading zeros
+    if length > len(size_field):
+        return 0, 0
+    size = int.from_bytes(size_field[:length]) - (1 << 7 * length)
+    if size + 1 >= 1 << 7 * length:  # all ones: unknown
+        return 0, 0
+    file_size = segment + 4 + length + size
+    return file_size, file_size
 
 
 @contextmanager
 def open_container(media: Media) -> Iterator[Any]:
+    """Context manager: open a media file with PyAV, after a check that it is not truncated."""
     library = optional("av")
-    with parsing(media), media.open() as raw:
+    with media_errors(media), media.open() as raw:
         check_duration(media, raw)
         with library.open(raw, options={"format_whitelist": VIDEO_FORMATS}) as container:
             yield container
 
 
 def container_seconds(media: Media, container: Any, stream: Any) -> float:
+    """Return the duration of a stream in seconds, from the header."""
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
     if container.duration:
         return float(container.duration / 1_000_000)
-    raise BadMedia(f"{media.name}: its header has no duration; write it anew, e.g. ffmpeg -i IN -c copy OUT.mp4")
+    raise BadMedia(f"{media.name}: no duration in the header. Rewrite the file: ffmpeg -i IN -c copy OUT.mp4")

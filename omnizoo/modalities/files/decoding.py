@@ -12,11 +12,11 @@ from typing import Any
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.media import BadMedia, Media
 
-MOST_PIXELS = 1 << 26  # maximum of one image or frame, 8192 x 8192; checked before decoding
+MAX_PIXELS = 1 << 26  # maximum of one image or frame, 8192 x 8192; checked before decoding
 # Keys of `Media.options` that are read, by kind of media.
-PICTURE_OPTIONS: tuple[str, ...] = ()
-SOUND_OPTIONS = ("start", "end", "sampling_rate")
-CLIP_OPTIONS: tuple[str, ...] = ("start", "end", "fps")
+IMAGE_OPTIONS: tuple[str, ...] = ()
+AUDIO_OPTIONS = ("start", "end", "sampling_rate")
+VIDEO_OPTIONS: tuple[str, ...] = ("start", "end", "fps")
 
 
 def optional(module: str) -> Any:
@@ -28,18 +28,21 @@ def optional(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
+        package = module.split(".")[0]
         raise UserError(
-            f"this data has media that {module.split('.')[0]} reads: pip install omnizoo[media] ({error})"
+            f"{package}: not installed, but the data has media that need it. Run pip install omnizoo[media] ({error})."
         ) from error
 
 
 @contextmanager
-def parsing(media: Media) -> Iterator[None]:
+def media_errors(media: Media) -> Iterator[None]:
+    """Context manager: convert the errors of a parser to a `BadMedia` that names the item."""
     try:
         yield
     except (BadMedia, UserError):
         raise
     except Exception as error:
-        reason = getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error)
-        reason = re.sub(r"\s*'?<[^>]*>'?", "", str(reason).strip()) or type(error).__name__  # remove object addresses
+        message = getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error)
+        without_addresses = re.sub(r"\s*'?<[^>]*>'?", "", str(message).strip())  # such as <_io.BytesIO object at 0x...>
+        reason = without_addresses or type(error).__name__
         raise BadMedia(f"{media.name}: {reason}") from error

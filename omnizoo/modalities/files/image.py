@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omnizoo.modalities.files.decoding import MOST_PIXELS, optional, parsing
+from omnizoo.modalities.files.decoding import MAX_PIXELS, media_errors, optional
 from omnizoo.modalities.media import BadMedia, Media
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of channels by color typ
 ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 # Excludes formats that run another program (PostScript) or open other files.
-PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 
 
 def image_size(media: Media) -> tuple[int, int]:
@@ -41,9 +41,10 @@ def read_image(media: Media, channels: int = 3) -> "Image":
         if image.format == "PNG":
             _check_png_rows(media, image)
         if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
-            raise BadMedia(f"{media.name}: pixels of 32 bits have no known range; store it with 8 or 16 bits")
+            raise BadMedia(f"{media.name}: the range of 32-bit pixels is unknown. Store the image with 8 or 16 bits.")
         if image.mode.startswith("I"):  # Pillow clips 16-bit values to 8 bits instead of scaling them
-            image = optional("PIL.Image").fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            high_bytes = (np.asarray(image) >> 8).astype(np.uint8)
+            image = optional("PIL.Image").fromarray(high_bytes)
         image = image.convert("L" if channels == 1 else "RGB")
         return image.transpose(upright[orientation]) if orientation in upright else image
 
@@ -57,47 +58,56 @@ def to_bytes(image: "Image") -> torch.Tensor:
 def _image(media: Media) -> Iterator[tuple["Image", int]]:
     """Yield the image, which is not decoded yet if it is encoded, and its EXIF orientation (1: upright)."""
     library = optional("PIL.Image")
-    with parsing(media), ExitStack() as stack:
+    with media_errors(media), ExitStack() as stack:
         if isinstance(media.value, library.Image):
             image = media.value
         elif isinstance(media.value, Path | bytes):
             raw = stack.enter_context(media.open())
-            image = stack.enter_context(library.open(raw, formats=PICTURE_FORMATS))
-            _check_promise(media, image, raw)
+            image = stack.enter_context(library.open(raw, formats=IMAGE_FORMATS))
+            _check_file_size(media, image, raw)
         else:
             image = library.fromarray(_image_array(media))
         check_pixels(media, image.height, image.width)
         # Pillow decodes a PNG to find EXIF data after its pixels. Such data is ignored, here and in `read_image`.
-        known = image.format != "PNG" or "exif" in image.info
-        yield image, int(image.getexif().get(0x0112, 1)) if known else 1
+        reads_exif = image.format != "PNG" or "exif" in image.info
+        orientation = int(image.getexif().get(0x0112, 1)) if reads_exif else 1
+        yield image, orientation
 
 
-def _check_promise(media: Media, image: "Image", raw: BinaryIO) -> None:
+def _check_file_size(media: Media, image: "Image", raw: BinaryIO) -> None:
     """Raise `BadMedia` if the file is too small for the image size in its header.
 
     Decoding such an image takes long and returns mostly black pixels.
     """
-    place = raw.tell()
-    there = raw.seek(0, 2)
-    raw.seek(place)
+    position = raw.tell()
+    file_size = raw.seek(0, 2)
+    raw.seek(position)
     if image.format == "PNG":
-        is_short = _png_bytes(raw) > DEFLATE_RATIO * there
-        raw.seek(place)
+        is_short = _png_bytes(raw) > DEFLATE_RATIO * file_size
+        raw.seek(position)
     else:  # in a JPEG, each square of 8 x 8 pixels takes at least one bit
-        is_short = image.format == "JPEG" and image.height * image.width // 64 > 8 * there
+        is_short = image.format == "JPEG" and image.height * image.width // 64 > 8 * file_size
     if is_short:
-        raise BadMedia(f"{media.name}: {image.width} x {image.height} pixels cannot be in {there} bytes: truncated")
+        size = f"{image.width} x {image.height}"
+        raise BadMedia(f"{media.name}: {file_size} bytes are too few for {size} pixels: truncated")
 
 
 def _png_bytes(raw: BinaryIO) -> int:
     """Return the number of bytes of the inflated pixels of a PNG, from its header."""
     raw.seek(16)
     head = raw.read(13)
-    width, height = int.from_bytes(head[:4]), int.from_bytes(head[4:8])
-    bits = head[8] * PNG_CHANNELS[head[9]]
+    width = int.from_bytes(head[:4])
+    height = int.from_bytes(head[4:8])
+    bits_per_pixel = head[8] * PNG_CHANNELS[head[9]]
     passes = ADAM7 if head[12] else ((0, 0, 1, 1),)
-    sizes = [(-(-(width - x) // dx), -(-(height - y) // dy)) for x, y, dx, dy in passes]
-    return sum(h * (1 + -(-w * bits // 8)) for w, h in sizes if w > 0 and h > 0)
+
+    num_bytes = 0
+    for x, y, dx, dy in passes:
+        columns = -(-(width - x) // dx)
+        rows = -(-(height - y) // dy)
+        if columns > 0 and rows > 0:
+            num_bytes += rows * (1 + -(-columns * bits_per_pixel // 8))  # each row begins with the type of its filter
+    return num_bytes
 
 
 def _check_png_rows(media: Media, image: "Image") -> None:
@@ -110,7 +120,8 @@ def _check_png_rows(media: Media, image: "Image") -> None:
     if last.getbbox() is not None and not image.info.get("interlace"):
         return
     with media.open() as raw:
-        promised = missing = _png_bytes(raw)
+        stated = _png_bytes(raw)
+        missing = stated
         inflate = zlib.decompressobj()
         raw.seek(8)
         while missing > 0 and not inflate.eof and len(head := raw.read(8)) == 8:
@@ -119,7 +130,7 @@ def _check_png_rows(media: Media, image: "Image") -> None:
                 missing -= len(inflate.decompress(chunk, 1 << 20))
                 chunk = inflate.unconsumed_tail
     if missing > 0:
-        raise BadMedia(f"{media.name}: {promised - missing} of {promised} bytes of its pixels are there: truncated")
+        raise BadMedia(f"{media.name}: {stated - missing} of {stated} bytes of pixels: truncated")
 
 
 def _image_array(media: Media) -> npt.NDArray[np.uint8]:
@@ -130,22 +141,24 @@ def _image_array(media: Media) -> npt.NDArray[np.uint8]:
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (3, 4)):
-        raise BadMedia(f"{media.name}: shape {array.shape} is no picture; expected [height, width] or with 3 channels")
+        raise BadMedia(f"{media.name}: shape {array.shape} is not [height, width] or [height, width, 3 or 4 channels]")
     check_pixels(media, *array.shape[:2])
-    most = 1 if np.issubdtype(array.dtype, np.floating) else 255
-    if array.dtype.kind not in "fiu" or not (array.min() >= 0 and array.max() <= most):
+    max_value = 1 if np.issubdtype(array.dtype, np.floating) else 255
+    if array.dtype.kind not in "fiu" or not (array.min() >= 0 and array.max() <= max_value):
         raise BadMedia(f"{media.name}: pixels must be integers in 0..255 or floats in 0..1")
-    return np.ascontiguousarray(np.rint(array * (255 // most)).astype(np.uint8))
+    pixels = np.rint(array * (255 // max_value)).astype(np.uint8)
+    return np.ascontiguousarray(pixels)
 
 
 def check_aspect(media: Media, height: int, width: int) -> None:
     """Raise `BadMedia` for images that `smart_resize` of transformers rejects."""
     if max(height, width) > 200 * min(height, width):
-        raise BadMedia(f"{media.name} is {width} x {height} pixels: one edge is more than 200 times the other")
+        raise BadMedia(f"{media.name}: {width} x {height} pixels: one side is more than 200 times the other")
 
 
 def check_pixels(media: Media, height: int, width: int) -> None:
+    """Raise `BadMedia` for images without pixels or with more than `MAX_PIXELS`."""
     if height < 1 or width < 1:
-        raise BadMedia(f"{media.name}: {width} x {height} has no pixels")
-    if height * width > MOST_PIXELS:
-        raise BadMedia(f"{media.name}: {width} x {height} is more than the {MOST_PIXELS:,} pixels that are decoded")
+        raise BadMedia(f"{media.name}: {width} x {height}: no pixels")
+    if height * width > MAX_PIXELS:
+        raise BadMedia(f"{media.name}: {width} x {height} pixels, but at most {MAX_PIXELS:,} are decoded")

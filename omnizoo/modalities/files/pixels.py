@@ -37,16 +37,19 @@ class PixelScale:
         """Return the scale in the image processor settings of a model folder. Missing settings keep their defaults."""
         settings, _ = processor_settings(folder, "image_processor")
         fields = {"rescale": "rescale_factor", "mean": "image_mean", "std": "image_std"}
-        return cls(**{field: settings[key] for field, key in fields.items() if key in settings})
+        known = {field: settings[key] for field, key in fields.items() if key in settings}
+        return cls(**known)
 
     def values(self, pixels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Convert bytes `[C, H, W]` to floats with the dtype and device of `like`."""
-        mean, std = (like.new_tensor(x).view(-1, 1, 1) for x in (self.mean, self.std))
+        mean = like.new_tensor(self.mean).view(-1, 1, 1)
+        std = like.new_tensor(self.std).view(-1, 1, 1)
         return (pixels.to(like) * self.rescale - mean) / std
 
     def pixels(self, values: torch.Tensor) -> Array:
         """Convert floats `[C, H, W]` to bytes `[H, W, C]`."""
-        mean, std = (values.new_tensor(x).view(-1, 1, 1) for x in (self.mean, self.std))
+        mean = values.new_tensor(self.mean).view(-1, 1, 1)
+        std = values.new_tensor(self.std).view(-1, 1, 1)
         pixels = ((values * std + mean) / self.rescale).round().clamp(0, 255)
         return pixels.to(torch.uint8).permute(1, 2, 0).cpu().numpy()
 
@@ -54,8 +57,11 @@ class PixelScale:
 def to_patches(values: torch.Tensor, patch: int) -> torch.Tensor:
     """Convert `[*size, C]` to `[patches in raster order, patch**dims * C]`, for any number of dims."""
     *size, channels = values.shape
-    split = values.reshape(*(part for side in size for part in (side // patch, patch)), channels)
     dims = len(size)
+    split_size: list[int] = []
+    for side in size:
+        split_size += [side // patch, patch]
+    split = values.reshape(*split_size, channels)
     split = split.permute(*range(0, 2 * dims, 2), *range(1, 2 * dims, 2), 2 * dims)
     return split.reshape(-1, patch**dims * channels)
 
@@ -64,7 +70,10 @@ def from_patches(patches: torch.Tensor, grid: Sequence[int], patch: int) -> torc
     """Convert `[patches, patch**dims * C]` to `[*size, C]`, the inverse of `to_patches`."""
     dims = len(grid)
     split = patches.reshape(*grid, *[patch] * dims, -1)
-    split = split.permute(*(axis for dim in range(dims) for axis in (dim, dims + dim)), 2 * dims)
+    order: list[int] = []
+    for dim in range(dims):
+        order += [dim, dims + dim]
+    split = split.permute(*order, 2 * dims)
     return split.reshape(*(side * patch for side in grid), -1)
 
 
@@ -84,12 +93,14 @@ def resize(pixels: torch.Tensor, height: int, width: int, resample: int) -> torc
     if pixels.shape[1:] == (height, width):
         return pixels
     if resample not in FILTERS:
-        known = ", ".join(f"{number} ({name})" for number, name in FILTERS.items())
-        raise UserError(f"preprocessor_config.json: resample {resample!r} is not known for tensors; use {known}")
+        supported = ", ".join(f"{number} ({name})" for number, name in FILTERS.items())
+        raise UserError(f"preprocessor_config.json: resample {resample!r} is not supported. Use {supported}.")
     scaled = interpolate(pixels[None], (height, width), mode=FILTERS[resample], align_corners=False, antialias=True)
     return scaled[0]
 
 
-def to_picture(pixels: Array) -> Any:
+def to_pil_image(pixels: Array) -> Any:
     """Convert bytes `[H, W, C]` to a PIL image."""
-    return optional("PIL.Image").fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+    if pixels.shape[-1] == 1:
+        pixels = pixels.squeeze(-1)
+    return optional("PIL.Image").fromarray(pixels)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def thumbnail(image: "Image", title: str, side: int = 128) -> str:
+    """Return HTML that shows an image, scaled down to at most `side` pixels per side."""
     small = image.copy()
     small.thumbnail((side, side))
     data = io.BytesIO()
@@ -24,6 +25,7 @@ def thumbnail(image: "Image", title: str, side: int = 128) -> str:
 
 
 def audio_player(samples: npt.NDArray[np.float32], rate: int, title: str) -> str:
+    """Return HTML that plays audio samples."""
     data = io.BytesIO()
     optional("soundfile").write(data, samples, rate, format="WAV")
     source = base64.b64encode(data.getvalue()).decode()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omnizoo.modalities.files.container import container_seconds, open_container, time_range
-from omnizoo.modalities.files.decoding import MOST_PIXELS
+from omnizoo.modalities.files.decoding import MAX_PIXELS
 from omnizoo.modalities.files.image import check_pixels, image_size, read_image
 from omnizoo.modalities.media import BadMedia, Media
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_CLIP_PIXELS = 1 << 36  # maximum over all decoded frames of a video: 33,000 frames of 1920 x 1080
+MAX_VIDEO_PIXELS = 1 << 36  # maximum over all decoded frames of a video: 33,000 frames of 1920 x 1080
 
 
 def sample_times(seconds: float, fps: float, max_frames: int) -> list[float]:
@@ -31,7 +31,7 @@ def _upright_size(media: Media, container: Any, stream: Any) -> tuple[int, int]:
     """Return (height, width) of the rotated first frame, because only frames contain the rotation."""
     first = next(container.decode(stream), None)
     if first is None:
-        raise BadMedia(f"{media.name}: has no frames")
+        raise BadMedia(f"{media.name}: no frames")
     return (first.width, first.height) if first.rotation % 180 else (first.height, first.width)
 
 
@@ -46,7 +46,7 @@ class VideoInfo:
     height: int
     width: int
 
-    def shown(self, indices: Sequence[int]) -> list[float]:
+    def display_times(self, indices: Sequence[int]) -> list[float]:
         """Return the center of the display time of each frame, in seconds from the start of the video.
 
         The center is used because the times in files are rounded.
@@ -57,52 +57,65 @@ class VideoInfo:
 def video_info(media: Media, fps: float, max_seconds: float = math.inf) -> VideoInfo:
     """Return the length and size of a video. `fps` is the frame rate of lists of frames whose row does not set one."""
     if not isinstance(media.value, Path | bytes):
-        frames, rate = _frames_given(media, fps)
+        frames, rate = _frame_list(media, fps)
         begin, end = time_range(media, len(frames) / rate, max_seconds)
-        count = max(1, round((end - begin) * rate))
-        return VideoInfo(media.name, end - begin, count, rate, *image_size(frames[0]))
+        height, width = image_size(frames[0])
+        return VideoInfo(
+            name=media.name,
+            seconds=end - begin,
+            frames=max(1, round((end - begin) * rate)),
+            rate=rate,
+            height=height,
+            width=width,
+        )
     with _video_file(media) as (container, stream):
         seconds = container_seconds(media, container, stream)
         begin, end = time_range(media, seconds, max_seconds)
-        found = stream.average_rate or stream.guessed_rate
-        if not found:
-            raise BadMedia(f"{media.name}: its header does not say how many frames it has in a second")
-        rate, whole = float(found), stream.frames and (begin, end) == (0.0, seconds)
-        count = stream.frames if whole else max(1, round((end - begin) * rate))
-        return VideoInfo(media.name, end - begin, count, rate, *_upright_size(media, container, stream))
+        header_rate = stream.average_rate or stream.guessed_rate
+        if not header_rate:
+            raise BadMedia(f"{media.name}: no frame rate in the header")
+        rate = float(header_rate)
+        is_entire_video = (begin, end) == (0.0, seconds)
+        estimated_count = max(1, round((end - begin) * rate))
+        count = stream.frames if stream.frames and is_entire_video else estimated_count
+        height, width = _upright_size(media, container, stream)
+        return VideoInfo(name=media.name, seconds=end - begin, frames=count, rate=rate, height=height, width=width)
 
 
 def read_frames(media: Media, times: Sequence[float], fps: float, channels: int = 3) -> "list[Image]":
     """Return the frames displayed at `times`, ascending and in seconds from the start of the selected part."""
     if not isinstance(media.value, Path | bytes):
-        frames, rate = _frames_given(media, fps)
+        frames, rate = _frame_list(media, fps)
         begin, _ = time_range(media, len(frames) / rate, math.inf)
-        return [read_image(frames[min(int((begin + time) * rate + 1e-6), len(frames) - 1)], channels) for time in times]
+        indices = [min(int((begin + time) * rate + 1e-6), len(frames) - 1) for time in times]
+        return [read_image(frames[index], channels) for index in indices]
     with _video_file(media) as (container, stream):
         begin, _ = time_range(media, container_seconds(media, container, stream), math.inf)
         images = _frames_at(media, container, stream, [begin + time for time in times])
         return [image.convert("L") for image in images] if channels == 1 else images
 
 
-def _frames_given(media: Media, fps: float) -> tuple[list[Media], float]:
-    value, rate = media.value, media.options.get("fps", fps)
+def _frame_list(media: Media, fps: float) -> tuple[list[Media], float]:
+    """Return the frames of a video that is a list or an array, and their rate; `fps` is the default rate."""
+    value = media.value
+    rate = media.options.get("fps", fps)
     if not isinstance(rate, int | float) or not rate > 0:
         raise BadMedia(f"{media.name}: fps must be a positive number, not {rate!r}")
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
-        raise BadMedia(
-            f"{media.name}: a file, or its frames as a list of pictures or an array [T, H, W, 3] was expected"
-        )
-    return [Media(f"frame {i} of {media.modality}", frame, {}) for i, frame in enumerate(value)], float(rate)
+        raise BadMedia(f"{media.name}: expected a file, a list of images or an array [T, H, W, 3]")
+    frames = [Media(f"frame {i} of {media.modality}", frame, {}) for i, frame in enumerate(value)]
+    return frames, float(rate)
 
 
 @contextmanager
 def _video_file(media: Media) -> Iterator[tuple[Any, Any]]:
+    """Context manager: open a video file, and return its container and its first video stream."""
     with open_container(media) as container:
         if not container.streams.video:
-            raise BadMedia(f"{media.name}: has no video in it")
+            raise BadMedia(f"{media.name}: no video track")
         stream = container.streams.video[0]
         check_pixels(media, stream.codec_context.height, stream.codec_context.width)
-        stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # frame sizes may differ from the header
+        stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # frame sizes may differ from the header
         yield container, stream
 
 
@@ -110,14 +123,16 @@ class _FrameDecoder:
     """Decodes the packets of a video and collects the frames that are displayed at `times`."""
 
     def __init__(self, media: Media, stream: Any, times: Sequence[float]) -> None:
-        self.media, self.stream = media, stream
+        self.media = media
+        self.stream = stream
         self.times = [time + 1e-6 for time in times]  # tolerance: the time of a frame may have been rounded down
         self.images: list[Image] = []
-        self.on_show: Any = None  # the last decoded frame
+        self.current: Any = None  # the last decoded frame
         self._last_image_frame: Any = None
         self._decoded_pixels = 0
 
     def seconds(self, timestamp: int) -> Any:
+        """Convert a timestamp of the stream to seconds from the start of the video."""
         return (timestamp - (self.stream.start_time or 0)) * self.stream.time_base
 
     def start(self, packet: Any) -> Any:
@@ -130,15 +145,14 @@ class _FrameDecoder:
         return self.times[len(self.images)] if len(self.images) < len(self.times) else math.inf
 
     def decode(self, packet: Any) -> None:
+        """Decode a packet; None decodes the frames that the codec still holds."""
         for frame in self.stream.codec_context.decode(packet):
             self._decoded_pixels += frame.height * frame.width
-            if self._decoded_pixels > MOST_CLIP_PIXELS:
-                raise BadMedia(
-                    f"{self.media.name}: more than the {MOST_CLIP_PIXELS:,} pixels that are decoded for one clip"
-                )
+            if self._decoded_pixels > MAX_VIDEO_PIXELS:
+                raise BadMedia(f"{self.media.name}: at most {MAX_VIDEO_PIXELS:,} pixels of a video are decoded")
             while self.next_time < self.seconds(frame.pts):
-                self._keep(self.on_show or frame)
-            self.on_show = frame
+                self._append(self.current or frame)
+            self.current = frame
 
     def skip(self) -> None:
         """Prepare for packets that do not directly follow the previous ones."""
@@ -148,13 +162,17 @@ class _FrameDecoder:
     def repeat_last(self) -> None:
         """Use the last frame for all times after the end of the video."""
         while self.next_time < math.inf:
-            self._keep(self.on_show)
+            self._append(self.current)
 
-    def _keep(self, frame: Any) -> None:
+    def _append(self, frame: Any) -> None:
+        """Append the image of a frame. A repeated frame is converted only once."""
         if frame.is_corrupt:
-            raise BadMedia(f"{self.media.name}: its frame at {self.next_time:.2f} s is damaged")
-        is_repeated = frame is self._last_image_frame
-        self.images.append(self.images[-1] if is_repeated else frame.to_image().rotate(frame.rotation, expand=True))
+            raise BadMedia(f"{self.media.name}: the frame at {self.next_time:.2f} s is damaged")
+        if frame is self._last_image_frame:
+            image = self.images[-1]
+        else:
+            image = frame.to_image().rotate(frame.rotation, expand=True)
+        self.images.append(image)
         self._last_image_frame = frame
 
 
@@ -170,12 +188,14 @@ def _frames_at(media: Media, container: Any, stream: Any, times: Sequence[float]
         assert group is not None
         earliest = min(map(decoder.start, group)) if num_packets else -math.inf
         num_packets += len(group)
-        end = decoder.start(following[0]) if following else math.inf
-        is_needed = any(earliest <= time < end for time in decoder.times[len(decoder.images) :])
+        latest = decoder.start(following[0]) if following else math.inf
+        remaining_times = decoder.times[len(decoder.images) :]
+        is_needed = any(earliest <= time < latest for time in remaining_times)
         if is_decoding and not is_needed:
             decoder.skip()
-        for packet in group if is_needed else ():
-            decoder.decode(packet)
+        if is_needed:
+            for packet in group:
+                decoder.decode(packet)
         is_decoding = is_needed
         if decoder.next_time == math.inf:
             return decoder.images
@@ -183,17 +203,19 @@ def _frames_at(media: Media, container: Any, stream: Any, times: Sequence[float]
         raise BadMedia(f"{media.name}: {num_packets} of {stream.frames} frames: truncated")
     if is_decoding:
         decoder.decode(None)
-    if decoder.on_show is None:
-        raise BadMedia(f"{media.name}: has no frames")
+    if decoder.current is None:
+        raise BadMedia(f"{media.name}: no frames")
+
     last_time = decoder.times[-1]
-    ended = float(decoder.seconds(decoder.on_show.pts))
-    if not stream.frames and last_time - ended > max(1.0, 0.1 * last_time):  # some videos end with a short still image
-        raise BadMedia(f"{media.name}: ends at {ended:.1f} s, long before its header says: truncated")
+    end = float(decoder.seconds(decoder.current.pts))
+    if not stream.frames and last_time - end > max(1.0, 0.1 * last_time):  # some videos end with a short still image
+        raise BadMedia(f"{media.name}: video ends at {end:.1f} s, before {last_time:.1f} s in the header: truncated")
     decoder.repeat_last()
     return decoder.images
 
 
 def _groups(packets: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the packets from each key frame up to the next."""
     group: list[Any] = []
     for packet in packets:
         if packet.size == 0:  # flush packet at the end of the stream

@@ -15,14 +15,14 @@ from omnizoo.models.adapters.quantized_base import local_part, packed_weight
 from omnizoo.models.hf_private import expert_activation, register_experts
 from omnizoo.ops.compiled_blocks import graph_break
 from omnizoo.ops.experts import (
+    ExpertAdapter,
     Experts,
-    Factors,
     by_expert,
     combine,
     gather,
+    multiply_rows,
     run_experts,
     sort_by_expert,
-    weigh,
 )
 from omnizoo.ops.memory.tiles import Tiles
 from omnizoo.ops.quantization import Packed
@@ -72,18 +72,18 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: tor
     def bias(name: str) -> torch.Tensor | None:
         return local_part(getattr(module, f"{name}_bias")) if module.has_bias else None
 
-    def factors(name: str) -> Factors | None:
+    def factors(name: str) -> ExpertAdapter | None:
         first, second = (getattr(module, factor, None) for factor in factor_names(name))
         if first is None or second is None or OFF in vars(module):
             return None
-        return Factors(local_part(first).transpose(1, 2), local_part(second), module.lora_scaling)
+        return ExpertAdapter(local_part(first).transpose(1, 2), local_part(second), module.lora_scaling)
 
     matrices = weights(up), weights("down_proj"), bias(up), bias("down_proj")
     activate = getattr(module, "compiled_activation", None) or expert_activation(module)
     experts = Experts(*matrices, activate, factors(up), factors("down_proj"))
     assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
     if module.has_post_expert_norm:
-        return weigh(module.post_expert_norm(run_experts(rows, counts, experts)), routing)
+        return multiply_rows(module.post_expert_norm(run_experts(rows, counts, experts)), routing)
     return run_experts(rows, counts, experts, routing)
 
 

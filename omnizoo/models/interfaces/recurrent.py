@@ -32,7 +32,7 @@ class PackContext(Protocol):
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
-    def carry(self, steps: RecurrentInputs) -> torch.Tensor: ...
+    def run_recurrence(self, inputs: RecurrentInputs) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class LocalPack:
         before = x.new_zeros(len(self.lengths), weight.shape[1] - 1, x.shape[1])
         return short_convolution.convolve(x, weight, bias, self.lengths, before)
 
-    def carry(self, steps: RecurrentInputs) -> torch.Tensor:
-        return recurrence.run_recurrence(steps, self.lengths)[0]
+    def run_recurrence(self, inputs: RecurrentInputs) -> torch.Tensor:
+        return recurrence.run_recurrence(inputs, self.lengths)[0]
 
 
 def pack_of(module: nn.Module, given: Mapping[str, Any]) -> PackContext | None:
@@ -104,7 +104,7 @@ def gated_delta_rule(module: nn.Module, original: Rule) -> Rule:
         g, beta = kwargs["g"][0], kwargs["beta"][0]
         is_normed = kwargs.get("use_qk_l2norm_in_kernel", False)
         steps = RecurrentInputs(query[0], key[0], value[0], g, beta, True, query.shape[-1] ** -0.5, is_normed)
-        return pack.carry(steps)[None], None
+        return pack.run_recurrence(steps)[None], None
 
     return rule
 
@@ -133,7 +133,8 @@ def state_space(module: nn.Module, original: Rule) -> Rule:
         step = dt[0].to(wide) if bias is None else dt[0].to(wide) + bias.to(wide)
         step = F.softplus(step) if kwargs.get("dt_softplus") else step
         step = step.clamp(*kwargs.get("dt_limit", (0.0, float("inf"))))
-        out = pack.carry(RecurrentInputs(queries[0], keys[0], tokens, step * rate.to(wide), step, is_delta=False))
+        inputs = RecurrentInputs(queries[0], keys[0], tokens, step * rate.to(wide), step, is_delta=False)
+        out = pack.run_recurrence(inputs)
         if skip is not None:
             out = out + (skip.to(wide).unsqueeze(-1) * tokens.to(wide)).to(out.dtype)
         return out[None]

@@ -12,7 +12,7 @@ import torch
 
 from omnizoo.ops.attention.blocks import Blocks, pack_blocks
 
-Stretches = Sequence[Sequence[tuple[int, int]]]  # spans of each sample, as (first position, number of tokens)
+SpansOfSamples = Sequence[Sequence[tuple[int, int]]]  # for each sample, its spans as (first position, number of tokens)
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class BidirectionalTokens:
 
     def find(self, ids: torch.Tensor, lengths: Sequence[int]) -> "BidirectionalSpans":
         """Find the spans in samples of these `lengths`. `ids [tokens]` are the token ids, on the host."""
-        samples = np.split(np.isin(ids.numpy(), self.tokens), np.cumsum(lengths)[:-1])
-        stretches = []
-        for is_one in samples:
-            edges = np.flatnonzero(np.diff(is_one.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-            stretches.append([(first, end - first) for first, end in edges.tolist()])
-        return BidirectionalSpans(lengths, stretches, self.everywhere, self.over_windows)
+        is_bidirectional = np.isin(ids.numpy(), self.tokens)
+        spans = []
+        for in_sample in np.split(is_bidirectional, np.cumsum(lengths)[:-1]):
+            changes = np.diff(in_sample.astype(np.int8), prepend=0, append=0)
+            bounds = np.flatnonzero(changes).reshape(-1, 2)
+            spans.append([(first, end - first) for first, end in bounds.tolist()])
+        return BidirectionalSpans(lengths, spans, self.everywhere, self.over_windows)
 
 
 class BidirectionalSpans:
@@ -48,32 +49,41 @@ class BidirectionalSpans:
     """
 
     def __init__(
-        self, lengths: Sequence[int], stretches: Stretches, everywhere: bool = True, over_windows: bool = False
+        self, lengths: Sequence[int], spans: SpansOfSamples, everywhere: bool = True, over_windows: bool = False
     ) -> None:
-        self.lengths, self.stretches = lengths, stretches
-        self.everywhere, self.over_windows = everywhere, over_windows
-        self.made: dict[tuple[int | None, torch.device], Blocks] = {}  # cache, by window and device
+        self.lengths = lengths
+        self.spans = spans
+        self.everywhere = everywhere
+        self.over_windows = over_windows
+        self._blocks: dict[tuple[int | None, torch.device], Blocks] = {}  # cache, by window and device
 
-    def counts(self, causal: bool, window: int | None) -> bool:
+    def affects(self, causal: bool, window: int | None) -> bool:
         """Whether the spans change the attention of a layer with this `causal` flag and `window`."""
-        return causal and (self.everywhere or window is not None) and any(self.stretches)
+        return causal and (self.everywhere or window is not None) and any(self.spans)
 
-    def beyond(self, window: int | None) -> int | None:
+    def outer_window(self, window: int | None) -> int | None:
         """Return the window beyond which spans still attend backward, or None if the window limits them."""
         return window if self.over_windows else None
 
     def blocks(self, window: int | None, device: torch.device) -> Blocks:
         """Return the blocks of causal attention over the whole pack, including the spans."""
-        kind = window, device
-        if kind not in self.made:
-            self.made[kind] = Blocks(
-                pack_blocks(self.lengths, True, window, self.stretches, self.beyond(window)), device
+        key = window, device
+        if key not in self._blocks:
+            blocks = pack_blocks(
+                self.lengths,
+                causal=True,
+                window=window,
+                spans=self.spans,
+                outer_window=self.outer_window(window),
             )
-        return self.made[kind]
+            self._blocks[key] = Blocks(blocks, device)
+        return self._blocks[key]
 
     def visible(self, sample: int, device: torch.device) -> torch.Tensor:
         """Return a bool mask `[length, length]` of a sample: the (query, key) pairs that its spans add."""
-        together = torch.zeros(self.lengths[sample], self.lengths[sample], dtype=torch.bool, device=device)
-        for first, count in self.stretches[sample]:
-            together[first : first + count, first : first + count] = True
-        return together if self.over_windows else together.triu(1)
+        length = self.lengths[sample]
+        is_visible = torch.zeros(length, length, dtype=torch.bool, device=device)
+        for first, count in self.spans[sample]:
+            span = slice(first, first + count)
+            is_visible[span, span] = True
+        return is_visible if self.over_windows else is_visible.triu(1)

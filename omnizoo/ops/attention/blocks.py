@@ -17,7 +17,7 @@ from omnizoo.ops import torch_private
 from omnizoo.ops.device import has_flash, is_host, to_device
 from omnizoo.ops.precision import at_least_fp32
 
-WIDEST = 256  # largest head width that flash attention supports
+MAX_HEAD_WIDTH = 256  # largest head width that flash attention supports
 ROWS = 128  # rows of a band per kernel call, for kernels with a mask: fewer add overhead, more compute masked pairs
 
 
@@ -25,7 +25,7 @@ ROWS = 128  # rows of a band per kernel call, for kernels with a mask: fewer add
 class TokenRun:
     """Consecutive tokens of one sample that are also consecutive on a rank."""
 
-    at: int  # index of the first token on the rank's token axis
+    index: int  # index of the first token on the rank's token axis
     position: int  # position of the first token in its sample
     length: int  # number of tokens
 
@@ -55,63 +55,78 @@ class AttentionBlock:
 
 def block_between(q: TokenRun, k: TokenRun, causal: bool, window: int | None) -> AttentionBlock | None:
     """Return the block of queries `q` and keys `k` of the same sample, or None if no query attends to any key."""
-    behind = _beyond(q, k) if window is None else window - 1
-    return _band_between(q, k, behind, 0 if causal else behind)
+    behind = _distance_bound(q, k) if window is None else window - 1
+    ahead = 0 if causal else behind
+    return _band_between(q, k, behind, ahead)
 
 
-def blocks_of_stretches(
-    q: TokenRun, k: TokenRun, mutual: Sequence[tuple[int, int]], beyond: int | None
+def span_blocks(
+    q: TokenRun, k: TokenRun, spans: Sequence[tuple[int, int]], outer_window: int | None
 ) -> list[AttentionBlock]:
     """Return the blocks that bidirectional spans add to causal attention between queries `q` and keys `k`.
 
     Args:
         q: Queries of a sample.
         k: Keys of the same sample.
-        mutual: The bidirectional spans of the sample, as (first position, number of tokens).
-        beyond: If set, blocks for earlier keys outside a window of this many tokens are added too, not only blocks for
-            later keys.
+        spans: The bidirectional spans of the sample, as (first position, number of tokens).
+        outer_window: If set, blocks for earlier keys outside a window of this many tokens are added too, not only
+            blocks for later keys.
     """
-    found = []
-    far = _beyond(q, k)
-    for first, count in mutual:
-        inner_q, inner_k = (_within(run, first, count) for run in (q, k))
-        if inner_q and inner_k:
-            ahead = _band_between(inner_q, inner_k, -1, far)
-            behind = None if beyond is None else _band_between(inner_q, inner_k, far, -beyond)
-            found += [block for block in (ahead, behind) if block is not None]
-    return found
+    blocks = []
+    unlimited = _distance_bound(q, k)
+    for first, count in spans:
+        span_q = _within(q, first, count)
+        span_k = _within(k, first, count)
+        if not span_q or not span_k:
+            continue
+
+        later_keys = _band_between(span_q, span_k, behind=-1, ahead=unlimited)
+        if later_keys is not None:
+            blocks.append(later_keys)
+        if outer_window is not None:
+            keys_before_window = _band_between(span_q, span_k, behind=unlimited, ahead=-outer_window)
+            if keys_before_window is not None:
+                blocks.append(keys_before_window)
+    return blocks
 
 
 def pack_blocks(
     lengths: Sequence[int],
     causal: bool,
     window: int | None,
-    mutual: Sequence[Sequence[tuple[int, int]]] | None = None,
-    beyond: int | None = None,
+    spans: Sequence[Sequence[tuple[int, int]]] | None = None,
+    outer_window: int | None = None,
 ) -> list[AttentionBlock]:
     """Return the blocks of a whole pack: one per sample, then those that bidirectional spans add.
 
-    `mutual` has the spans of each sample, and `beyond` is the window outside which spans still attend backward.
+    `spans` has the spans of each sample, and `outer_window` is the window outside which spans still attend backward.
     """
-    blocks, added, at = [], [], 0
-    for number, length in enumerate(lengths):
-        run = TokenRun(at, 0, length)
-        if (block := block_between(run, run, causal, window)) is not None:
-            blocks.append(replace(block, first=True))
-        added += [] if mutual is None else blocks_of_stretches(run, run, mutual[number], beyond)
-        at += length
-    return blocks + added
+    sample_blocks = []
+    blocks_of_spans = []
+    start = 0
+    for sample, length in enumerate(lengths):
+        run = TokenRun(start, 0, length)
+        block = block_between(run, run, causal, window)
+        if block is not None:
+            sample_blocks.append(replace(block, first=True))
+        if spans is not None:
+            blocks_of_spans += span_blocks(run, run, spans[sample], outer_window)
+        start += length
+    return sample_blocks + blocks_of_spans
 
 
-def _beyond(q: TokenRun, k: TokenRun) -> int:
+def _distance_bound(q: TokenRun, k: TokenRun) -> int:
     """Return a distance that is larger than that of any query in `q` to any key in `k`."""
     return q.position + q.length + k.position + k.length
 
 
 def _within(run: TokenRun, first: int, count: int) -> TokenRun | None:
     """Return the part of `run` at the sample positions `first` to `first + count`, or None if it is empty."""
-    low, high = max(run.position, first), min(run.position + run.length, first + count)
-    return TokenRun(run.at + low - run.position, low, high - low) if low < high else None
+    low = max(run.position, first)
+    high = min(run.position + run.length, first + count)
+    if low >= high:
+        return None
+    return TokenRun(run.index + low - run.position, low, high - low)
 
 
 def _band_between(q: TokenRun, k: TokenRun, behind: int, ahead: int) -> AttentionBlock | None:
@@ -119,16 +134,27 @@ def _band_between(q: TokenRun, k: TokenRun, behind: int, ahead: int) -> Attentio
 
     With `behind` = -1, a query attends only to later tokens. Returns None if no query attends to any key.
     """
-    q_low, q_high = max(q.position, k.position - ahead), min(q.position + q.length, k.position + k.length + behind)
-    k_low, k_high = max(k.position, q_low - behind), min(k.position + k.length, q_high + ahead)
-    n, m = q_high - q_low, k_high - k_low
-    if n <= 0 or m <= 0:
+    q_low = max(q.position, k.position - ahead)
+    q_high = min(q.position + q.length, k.position + k.length + behind)
+    k_low = max(k.position, q_low - behind)
+    k_high = min(k.position + k.length, q_high + ahead)
+    num_queries = q_high - q_low
+    num_keys = k_high - k_low
+    if num_queries <= 0 or num_keys <= 0:
         return None
-    left, right = behind + k_high - q_high, ahead + q_high - k_high
-    q0, k0 = q.at + q_low - q.position, k.at + k_low - k.position
-    # A left limit that excludes no key of the last query is no limit, nor is a right one that excludes none of the
-    # first query.
-    return AttentionBlock(q0, q0 + n, k0, k0 + m, -1 if left >= m - 1 else left, -1 if right >= n - 1 else right)
+
+    # A left limit that excludes no key of the last query has no effect, nor has a right limit that excludes no key of
+    # the first query.
+    left = behind + k_high - q_high
+    if left >= num_keys - 1:
+        left = -1
+    right = ahead + q_high - k_high
+    if right >= num_queries - 1:
+        right = -1
+
+    q0 = q.index + q_low - q.position
+    k0 = k.index + k_low - k.position
+    return AttentionBlock(q0=q0, q1=q0 + num_queries, k0=k0, k1=k0 + num_keys, left=left, right=right)
 
 
 def fuse(blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
@@ -162,77 +188,102 @@ class Blocks:
     """Blocks in the order of computation, and their kernel calls, which are built once and reused by every layer."""
 
     def __init__(self, blocks: Sequence[AttentionBlock], device: torch.device) -> None:
-        self.blocks, self.device = blocks, device
+        self.blocks = blocks
+        self.device = device
 
     @cached_property
-    def cut(self) -> list[KernelCall]:
+    def per_block(self) -> list[KernelCall]:
         """One call per block. Bands are split by rows, so that most pairs outside the band are not computed."""
-        return [
-            KernelCall(slice(part.q0, part.q1), slice(part.k0, part.k1), part.first, part)
-            for block in self.blocks
-            for part in _cut_band(block)
-        ]
+        calls = []
+        for block in self.blocks:
+            for band in _split_band(block):
+                rows = slice(band.q0, band.q1)
+                keys = slice(band.k0, band.k1)
+                calls.append(KernelCall(rows=rows, keys=keys, first=band.first, window=band))
+        return calls
 
     @cached_property
     def grouped(self) -> list[KernelCall]:
         """One call per group of blocks with the same window and disjoint queries, for flash kernels."""
         groups: list[list[AttentionBlock]] = []
         for block in self.blocks:
-            key = (block.left, block.right, block.first)
             for group in groups:
-                alike = key == (group[0].left, group[0].right, group[0].first)
-                if alike and all(block.q0 >= other.q1 or block.q1 <= other.q0 for other in group):
+                if _can_join(block, group):
                     group.append(block)
                     break
             else:
                 groups.append([block])
         # A group may contain blocks of several samples, so first blocks must be moved before the blocks merged into
         # them.
-        return [self._group(group) for group in sorted(groups, key=lambda group: not group[0].first)]
+        groups.sort(key=lambda group: not group[0].first)
+        return [self._group_call(group) for group in groups]
 
-    def _group(self, group: list[AttentionBlock]) -> KernelCall:
-        q_ranges, k_ranges = [(b.q0, b.q1) for b in group], [(b.k0, b.k1) for b in group]
-        pieces = torch_private.Varlen(
+    def _group_call(self, group: list[AttentionBlock]) -> KernelCall:
+        """Return one kernel call for a group of blocks."""
+        q_ranges = [(block.q0, block.q1) for block in group]
+        k_ranges = [(block.k0, block.k1) for block in group]
+        varlen = torch_private.Varlen(
             cu_q=self._cumulative(q_ranges),
             cu_k=self._cumulative(k_ranges),
-            max_q=max(b - a for a, b in q_ranges),
-            max_k=max(b - a for a, b in k_ranges),
+            max_q=max(end - start for start, end in q_ranges),
+            max_k=max(end - start for start, end in k_ranges),
             left=group[0].left,
             right=group[0].right,
         )
-        return KernelCall(self._rows(q_ranges), self._rows(k_ranges), group[0].first, pieces)
+        rows = self._indices(q_ranges)
+        keys = self._indices(k_ranges)
+        return KernelCall(rows=rows, keys=keys, first=group[0].first, window=varlen)
 
-    def _rows(self, ranges: list[tuple[int, int]]) -> slice | torch.Tensor:
+    def _indices(self, ranges: list[tuple[int, int]]) -> slice | torch.Tensor:
         """Return the indices of `ranges`, as a slice if the ranges are contiguous."""
         if all(before[1] == after[0] for before, after in pairwise(ranges)):
             return slice(ranges[0][0], ranges[-1][1])
-        return to_device(torch.cat([torch.arange(a, b) for a, b in ranges]), self.device)
+        indices = torch.cat([torch.arange(start, end) for start, end in ranges])
+        return to_device(indices, self.device)
 
     def _cumulative(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        lengths = torch.tensor([0] + [b - a for a, b in ranges])
+        """Return `cu_seqlens` of `ranges`, on the device."""
+        lengths = torch.tensor([0] + [end - start for start, end in ranges])
         return to_device(lengths.cumsum(0, dtype=torch.int32), self.device)
 
 
-def _cut_band(block: AttentionBlock) -> list[AttentionBlock]:
+def _can_join(block: AttentionBlock, group: list[AttentionBlock]) -> bool:
+    """Whether `block` has the window of the blocks in `group`, and queries that none of them has."""
+    representative = group[0]
+    if (block.left, block.right, block.first) != (representative.left, representative.right, representative.first):
+        return False
+    return all(block.q0 >= member.q1 or block.q1 <= member.q0 for member in group)
+
+
+def _split_band(block: AttentionBlock) -> list[AttentionBlock]:
     """Split a block with a limit on both sides into blocks of fewer queries, each with only the keys it needs."""
-    n, m = block.q1 - block.q0, block.k1 - block.k0
+    num_queries = block.q1 - block.q0
+    num_keys = block.k1 - block.k0
     rows = max(ROWS, block.left + block.right + 1)
-    if block.left == -1 or block.right == -1 or n < 2 * rows:
+    if block.left == -1 or block.right == -1 or num_queries < 2 * rows:
         return [block]
-    parts = []
-    for a in range(0, n, rows):
-        b = min(n, a + rows)
-        # Queries a to b attend to keys low to high. The window is shifted, because it is aligned at the last query and
-        # key.
-        low, high = max(0, a + m - n - block.left), min(m, b + m - n + block.right)
-        moved = (m - high) - (n - b)
-        parts.append(
+
+    bands = []
+    aligned = num_keys - num_queries  # the key that query 0 is aligned with
+    for first in range(0, num_queries, rows):
+        end = min(num_queries, first + rows)
+        # Queries `first` to `end` attend to keys `low` to `high`. The window is shifted, because it is aligned at the
+        # last query and key.
+        low = max(0, first + aligned - block.left)
+        high = min(num_keys, end + aligned + block.right)
+        shift = (num_keys - high) - (num_queries - end)
+        bands.append(
             AttentionBlock(
-                *(block.q0 + a, block.q0 + b, block.k0 + low, block.k0 + high),
-                *(block.left - moved, block.right + moved, block.first),
+                q0=block.q0 + first,
+                q1=block.q0 + end,
+                k0=block.k0 + low,
+                k1=block.k0 + high,
+                left=block.left - shift,
+                right=block.right + shift,
+                first=block.first,
             )
         )
-    return parts
+    return bands
 
 
 def accumulator(like: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -258,16 +309,19 @@ def attend_blocks(
     q, k, v = _same_width(q, k, v)
     for call in _calls(blocks, q, softcap):
         rows = call.rows
-        part, part_lse = _attend(call.window, q[rows], k[call.keys], v[call.keys], scale, softcap)
-        part = part[..., :width]
+        call_out, call_lse = _attend(call.window, q[rows], k[call.keys], v[call.keys], scale, softcap)
+        call_out = call_out[..., :width]
         if call.first:
-            out[rows], lse[rows] = part, part_lse
+            out[rows] = call_out
+            lse[rows] = call_lse
             continue
-        before, so_far = lse[rows], out[rows]
-        merged = torch.logaddexp(before, part_lse)
-        so_far = so_far * (before - merged).exp_().unsqueeze(-1)
-        out[rows] = so_far.addcmul_(part.to(so_far.dtype), (part_lse - merged).exp_().unsqueeze(-1))
-        lse[rows] = merged
+
+        old_lse = lse[rows]
+        merged_out = out[rows]
+        merged_lse = torch.logaddexp(old_lse, call_lse)
+        merged_out = merged_out * (old_lse - merged_lse).exp_().unsqueeze(-1)
+        out[rows] = merged_out.addcmul_(call_out.to(merged_out.dtype), (call_lse - merged_lse).exp_().unsqueeze(-1))
+        lse[rows] = merged_lse
 
 
 def attend_blocks_backward(
@@ -288,21 +342,22 @@ def attend_blocks_backward(
     widths = q.shape[-1], q.shape[-1], v.shape[-1]
     q, k, v, out, grad_out = _same_width(q, k, v, out, grad_out)
     for call in _calls(blocks, q, softcap):
-        rows, keys = call.rows, call.keys
+        rows = call.rows
+        keys = call.keys
         grads = _attend_backward(
             call.window, grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale, softcap
         )
-        for total, at, grad, width in zip((dq, dk, dv), (rows, keys, keys), grads, widths, strict=True):
+        for total, indices, grad, width in zip((dq, dk, dv), (rows, keys, keys), grads, widths, strict=True):
             grad = grad[..., :width]
-            if isinstance(at, slice):
-                total[at].add_(grad)
+            if isinstance(indices, slice):
+                total[indices].add_(grad)
             else:
-                total.index_add_(0, at, grad.to(total.dtype))
+                total.index_add_(0, indices, grad.to(total.dtype))
 
 
 def _calls(blocks: Blocks, q: torch.Tensor, softcap: float | None) -> list[KernelCall]:
     """Return grouped calls if flash attention supports the heads of `q`, else one or more calls per block."""
-    return blocks.grouped if takes_flash(q) and softcap is None else blocks.cut
+    return blocks.grouped if supports_flash(q) and softcap is None else blocks.per_block
 
 
 def _attend(
@@ -319,7 +374,8 @@ def _attend(
         return out, lse.T
     q, k, v = (_heads_first(x) for x in (q, k, v))
     if softcap is None and is_host(q.device):
-        out, lse = torch_private.flash_cpu(q, k, v, *_cpu_mask(window, q), scale)
+        causal, mask = _cpu_mask(window, q)
+        out, lse = torch_private.flash_cpu(q, k, v, causal, mask, scale)
     else:
         out, lse = _plain(q, k, v, window, scale, softcap)
     return out[0].transpose(0, 1), lse[0].T
@@ -342,7 +398,8 @@ def _attend_backward(
     grad_out, q, k, v, out = (_heads_first(x) for x in (grad_out, q, k, v, out))
     lse = lse.T.unsqueeze(0)
     if softcap is None and is_host(q.device):
-        grads = torch_private.flash_cpu_backward(grad_out, q, k, v, out, lse, *_cpu_mask(window, q), scale)
+        causal, mask = _cpu_mask(window, q)
+        grads = torch_private.flash_cpu_backward(grad_out, q, k, v, out, lse, causal, mask, scale)
     else:
         grads = _plain_backward(grad_out, q, k, v, out, lse, window, scale, softcap)
     return tuple(grad[0].transpose(0, 1) for grad in grads)
@@ -361,15 +418,19 @@ def sinks_gradient(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     return -((sinks.to(lse.dtype) - lse).exp() * delta).sum(0).to(sinks.dtype)
 
 
-def takes_flash(q: torch.Tensor) -> bool:
+def supports_flash(q: torch.Tensor) -> bool:
     """Whether torch's flash attention over `cu_seqlens` supports the device, dtype and head width of `q`."""
-    return has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= WIDEST
+    return has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= MAX_HEAD_WIDTH
 
 
 def _same_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Pad the tensors with zeros to the same width, as flash kernels require. Zeros do not change the result."""
-    width = max(t.shape[-1] for t in tensors)
-    return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
+    width = max(tensor.shape[-1] for tensor in tensors)
+    padded = []
+    for tensor in tensors:
+        missing = width - tensor.shape[-1]
+        padded.append(F.pad(tensor, (0, missing)) if missing else tensor)
+    return tuple(padded)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -381,18 +442,26 @@ def _cpu_mask(block: AttentionBlock, q: torch.Tensor) -> tuple[bool, torch.Tenso
     """Return the `causal` flag and the additive mask that describe the window of `block` to `flash_cpu`."""
     if (block.left, block.right) == (-1, 0) and block.q1 - block.q0 == block.k1 - block.k0:
         return True, None
-    hidden = _hidden(block, q.device)
-    return False, None if hidden is None else q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    is_masked = _outside_window(block, q.device)
+    if is_masked is None:
+        return False, None
+    return False, q.new_zeros(is_masked.shape).masked_fill_(is_masked, -torch.inf)
 
 
-def _hidden(block: AttentionBlock, device: torch.device) -> torch.Tensor | None:
+def _outside_window(block: AttentionBlock, device: torch.device) -> torch.Tensor | None:
     """Return a bool mask `[queries, keys]` of the pairs outside the window, or None if there are none."""
     if block.full:
         return None
-    n, m = block.q1 - block.q0, block.k1 - block.k0
-    ahead = torch.arange(m, device=device) - torch.arange(m - n, m, device=device).unsqueeze(1)
-    below = ahead < -block.left if block.left >= 0 else torch.zeros_like(ahead, dtype=torch.bool)
-    return below | (ahead > block.right) if block.right >= 0 else below
+    num_queries = block.q1 - block.q0
+    num_keys = block.k1 - block.k0
+    keys = torch.arange(num_keys, device=device)
+    aligned_keys = torch.arange(num_keys - num_queries, num_keys, device=device)  # one per query
+    distance = keys - aligned_keys.unsqueeze(1)  # positive for keys after the query
+
+    is_before = distance < -block.left if block.left >= 0 else torch.zeros_like(distance, dtype=torch.bool)
+    if block.right < 0:
+        return is_before
+    return is_before | (distance > block.right)
 
 
 def _capped_logits(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
@@ -412,11 +481,13 @@ def _plain(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute one block in plain torch, with all logits in memory. Shapes are those of `flash_cpu`."""
     logits = _capped_logits(q, k, scale, softcap)
-    if (hidden := _hidden(block, q.device)) is not None:
-        logits.masked_fill_(hidden, -torch.inf)
+    is_masked = _outside_window(block, q.device)
+    if is_masked is not None:
+        logits.masked_fill_(is_masked, -torch.inf)
     lse = logits.logsumexp(-1)
     weights = logits.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype)
-    return (weights @ v[0].unsqueeze(1)).flatten(0, 1).unsqueeze(0), lse.flatten(0, 1).unsqueeze(0)
+    out = weights @ v[0].unsqueeze(1)
+    return out.flatten(0, 1).unsqueeze(0), lse.flatten(0, 1).unsqueeze(0)
 
 
 def _plain_backward(
@@ -434,14 +505,16 @@ def _plain_backward(
     grad_out, out, lse, grouped_q = (_by_group(x, k.shape[1]) for x in (grad_out, out, lse, q))
     logits = _capped_logits(q, k, scale, softcap)
     weights = (logits - lse.unsqueeze(-1)).exp_()
-    if (hidden := _hidden(block, q.device)) is not None:
-        weights.masked_fill_(hidden, 0.0)
+    is_masked = _outside_window(block, q.device)
+    if is_masked is not None:
+        weights.masked_fill_(is_masked, 0.0)
     delta = (grad_out.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
-    slope = (grad_out @ v[0].unsqueeze(1).transpose(2, 3)).to(weights.dtype).sub_(delta).mul_(weights)
+    grad_logits = (grad_out @ v[0].unsqueeze(1).transpose(2, 3)).to(weights.dtype).sub_(delta).mul_(weights)
     if softcap is not None:
-        slope.mul_(logits.div_(softcap).square_().neg_().add_(1))
-    slope = slope.mul_(scale).to(q.dtype)
-    dq = (slope @ k[0].unsqueeze(1)).flatten(0, 1)
-    dk = (slope.transpose(2, 3) @ grouped_q).sum(1)
+        grad_logits.mul_(logits.div_(softcap).square_().neg_().add_(1))
+    grad_logits = grad_logits.mul_(scale).to(q.dtype)
+
+    dq = (grad_logits @ k[0].unsqueeze(1)).flatten(0, 1)
+    dk = (grad_logits.transpose(2, 3) @ grouped_q).sum(1)
     dv = (weights.to(v.dtype).transpose(2, 3) @ grad_out).sum(1)
     return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)

@@ -1,9 +1,8 @@
 """Attention over packed samples, `[1, heads, tokens, width]`. Tokens attend only to tokens of their own sample.
 
-`packed_attention` selects the kernel for the device; docs/LOG.md has measurements. `per_sample` is the plain torch
-reference that every kernel is tested against. Bidirectional spans (`BidirectionalSpans`) add blocks to causal attention
-for the later tokens of a span, which the same kernels compute and which are merged exactly.
-"""
+`packed_attention` selects the kernel for the device; docs/project/experiments.md has measurements. `per_sample` is the
+plain torch reference that every kernel is tested against. Bidirectional spans (`BidirectionalSpans`) add blocks to
+causal attention for the later tokens of a span, which the same kernels compute and which are merged exactly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans
 from omnizoo.ops.attention.blocks import (
-    WIDEST,
+    MAX_HEAD_WIDTH,
     Blocks,
     accumulator,
     add_sinks,
@@ -23,7 +22,7 @@ from omnizoo.ops.attention.blocks import (
     attend_blocks_backward,
     pack_blocks,
     sinks_gradient,
-    takes_flash,
+    supports_flash,
 )
 
 
@@ -58,7 +57,7 @@ def packed_attention(
     value: torch.Tensor,
     boundaries: Boundaries,
     pattern: Pattern,
-    mutual: BidirectionalSpans | None = None,
+    bidirectional: BidirectionalSpans | None = None,
 ) -> torch.Tensor:
     """Compute attention within each sample of a pack, by the fastest kernel that supports the options.
 
@@ -68,19 +67,20 @@ def packed_attention(
         value: `[1, kv_heads, tokens, width]`; the width may differ from that of the keys.
         boundaries: Boundaries of the samples.
         pattern: Options of attention.
-        mutual: Bidirectional spans of the pack.
+        bidirectional: Bidirectional spans of the pack.
 
     Returns:
         The output, `[1, tokens, heads, width]`.
     """
-    if mutual is not None and not mutual.counts(pattern.causal, pattern.window):
-        mutual = None
-    plain = pattern.softcap is None and pattern.sinks is None and query.shape[-1] == value.shape[-1]
+    if bidirectional is not None and not bidirectional.affects(pattern.causal, pattern.window):
+        bidirectional = None
+    has_equal_widths = query.shape[-1] == value.shape[-1]
+    plain = pattern.softcap is None and pattern.sinks is None and has_equal_widths
     if pattern.dropout > 0.0:
-        return per_sample(query, key, value, boundaries, pattern, mutual)
-    if mutual is not None:
-        return _in_blocks(query, key, value, boundaries, pattern, mutual)
-    if plain and takes_flash(query):
+        return per_sample(query, key, value, boundaries, pattern, bidirectional)
+    if bidirectional is not None:
+        return _in_blocks(query, key, value, boundaries, pattern, bidirectional)
+    if plain and supports_flash(query):
         return _varlen(query, key, value, boundaries, pattern)
     if plain and (pattern.window is None or pattern.window >= boundaries.max_seqlen):
         return per_sample(query, key, value, boundaries, pattern)  # scaled_dot_product_attention uses flash
@@ -93,15 +93,15 @@ def per_sample(
     value: torch.Tensor,
     boundaries: Boundaries,
     pattern: Pattern,
-    mutual: BidirectionalSpans | None = None,
+    bidirectional: BidirectionalSpans | None = None,
 ) -> torch.Tensor:
     """Compute attention with one call per sample, so that no mask over the whole pack is needed."""
     lengths = boundaries.lengths()
     samples = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     outs = []
-    for number, (q, k, v) in enumerate(samples):
-        together = None if mutual is None else mutual.visible(number, query.device)
-        outs.append(_one_sample(q, k, v, pattern, together))
+    for sample, (q, k, v) in enumerate(samples):
+        span_mask = None if bidirectional is None else bidirectional.visible(sample, query.device)
+        outs.append(_one_sample(q, k, v, pattern, span_mask))
     return torch.cat(outs, 2).transpose(1, 2)
 
 
@@ -110,46 +110,50 @@ def _one_sample(
     key: torch.Tensor,
     value: torch.Tensor,
     pattern: Pattern,
-    together: torch.Tensor | None,
+    span_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention within one sample. `together` is a bool mask of additional (query, key) pairs."""
+    """Compute attention within one sample. `span_mask` is a bool mask of additional (query, key) pairs."""
     length = query.shape[2]
-    masked = together is not None or (pattern.window is not None and pattern.window < length)
+    masked = span_mask is not None or (pattern.window is not None and pattern.window < length)
     groups = query.shape[1] // key.shape[1]
-    if query.shape[-1] > WIDEST:  # memory-efficient attention, the only fused kernel for such heads, has no GQA
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if query.shape[-1] > MAX_HEAD_WIDTH:  # memory-efficient attention, the only fused kernel for such heads, has no GQA
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
         groups = 1
     if pattern.softcap is None and pattern.sinks is None:
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=_visible(length, pattern, query.device, together) if masked else None,
+            attn_mask=_visible(length, pattern, query.device, span_mask) if masked else None,
             is_causal=pattern.causal and not masked,
             dropout_p=pattern.dropout,
             scale=pattern.scale,
             enable_gqa=groups > 1,
         )
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     logits = (query @ key.transpose(2, 3)) * scale_of(query, pattern)
     if pattern.softcap is not None:
         logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
-    logits = logits.masked_fill(~_visible(length, pattern, query.device, together), -torch.inf)
+    logits = logits.masked_fill(~_visible(length, pattern, query.device, span_mask), -torch.inf)
     if pattern.sinks is not None:
         sinks = pattern.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(1, -1, length, 1)
         logits = torch.cat([logits, sinks], 3)
-    weights = logits.softmax(3, dtype=torch.promote_types(logits.dtype, torch.float32)).to(query.dtype)[..., :length]
+    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.softmax(3, dtype=wide_dtype).to(query.dtype)[..., :length]
     return F.dropout(weights, pattern.dropout) @ value
 
 
-def _visible(length: int, pattern: Pattern, device: torch.device, together: torch.Tensor | None) -> torch.Tensor:
-    """Return a bool mask `[length, length]` of the pairs that attend by `pattern`, or are in the mask `together`."""
+def _visible(length: int, pattern: Pattern, device: torch.device, span_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return a bool mask `[length, length]` of the pairs that attend by `pattern`, or are in the mask `span_mask`."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
     if pattern.window is not None:
         visible &= distance.abs() < pattern.window
-    return visible if together is None else visible | together
+    return visible if span_mask is None else visible | span_mask
 
 
 def _in_blocks(
@@ -158,15 +162,15 @@ def _in_blocks(
     value: torch.Tensor,
     boundaries: Boundaries,
     pattern: Pattern,
-    mutual: BidirectionalSpans | None = None,
+    bidirectional: BidirectionalSpans | None = None,
 ) -> torch.Tensor:
     """Compute attention by blocks, with kernels that return the log-sum-exp.
 
     Most pairs outside a window are not computed, and sinks are merged at almost no cost.
     """
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-    if mutual is not None:
-        blocks = mutual.blocks(pattern.window, query.device)
+    if bidirectional is not None:
+        blocks = bidirectional.blocks(pattern.window, query.device)
     else:
         blocks = Blocks(pack_blocks(boundaries.lengths(), pattern.causal, pattern.window), query.device)
     out: torch.Tensor = _InBlocks.apply(*tokens, pattern.sinks, blocks, pattern)  # type: ignore[no-untyped-call]
@@ -186,23 +190,26 @@ class _InBlocks(torch.autograd.Function):
         blocks: Blocks,
         pattern: Pattern,
     ) -> torch.Tensor:
-        out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
+        out = accumulator(q, *q.shape[:2], v.shape[-1])
+        lse = accumulator(q, *q.shape[:2])
         attend_blocks(q, k, v, blocks, scale_of(q, pattern), pattern.softcap, out, lse)
         if sinks is not None:
             add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.blocks, ctx.scale, ctx.softcap = blocks, scale_of(q, pattern), pattern.softcap
+        ctx.blocks = blocks
+        ctx.scale = scale_of(q, pattern)
+        ctx.softcap = pattern.softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        grads = [accumulator(x, *x.shape) for x in (q, k, v)]
-        attend_blocks_backward(grad_out, q, k, v, out, lse, ctx.blocks, ctx.scale, ctx.softcap, *grads)
+        dq, dk, dv = (accumulator(x, *x.shape) for x in (q, k, v))
+        attend_blocks_backward(grad_out, q, k, v, out, lse, ctx.blocks, ctx.scale, ctx.softcap, dq, dk, dv)
         dsinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
-        return *(grad.to(q.dtype) for grad in grads), dsinks, None, None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsinks, None, None
 
 
 def scale_of(query: torch.Tensor, pattern: Pattern) -> float:
@@ -216,7 +223,8 @@ def _varlen(
     """Compute attention by torch's flash attention over `cu_seqlens`: one launch per pack, without a host sync."""
     from torch.nn.attention.varlen import varlen_attn
 
-    reach = -1 if pattern.window is None else pattern.window - 1
+    tokens_before = -1 if pattern.window is None else pattern.window - 1
+    tokens_after = 0 if pattern.causal else tokens_before
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -226,7 +234,7 @@ def _varlen(
         boundaries.max_seqlen,
         boundaries.max_seqlen,
         scale=pattern.scale,
-        window_size=(reach, 0 if pattern.causal else reach),
+        window_size=(tokens_before, tokens_after),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, torch.Tensor)

@@ -28,53 +28,60 @@ CHUNK = 64  # tokens per chunk
 class Chunks:
     """Runs split into chunks, in the order of the recurrence: the first chunk of every run, then the second, etc."""
 
-    steps: list[int]  # number of runs that have a first chunk, a second chunk, ...
+    runs_per_round: list[int]  # number of runs that have a first chunk, a second chunk, and so on
     rows: torch.Tensor  # [chunks, CHUNK], index of each token; T for padding
-    place: torch.Tensor  # [T], index of each token in the flattened `rows`
+    flat_index: torch.Tensor  # [T], index of each token in the flattened `rows`
     order: torch.Tensor  # [N], runs from most to fewest chunks
-    back: torch.Tensor  # [N], inverse of `order`
+    inverse_order: torch.Tensor  # [N], inverse of `order`
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
+    def split_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Split `[T, H, ...]` into chunks `[chunks, H, CHUNK, ...]`.
 
         Runs are padded with zeros, which leave the state unchanged: they neither decay it nor write to it.
         """
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[self.rows].transpose(1, 2)
 
-    def give(self, x: torch.Tensor) -> torch.Tensor:
+    def join_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Join chunks `[chunks, H, CHUNK, V]` to `[T, H, V]`."""
-        out: torch.Tensor = x.transpose(1, 2).flatten(0, 1)[self.place]
+        out: torch.Tensor = x.transpose(1, 2).flatten(0, 1)[self.flat_index]
         return out
 
 
 @lru_cache(maxsize=64)
-def _chunks(lengths: tuple[int, ...]) -> tuple[Indices, Indices, Indices, list[int]]:
-    """Return `rows`, `place`, `order` and `steps` of `Chunks`, on the host."""
-    counts = [-(-length // CHUNK) for length in lengths]
-    order = np.argsort([-count for count in counts], kind="stable")
+def _chunk_indices(lengths: tuple[int, ...]) -> tuple[Indices, Indices, Indices, list[int]]:
+    """Return `rows`, `flat_index`, `order` and `runs_per_round` of `Chunks`, on the host."""
+    num_chunks = np.array([-(-length // CHUNK) for length in lengths], np.int64)
+    order = np.argsort(-num_chunks, kind="stable")
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = int(starts[-1])
-    steps = [sum(count > step for count in counts) for step in range(max(counts, default=0))]
-    rows = np.full((sum(steps), CHUNK), tokens)
-    place = np.empty(tokens, np.int64)
-    at = 0
-    for step, active in enumerate(steps):
-        for run in order[:active]:
-            first = step * CHUNK
+    num_tokens = int(starts[-1])
+    num_rounds = int(num_chunks.max(initial=0))
+    runs_per_round = [int((num_chunks > i).sum()) for i in range(num_rounds)]
+
+    rows = np.full((sum(runs_per_round), CHUNK), num_tokens)
+    flat_index = np.empty(num_tokens, np.int64)
+    chunk = 0
+    for i, num_runs in enumerate(runs_per_round):
+        first = i * CHUNK
+        for run in order[:num_runs]:
             size = min(CHUNK, lengths[run] - first)
-            there = starts[run] + first + np.arange(size)
-            rows[at, :size] = there
-            place[there] = at * CHUNK + np.arange(size)
-            at += 1
-    return rows, place, order, steps
+            tokens = starts[run] + first + np.arange(size)
+            rows[chunk, :size] = tokens
+            flat_index[tokens] = chunk * CHUNK + np.arange(size)
+            chunk += 1
+    return rows, flat_index, order, runs_per_round
 
 
 def _chunked(lengths: Sequence[int], device: torch.device) -> Chunks:
     """Return the chunks of runs of these lengths, on `device`."""
-    rows, place, order, steps = _chunks(tuple(lengths))
-    back = np.argsort(order, kind="stable")
-    moved = (to_device(torch.from_numpy(index), device) for index in (rows, place, order, back))
-    return Chunks(steps, *moved)
+    rows, flat_index, order, runs_per_round = _chunk_indices(tuple(lengths))
+    inverse_order = np.argsort(order, kind="stable")
+    return Chunks(
+        runs_per_round=runs_per_round,
+        rows=to_device(torch.from_numpy(rows), device),
+        flat_index=to_device(torch.from_numpy(flat_index), device),
+        order=to_device(torch.from_numpy(order), device),
+        inverse_order=to_device(torch.from_numpy(inverse_order), device),
+    )
 
 
 def delta_rule(
@@ -100,40 +107,50 @@ def delta_rule(
     Returns:
         The output `[T, H, V]` and the states after each run `[N, H, K, V]`, in the dtype of `value`.
     """
-    wide, deep = value.shape[2], key.shape[2]
-    cut = _chunked(lengths, value.device)
-    q, k, v = cut.take(query), cut.take(key), cut.take(value)
-    b, g = cut.take(beta).unsqueeze(-1), cut.take(decay).cumsum(2)  # g: log of the decay since the start of the chunk
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
+    value_width = value.shape[2]
+    key_width = key.shape[2]
+    chunks = _chunked(lengths, value.device)
+    q = chunks.split_tokens(query)
+    k = chunks.split_tokens(key)
+    v = chunks.split_tokens(value)
+    b = chunks.split_tokens(beta).unsqueeze(-1)
+    g = chunks.split_tokens(decay).cumsum(2)  # log of the decay since the start of the chunk
+    is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
     if decay.dim() == 2:
-        between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(later, float("-inf")).exp()
-        of_keys, of_queries = (k @ k.mT) * between, (q @ k.mT) * between
+        decay_between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(is_later, float("-inf")).exp()
+        key_products = (k @ k.mT) * decay_between
+        query_products = (q @ k.mT) * decay_between
         g = g.unsqueeze(-1)
     else:
         # With one decay per channel, the decay is part of the product over channels.
-        of_keys, of_queries = (_decayed(x, k, g, later) for x in (k, q))
-    left, end = g.exp(), g[:, :, -1:]
+        key_products = _decayed_products(k, k, g, is_later)
+        query_products = _decayed_products(q, k, g, is_later)
+    decay_since_start = g.exp()
+    end = g[:, :, -1:]
     # Within a chunk, a token's update depends on the updates of earlier tokens, which gives a triangular system.
-    system = b * of_keys.tril(-1) + torch.eye(CHUNK, dtype=value.dtype, device=value.device)
+    system = b * key_products.tril(-1) + torch.eye(CHUNK, dtype=value.dtype, device=value.device)
     solved = torch.linalg.solve_triangular(
-        system, torch.cat([b * v, b * k * left], -1), upper=False, unitriangular=True
+        system, torch.cat([b * v, b * k * decay_since_start], -1), upper=False, unitriangular=True
     )
-    written, read = solved.split([wide, deep], -1)
-    q, k = q * left, k * (end - g).exp()
-    kept = end.exp().mT  # [chunks, H, K or 1, 1]
+    written, read = solved.split([value_width, key_width], -1)
+    q = q * decay_since_start
+    k = k * (end - g).exp()
+    chunk_decay = end.exp().mT  # [chunks, H, K or 1, 1]
 
     # `split` instead of slices in the loop: the backward of each slice would allocate a gradient of the full size.
-    by_step = zip(*(x.split(cut.steps) for x in (written, read, q, of_queries, kept, k)), strict=True)
-    state, finished, out = state[cut.order], [], []
-    for own, asked, query, seen, left, key in by_step:
-        if len(own) < len(state):
-            state, ended = state.split([len(own), len(state) - len(own)])
-            finished.append(ended)
-        new = own - asked @ state
-        out.append(query @ state + seen @ new)
-        state = state * left + key.mT @ new
-    after = torch.cat([state, *reversed(finished)])[cut.back]
-    return cut.give(torch.cat(out)), after
+    per_chunk = (written, read, q, query_products, chunk_decay, k)
+    rounds = zip(*(x.split(chunks.runs_per_round) for x in per_chunk), strict=True)
+    state = state[chunks.order]
+    finished_states = []
+    outputs = []
+    for round_written, round_read, round_q, round_products, round_decay, round_k in rounds:
+        state, finished = _split_finished(state, len(round_written))
+        finished_states += finished
+        update = round_written - round_read @ state
+        outputs.append(round_q @ state + round_products @ update)
+        state = state * round_decay + round_k.mT @ update
+    states_after = torch.cat([state, *reversed(finished_states)])[chunks.inverse_order]
+    return chunks.join_tokens(torch.cat(outputs)), states_after
 
 
 def linear_rule(
@@ -150,35 +167,49 @@ def linear_rule(
     `query` and `key` are `[T, G, K]`, shared by the heads of a group, and `decay` is `[T, H]`. All else is as in
     `delta_rule`.
     """
-    heads, groups = value.shape[1], key.shape[1]
-    cut = _chunked(lengths, value.device)
+    heads = value.shape[1]
+    groups = key.shape[1]
+    chunks = _chunked(lengths, value.device)
 
     def by_group(x: torch.Tensor) -> torch.Tensor:
         """Reshape `[chunks, H, ...]` to `[chunks, G, H / G, ...]`."""
         return x.reshape(len(x), groups, heads // groups, *x.shape[2:])
 
-    q, k = cut.take(query).unsqueeze(2), cut.take(key).unsqueeze(2)  # [chunks, G, 1, CHUNK, K]
-    v, g = by_group(cut.take(value * beta.unsqueeze(-1))), by_group(cut.take(decay).cumsum(2))
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
-    between = (g.unsqueeze(4) - g.unsqueeze(3)).masked_fill(later, float("-inf")).exp()
-    out = (q @ k.mT * between) @ v
+    q = chunks.split_tokens(query).unsqueeze(2)  # [chunks, G, 1, CHUNK, K]
+    k = chunks.split_tokens(key).unsqueeze(2)  # [chunks, G, 1, CHUNK, K]
+    v = by_group(chunks.split_tokens(value * beta.unsqueeze(-1)))
+    g = by_group(chunks.split_tokens(decay).cumsum(2))  # log of the decay since the start of the chunk
+    is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
+    decay_between = (g.unsqueeze(4) - g.unsqueeze(3)).masked_fill(is_later, float("-inf")).exp()
+    out = (q @ k.mT * decay_between) @ v
     end = g[..., -1:]
     written = (k.mT @ (v * (end - g).exp().unsqueeze(-1))).flatten(1, 2)  # [chunks, H, K, V]
-    kept = end.exp().flatten(1, 2).unsqueeze(-1)  # [chunks, H, 1, 1]
+    chunk_decay = end.exp().flatten(1, 2).unsqueeze(-1)  # [chunks, H, 1, 1]
 
-    state, finished, before = state[cut.order], [], []
-    for own, left in zip(written.split(cut.steps), kept.split(cut.steps), strict=True):
-        if len(own) < len(state):
-            state, ended = state.split([len(own), len(state) - len(own)])
-            finished.append(ended)
-        before.append(state)
-        state = state * left + own
-    after = torch.cat([state, *reversed(finished)])[cut.back]
-    out = out + (q @ by_group(torch.cat(before))) * g.exp().unsqueeze(-1)
-    return cut.give(out.flatten(1, 2)), after
+    state = state[chunks.order]
+    finished_states = []
+    states_before = []
+    rounds = zip(written.split(chunks.runs_per_round), chunk_decay.split(chunks.runs_per_round), strict=True)
+    for round_written, round_decay in rounds:
+        state, finished = _split_finished(state, len(round_written))
+        finished_states += finished
+        states_before.append(state)
+        state = state * round_decay + round_written
+    states_after = torch.cat([state, *reversed(finished_states)])[chunks.inverse_order]
+    out = out + (q @ by_group(torch.cat(states_before))) * g.exp().unsqueeze(-1)
+    return chunks.join_tokens(out.flatten(1, 2)), states_after
 
 
-def _decayed(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+def _split_finished(state: torch.Tensor, num_active: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Split `state [N, ...]` into the states of the first `num_active` runs, and those of the others, if any."""
+    num_finished = len(state) - num_active
+    if not num_finished:
+        return state, []
+    active, finished = state.split([num_active, num_finished])
+    return active, [finished]
+
+
+def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor, is_later: torch.Tensor) -> torch.Tensor:
     """Return the sum over channels of x_i k_j exp(g_i - g_j) for j <= i, as `[chunks, H, CHUNK, CHUNK]`."""
-    between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(later[:, :, None], float("-inf")).exp()
-    return torch.einsum("nhik,nhjk,nhijk->nhij", x, k, between)
+    decay_between = (g.unsqueeze(3) - g.unsqueeze(2)).masked_fill(is_later[:, :, None], float("-inf")).exp()
+    return torch.einsum("nhik,nhjk,nhijk->nhij", x, k, decay_between)

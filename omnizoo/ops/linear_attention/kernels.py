@@ -19,8 +19,10 @@ import torch
 
 from omnizoo.ops.device import has_triton, to_device
 
+log = logging.getLogger(__name__)
+
 HALF = (torch.bfloat16, torch.float16)
-DEEPEST = 256  # largest width of keys that the kernels support
+MAX_KEY_WIDTH = 256  # largest width of keys that the kernels support
 TAPS = (2, 3, 4)  # lengths of a convolution that the kernel supports
 RULES = {  # keys: (is the delta rule, has one decay per channel)
     (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -30,12 +32,13 @@ RULES = {  # keys: (is the delta rule, has one decay per channel)
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def rule_kernel(value: torch.Tensor, deep: int, is_delta: bool, by_channel: bool) -> Kernel | None:
-    """Return a kernel for states with `deep` rows, with the signature of `_rule`, or None to use plain torch."""
-    if not has_triton(value.device) or value.dtype not in HALF or deep > DEEPEST:
+def rule_kernel(value: torch.Tensor, key_width: int, is_delta: bool, by_channel: bool) -> Kernel | None:
+    """Return a kernel for states with `key_width` rows, with the signature of `_rule`, or None to use plain torch."""
+    if not has_triton(value.device) or value.dtype not in HALF or key_width > MAX_KEY_WIDTH:
         return None
-    found = find(*RULES[is_delta, by_channel], "a layer's state")
-    return None if found is None else partial(_rule, found)
+    module, name = RULES[is_delta, by_channel]
+    kernel = find_kernel(module, name, "recurrent layers")
+    return None if kernel is None else partial(_rule, kernel)
 
 
 def convolution_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
@@ -45,35 +48,35 @@ def convolution_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., t
     """
     if not has_triton(x.device) or weight.shape[1] not in TAPS or x.shape[1] % 8:
         return None
-    found: Callable[..., torch.Tensor] | None = find("causal_conv1d", "causal_conv1d_fn", "short convolutions")
-    return found
+    kernel: Callable[..., torch.Tensor] | None = find_kernel("causal_conv1d", "causal_conv1d_fn", "short convolutions")
+    return kernel
 
 
 @lru_cache
-def find(module: str, name: str, what: str) -> Any:
+def find_kernel(module: str, name: str, layers: str) -> Any:
     """Return the function `name` of `module`, or None if it is not installed, and log the choice once.
 
-    `what` describes the computation in the log line.
+    `layers` describes the layers in the log line.
     """
-    say = logging.getLogger(__name__).info
-    if find_spec(module.partition(".")[0]) is None:
-        say("%s: plain torch; install %s for its kernels", what, module.partition(".")[0])
+    package = module.partition(".")[0]
+    if find_spec(package) is None:
+        log.info("%s use plain torch; install %s for faster kernels", layers, package)
         return None
-    say("%s: %s.%s", what, module, name)
+    log.info("%s use %s.%s", layers, module, name)
     return getattr(import_module(module), name)
 
 
 def _rule(
-    kernel: Any, *given: torch.Tensor, lengths: Sequence[int], scale: float, state: torch.Tensor | None
+    kernel: Any, *inputs: torch.Tensor, lengths: Sequence[int], scale: float, state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call a kernel of `fla`. `given` are query, key, value, decay and, for the delta rule, beta, all `[T, H, ...]`."""
+    """Call a kernel of `fla`. `inputs` are query, key, value, decay and, for the delta rule, beta: `[T, H, ...]`."""
     bounds = torch.tensor([0, *accumulate(lengths)])
     out, after = kernel(
-        *(x.unsqueeze(0) for x in given),
+        *(x.unsqueeze(0) for x in inputs),
         scale=scale,
         initial_state=state,
         output_final_state=True,
-        cu_seqlens=to_device(bounds, given[0].device),
+        cu_seqlens=to_device(bounds, inputs[0].device),
         cu_seqlens_cpu=bounds,  # without a copy on the CPU, the kernel would cause a host sync
     )
     return out.squeeze(0), after

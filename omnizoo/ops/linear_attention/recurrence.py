@@ -1,8 +1,8 @@
 """The recurrence of linear-attention and state-space layers, over runs of consecutive tokens of a sample.
 
 `run_recurrence` selects the kernel for the device (`kernels`). `chunked_rules` has the plain torch versions that the
-kernels are tested against. `apart` computes runs before their initial states are available, as sequence parallelism
-needs it; parallel/sequence/recurrent_states.py joins the results.
+kernels are tested against. `run_without_states` computes runs before their initial states are available, as sequence
+parallelism needs it; parallel/sequence/recurrent_states.py joins the results.
 
 Shapes: T tokens, N runs, L tokens of a run, H heads, G groups of heads, K width of keys, V width of values.
 """
@@ -34,11 +34,11 @@ class RecurrentInputs:
     is_unit: bool = False  # whether to normalize queries and keys to length 1
 
     @property
-    def wide(self) -> torch.dtype:
+    def wide_dtype(self) -> torch.dtype:
         """The dtype of states, decays and betas: fp32, or float64 if the values are float64."""
         return torch.promote_types(self.value.dtype, torch.float32)
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentInputs":
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RecurrentInputs":
         """Return a copy with `change` applied to every tensor."""
         return replace(
             self,
@@ -51,7 +51,7 @@ class RecurrentInputs:
 
 
 def run_recurrence(
-    steps: RecurrentInputs, lengths: Sequence[int], state: torch.Tensor | None = None
+    inputs: RecurrentInputs, lengths: Sequence[int], state: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the recurrence over concatenated runs of tokens.
 
@@ -61,30 +61,36 @@ def run_recurrence(
         state: `[N, H, K, V]`, the state before each run; None for zeros.
 
     Returns:
-        The output `[T, H, V]` and the states after each run `[N, H, K, V]`, in fp32 or better.
+        The output `[T, H, V]` and the states after map_tensors run `[N, H, K, V]`, in fp32 or better.
     """
-    kernel = rule_kernel(steps.value, steps.key.shape[2], steps.is_delta, steps.decay.dim() == 3)
-    query, key, decay, beta = (x.to(steps.wide) for x in (steps.query, steps.key, steps.decay, steps.beta))
-    if steps.is_unit:
-        query, key = _unit(query), _unit(key)
-    if kernel is not None and len(steps.value):
+    kernel = rule_kernel(inputs.value, inputs.key.shape[2], inputs.is_delta, inputs.decay.dim() == 3)
+    query, key, decay, beta = (x.to(inputs.wide_dtype) for x in (inputs.query, inputs.key, inputs.decay, inputs.beta))
+    if inputs.is_unit:
+        query = _unit(query)
+        key = _unit(key)
+    if kernel is not None and len(inputs.value):
         # One launch for all runs. Queries, keys and values keep their 16-bit dtype; decays and states are fp32.
-        narrow, heads = steps.value.dtype, steps.value.shape[1]
-        query, key = (_to_heads(x.to(narrow), heads) for x in (query, key))
-        value = steps.value if steps.is_delta else (steps.value.to(steps.wide) * beta.unsqueeze(-1)).to(narrow)
-        given = (query, key, value, decay, beta) if steps.is_delta else (query, key, value, decay)
-        return kernel(*given, lengths=lengths, scale=steps.scale, state=state)
-    value = steps.value.to(steps.wide)
+        narrow_dtype = inputs.value.dtype
+        heads = inputs.value.shape[1]
+        query = _to_heads(query.to(narrow_dtype), heads)
+        key = _to_heads(key.to(narrow_dtype), heads)
+        if inputs.is_delta:
+            return kernel(query, key, inputs.value, decay, beta, lengths=lengths, scale=inputs.scale, state=state)
+        value = (inputs.value.to(inputs.wide_dtype) * beta.unsqueeze(-1)).to(narrow_dtype)
+        return kernel(query, key, value, decay, lengths=lengths, scale=inputs.scale, state=state)
+
+    value = inputs.value.to(inputs.wide_dtype)
     if state is None:
         state = value.new_zeros(len(lengths), value.shape[1], key.shape[2], value.shape[2])
     if not len(value):
         # Without tokens, the output must still depend on every input, so that each gets a gradient.
-        return (value + 0 * (query.sum() + key.sum() + decay.sum() + beta.sum())).to(steps.value.dtype), state
-    if steps.is_delta:
-        query, key = (_to_heads(x, value.shape[1]) for x in (query, key))
-    rule = delta_rule if steps.is_delta else linear_rule
-    out, after = rule(query * steps.scale, key, value, decay, beta, lengths, state)
-    return out.to(steps.value.dtype), after
+        return (value + 0 * (query.sum() + key.sum() + decay.sum() + beta.sum())).to(inputs.value.dtype), state
+    if inputs.is_delta:
+        query = _to_heads(query, value.shape[1])
+        key = _to_heads(key, value.shape[1])
+    rule = delta_rule if inputs.is_delta else linear_rule
+    out, states_after = rule(query * inputs.scale, key, value, decay, beta, lengths, state)
+    return out.to(inputs.value.dtype), states_after
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -98,51 +104,67 @@ def _to_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Apart:
+class StatelessRuns:
     """Results of runs that were computed with initial states of zero, and how an initial state would change them."""
 
     out: torch.Tensor  # [T, H, V], output without initial states
-    reads: Sequence[torch.Tensor]  # for each run [L, H or G, K]; times the initial state, its share of the output
-    left: Sequence[torch.Tensor] | None  # for each run [L, H], decay since its start; None if included in `reads`
+    reads: Sequence[torch.Tensor]  # for each run [L, H or G, K]; times the initial state: its contribution to `out`
+    decay: Sequence[torch.Tensor] | None  # for each run [L, H], decay since its start; None if included in `reads`
     effect: torch.Tensor  # [N, H, K, V + K or V + 1], final state, and the linear map or factor of an initial state
 
-    def added(self, run: int, state: torch.Tensor) -> torch.Tensor:
+    def contribution(self, run: int, state: torch.Tensor) -> torch.Tensor:
         """Return what an initial state `[H, K, V]` adds to the output of a run, `[L, H, V]`."""
         reads = self.reads[run].transpose(0, 1)  # [H or G, L, K]
-        by_group = state.to(reads.dtype).reshape(len(reads), len(state) // len(reads), *state.shape[1:])
-        read = (reads.unsqueeze(1) @ by_group).flatten(0, 1).transpose(0, 1)
-        return read if self.left is None else (read * self.left[run].unsqueeze(-1)).to(reads.dtype)
+        groups = len(reads)
+        by_group = state.to(reads.dtype).reshape(groups, len(state) // groups, *state.shape[1:])
+        contribution = (reads.unsqueeze(1) @ by_group).flatten(0, 1).transpose(0, 1)
+        if self.decay is None:
+            return contribution
+        return (contribution * self.decay[run].unsqueeze(-1)).to(reads.dtype)
 
 
-def apart(steps: RecurrentInputs, lengths: Sequence[int]) -> Apart:
+def run_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> StatelessRuns:
     """Run the recurrence with initial states of zero, and compute how an initial state would change each run."""
-    runs, heads, wide = len(lengths), *steps.value.shape[1:]
-    deep = steps.key.shape[2]
-    if not steps.is_delta:
-        assert not steps.is_unit, "which only delta rules have"
-        out, after = run_recurrence(steps, lengths)
-        # The cumulative sum is taken per run: over all runs it would lose precision.
-        left = [decay.cumsum(0).exp() for decay in steps.decay.to(steps.wide).split(list(lengths))]
-        kept = torch.stack([each[-1] for each in left]) if left else after.new_zeros(0, heads)
-        effect = torch.cat([after, kept[..., None, None].expand(-1, -1, deep, 1)], -1)
-        return Apart(out, (steps.query * steps.scale).split(list(lengths)), left, effect)
+    if not inputs.is_delta:
+        return _linear_without_states(inputs, lengths)
+
+    runs = len(lengths)
+    heads, value_width = inputs.value.shape[1:]
+    key_width = inputs.key.shape[2]
     # Append K columns of zeros to the values, and start from a state that is zero in the columns of the values and the
     # identity in the appended ones. The appended columns of the output and of the final state are then the linear maps
     # by which any initial state would contribute to them.
-    identity = torch.eye(deep, dtype=steps.wide, device=steps.value.device).expand(runs, heads, deep, deep)
-    nothing = steps.value.new_zeros(runs, heads, deep, wide, dtype=steps.wide)
-    padded = torch.cat([steps.value, steps.value.new_zeros(len(steps.value), heads, deep)], -1)
-    out, effect = run_recurrence(replace(steps, value=padded), lengths, torch.cat([nothing, identity], -1))
-    out, reads = out.split([wide, deep], -1)
-    return Apart(out, reads.split(list(lengths)), None, effect)
+    identity = torch.eye(key_width, dtype=inputs.wide_dtype, device=inputs.value.device)
+    identity = identity.expand(runs, heads, key_width, key_width)
+    zeros = inputs.value.new_zeros(runs, heads, key_width, value_width, dtype=inputs.wide_dtype)
+    padded = torch.cat([inputs.value, inputs.value.new_zeros(len(inputs.value), heads, key_width)], -1)
+    out, effect = run_recurrence(replace(inputs, value=padded), lengths, torch.cat([zeros, identity], -1))
+    out, reads = out.split([value_width, key_width], -1)
+    return StatelessRuns(out=out, reads=reads.split(list(lengths)), decay=None, effect=effect)
 
 
-def advance(effect: torch.Tensor, state: torch.Tensor | None, wide: int) -> torch.Tensor:
-    """Return the state after a run, given its `effect` and the state before it (None: zeros).
+def _linear_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> StatelessRuns:
+    """Return `run_without_states` for linear attention with decay."""
+    assert not inputs.is_unit, "only delta rules normalize queries and keys"
+    out, states_after = run_recurrence(inputs, lengths)
 
-    `wide` is the width of a value.
-    """
-    written, moved = effect[..., :wide], effect[..., wide:]
+    # The cumulative sum is computed per run: over all runs it would lose precision.
+    decays = [decay.cumsum(0).exp() for decay in inputs.decay.to(inputs.wide_dtype).split(list(lengths))]
+    if decays:
+        run_decay = torch.stack([decay[-1] for decay in decays])
+    else:
+        run_decay = states_after.new_zeros(0, inputs.value.shape[1])
+    factors = run_decay[..., None, None].expand(-1, -1, inputs.key.shape[2], 1)
+    effect = torch.cat([states_after, factors], -1)
+    reads = (inputs.query * inputs.scale).split(list(lengths))
+    return StatelessRuns(out=out, reads=reads, decay=decays, effect=effect)
+
+
+def advance(effect: torch.Tensor, state: torch.Tensor | None, value_width: int) -> torch.Tensor:
+    """Return the state after a run, given its `effect` and the state before it (None: zeros)."""
+    written = effect[..., :value_width]
+    transition = effect[..., value_width:]
     if state is None:
         return written
-    return written + (moved * state if moved.shape[-1] == 1 else moved @ state)
+    is_factor = transition.shape[-1] == 1
+    return written + (transition * state if is_factor else transition @ state)

@@ -35,30 +35,39 @@ def convolve(
     """
     taps = weight.shape[1]
     if not len(x):
-        return x + 0 * (
-            weight.sum() + before.sum() + (0 if bias is None else bias.sum())
-        )  # depends on every input, so that each gets a gradient
-    rows, kept = (to_device(torch.from_numpy(index), x.device) for index in _with_room(tuple(lengths), taps - 1))
-    wide = torch.cat([x, before.flatten(0, 1)])[rows]
+        # Without tokens, the output must still depend on every input, so that each gets a gradient.
+        bias_sum = 0 if bias is None else bias.sum()
+        return x + 0 * (weight.sum() + before.sum() + bias_sum)
+
+    row_index, output_index = _padded_order(tuple(lengths), taps - 1)
+    rows = to_device(torch.from_numpy(row_index), x.device)
+    outputs = to_device(torch.from_numpy(output_index), x.device)
+    padded = torch.cat([x, before.flatten(0, 1)])[rows]
     kernel = convolution_kernel(x, weight)
     if kernel is not None:
-        return kernel(wide.T[None], weight, bias)[0].T[kept + taps - 1]
-    out = F.conv1d(wide.T.to(weight.dtype)[None], weight[:, None], bias, groups=len(weight))[0].T
-    return out[kept].to(x.dtype)
+        return kernel(padded.T[None], weight, bias)[0].T[outputs + taps - 1]
+    out = F.conv1d(padded.T.to(weight.dtype)[None], weight[:, None], bias, groups=len(weight))[0].T
+    return out[outputs].to(x.dtype)
 
 
 @lru_cache(maxsize=64)
-def _with_room(lengths: tuple[int, ...], room: int) -> tuple[Indices, Indices]:
-    """Return the row order that places the `room` preceding rows in front of each run, and the outputs to keep.
+def _padded_order(lengths: tuple[int, ...], padding: int) -> tuple[Indices, Indices]:
+    """Return the row order that places the `padding` preceding rows in front of each run, and the outputs to keep.
 
     The rows index the tokens followed by the preceding rows of all runs. The second array has the indices of the tokens
     in the output of a convolution without padding.
     """
-    tokens, rows, kept, start, at = sum(lengths), [], [], 0, 0
-    for number, length in enumerate(lengths):
-        first = tokens + number * room
-        rows += [np.arange(first, first + room), np.arange(start, start + length)]
-        kept.append(np.arange(at, at + length))
-        start, at = start + length, at + room + length
-    none = np.empty(0, np.int64)
-    return np.concatenate([none, *rows]), np.concatenate([none, *kept])
+    empty = np.empty(0, np.int64)
+    rows = [empty]
+    outputs = [empty]
+    num_tokens = sum(lengths)
+    token = 0
+    output = 0
+    for run, length in enumerate(lengths):
+        first_preceding = num_tokens + run * padding
+        rows.append(np.arange(first_preceding, first_preceding + padding))
+        rows.append(np.arange(token, token + length))
+        outputs.append(np.arange(output, output + length))
+        token += length
+        output += padding + length
+    return np.concatenate(rows), np.concatenate(outputs)

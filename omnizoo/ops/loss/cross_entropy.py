@@ -23,9 +23,11 @@ def cross_entropy_sum(
         z_loss: Factor of the squared log-sum-exp of the logits, which is added to the loss of each row.
     """
     logits = at_least_fp32(logits)
-    each = "sum" if weights is None else "none"
-    loss = F.cross_entropy(logits, targets, reduction=each, label_smoothing=label_smoothing)
+    reduction = "sum" if weights is None else "none"
+    loss = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
     if z_loss:
-        square = logits.logsumexp(1).square()
-        loss = loss + z_loss * (square.sum() if weights is None else square)
-    return loss if weights is None else (loss * weights).sum()
+        squares = logits.logsumexp(1).square()
+        loss = loss + z_loss * (squares.sum() if weights is None else squares)
+    if weights is not None:
+        loss = (loss * weights).sum()
+    return loss

@@ -18,7 +18,7 @@ CHUNK_ON_HOST = 2**23  # logits per chunk on CPUs, where matmuls of fewer rows a
 IN_CACHE = 2**18  # logits that stay in the cache of a CPU between elementwise operations
 
 
-def most_logits(device: torch.device) -> int:
+def max_logits(device: torch.device) -> int:
     """Return the maximum number of logits of a chunk on `device`."""
     return CHUNK_ON_HOST if is_host(device) else CHUNK
 
@@ -62,10 +62,23 @@ def linear_cross_entropy_sum(
     Returns:
         A scalar; without rows it is 0, with gradients of zeros.
     """
-    rows = max(1, (chunk or most_logits(hidden.device)) // len(head.weight))
-    settings = (label_smoothing, z_loss, head.scale, head.softcap, rows)
+    rows = max(1, (chunk or max_logits(hidden.device)) // len(head.weight))
+    settings = _Settings(
+        label_smoothing=label_smoothing, z_loss=z_loss, scale=head.scale, softcap=head.softcap, chunk_rows=rows
+    )
     out: torch.Tensor = _LinearCrossEntropy.apply(hidden, head.weight, head.bias, targets, weights, settings)  # type: ignore[no-untyped-call]
     return out
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Arguments of the loss that are not tensors."""
+
+    label_smoothing: float
+    z_loss: float
+    scale: float  # of the logits
+    softcap: float | None
+    chunk_rows: int  # rows whose logits are in memory at a time
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -79,92 +92,110 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         weights: torch.Tensor | None,
-        settings: tuple[float, float, float, float | None, int],
+        settings: _Settings,
     ) -> torch.Tensor:
-        smoothing, z_loss, scale, softcap, rows = settings
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        to_hidden = torch.empty_like(hidden) if needs_hidden else None
-        to_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        to_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
-        for first in range(0, len(hidden), rows):
-            part = slice(first, first + rows)
-            some = hidden[part]
+        total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide_dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide_dtype) if needs_bias and bias is not None else None
+
+        for first in range(0, len(hidden), settings.chunk_rows):
+            chunk = slice(first, first + settings.chunk_rows)
+            chunk_hidden = hidden[chunk]
             # The logits in the dtype of the head get no name, nor do views of `grad`: a name would keep them in memory.
-            grad = (torch.addmm(bias, some, weight.t()) if bias is not None else some @ weight.t()).to(wide)
-            wanted, each = targets[part], None if weights is None else weights[part].to(wide)
-            few = max(1, IN_CACHE // grad.shape[1]) if is_host(grad.device) else len(grad)
-            for rest in range(0, len(grad), few):
-                of = slice(rest, rest + few)
-                total += _loss_and_gradient(
-                    grad[of], wanted[of], None if each is None else each[of], smoothing, z_loss, scale, softcap
-                )
-            if to_bias is not None:
-                to_bias += grad.sum(0)
+            grad = _head_output(chunk_hidden, weight, bias).to(wide_dtype)
+            chunk_weights = None if weights is None else weights[chunk].to(wide_dtype)
+            _add_chunk_loss(total, grad, targets[chunk], chunk_weights, settings)
+
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
-            if to_hidden is not None:
-                torch.mm(grad, weight, out=to_hidden[part])
-            if to_weight is not None:
-                if to_weight.dtype == grad.dtype:
-                    to_weight.addmm_(grad.t(), some)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.t(), chunk_hidden)
                 else:
-                    to_weight += grad.t() @ some
+                    grad_weight += grad.t() @ chunk_hidden
             del grad  # freed before the next chunk is allocated
-        ctx.gradients = (to_hidden, to_weight, to_bias)
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        assert ctx.gradients is not None, (
-            "linear_cross_entropy_sum goes through backward once: its gradients are used up"
-        )
-        gradients, ctx.gradients = ctx.gradients, None
-        scaled = [
-            None if each is None else each.mul_(grad.to(each.dtype)).to(dtype)
-            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
+        assert ctx.gradients is not None, "backward of linear_cross_entropy_sum can run only once"
+        gradients = ctx.gradients
+        ctx.gradients = None
+        scaled = []
+        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
+            scaled.append(None if gradient is None else gradient.mul_(grad.to(gradient.dtype)).to(dtype))
         return *scaled, None, None, None
 
 
-def _loss_and_gradient(
+def _head_output(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the output of the head before scale and softcap, `[rows, vocabulary]`."""
+    if bias is None:
+        return hidden @ weight.t()
+    return torch.addmm(bias, hidden, weight.t())
+
+
+def _add_chunk_loss(
+    total: torch.Tensor,
     logits: torch.Tensor,
     targets: torch.Tensor,
     weights: torch.Tensor | None,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float | None,
+    settings: _Settings,
+) -> None:
+    """Add the loss of a chunk to `total`, and overwrite `logits` with its gradient.
+
+    On CPUs a few rows are processed at a time, so that they stay in the cache.
+    """
+    rows = max(1, IN_CACHE // logits.shape[1]) if is_host(logits.device) else len(logits)
+    for first in range(0, len(logits), rows):
+        part = slice(first, first + rows)
+        part_weights = None if weights is None else weights[part]
+        total += _loss_and_gradient(logits[part], targets[part], part_weights, settings)
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, settings: _Settings
 ) -> torch.Tensor:
     """Return the loss summed over rows, and overwrite `logits [rows, vocabulary]` with its gradient.
 
     `logits` are the output of the head before scale and softcap.
     """
-    if scale != 1.0:
-        logits = logits.mul_(scale)
-    slope = None
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_()
-        slope = 1 - logits.square()
-        logits = logits.mul_(softcap)
+    label_smoothing = settings.label_smoothing
+    z_loss = settings.z_loss
+    if settings.scale != 1.0:
+        logits = logits.mul_(settings.scale)
+    softcap_slope = None
+    if settings.softcap is not None:
+        logits = logits.div_(settings.softcap).tanh_()
+        softcap_slope = 1 - logits.square()
+        logits = logits.mul_(settings.softcap)
+
     index = targets[:, None]
-    wanted = logits.gather(1, index)[:, 0]
+    target_logits = logits.gather(1, index)[:, 0]
     mean = logits.mean(1) if label_smoothing else 0.0
-    top = logits.amax(1, keepdim=True)
-    grad = logits.sub_(top).exp_()
-    mass = grad.sum(1, keepdim=True)
-    lse = (mass.log() + top)[:, 0]
-    loss = lse - (1 - label_smoothing) * wanted - label_smoothing * mean + z_loss * lse.square()
-    grad = grad.mul_((1 + 2 * z_loss * lse)[:, None] / mass)
+    maximum = logits.amax(1, keepdim=True)
+    grad = logits.sub_(maximum).exp_()
+    exp_sum = grad.sum(1, keepdim=True)
+    lse = (exp_sum.log() + maximum)[:, 0]
+    loss = lse - (1 - label_smoothing) * target_logits - label_smoothing * mean + z_loss * lse.square()
+
+    grad = grad.mul_((1 + 2 * z_loss * lse)[:, None] / exp_sum)
     grad = grad.scatter_add_(1, index, torch.full_like(index, -(1 - label_smoothing), dtype=grad.dtype))
     if label_smoothing:
         grad = grad.sub_(label_smoothing / grad.shape[1])
     if weights is not None:
-        loss, grad = loss * weights, grad.mul_(weights[:, None])
-    if slope is not None:
-        grad = grad.mul_(slope)
-    if scale != 1.0:
-        grad.mul_(scale)
+        loss = loss * weights
+        grad = grad.mul_(weights[:, None])
+    if softcap_slope is not None:
+        grad = grad.mul_(softcap_slope)
+    if settings.scale != 1.0:
+        grad.mul_(settings.scale)
     return loss.sum()

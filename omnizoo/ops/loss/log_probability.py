@@ -32,4 +32,5 @@ def by_rows(
         run = partial(
             checkpoint, work, use_reentrant=False, context_fn=lambda: (nullcontext(), keep_precision(precision))
         )
-    return torch.cat([run(*piece) for piece in zip(hidden.split(rows), targets.split(rows), strict=True)])
+    chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
+    return torch.cat([run(chunk, chunk_targets) for chunk, chunk_targets in chunks])

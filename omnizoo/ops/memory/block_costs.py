@@ -15,14 +15,16 @@ import torch
 from omnizoo.ops.device import PLANNED, is_host
 from omnizoo.ops.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
-FLOPS, BYTES = 5e14, 2e12  # per second, roughly those of a current accelerator
+# Per second, roughly those of a current accelerator.
+FLOPS = 5e14
+BYTES = 2e12
 
 
 class Meter(TorchDispatchMode):
-    """Mode that measures a forward pass. Call `settle` after it, while the output is still alive.
+    """Mode that measures a forward pass. Call `measure_kept_bytes` after it, while the output is still alive.
 
-    Operators are not timed while `is_left_out()` is True. `is_expensive(func)` tells which ones selective recomputation
-    does not repeat.
+    Operators are not timed while `is_left_out()` is True. `is_expensive(func)` is True for operators that
+    selective recomputation does not repeat.
     """
 
     def __init__(
@@ -32,33 +34,43 @@ class Meter(TorchDispatchMode):
         self.kept = 0  # bytes kept for backward
         self.seconds = 0.0  # time of all operators
         self.cheap_seconds = 0.0  # time of operators that are not `is_expensive`
-        self._device, self._is_expensive, self._is_left_out = device, is_expensive, is_left_out
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._device = device
+        self._is_expensive = is_expensive
+        self._is_left_out = is_left_out
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls the operator again on its local tensors
-        began = self._now()
+        start = self._now()
         out = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.device == self._device]
-        seconds = figured(func, args, tensors) if self._device.type == PLANNED else self._now() - began
+        is_planned = self._device.type == PLANNED
+        seconds = estimate_seconds(func, args, tensors) if is_planned else self._now() - start
         if not self._is_left_out():
             self.seconds += seconds
             if not self._is_expensive(func):
                 self.cheap_seconds += seconds
-        given = {storage_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and not x.is_meta}
+
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and not x.is_meta]
+        input_keys = {storage_key(x) for x in inputs}
         for tensor in tensors:
             key = storage_key(tensor)
-            if key not in given:
-                self._made[key] = weakref.ref(tensor.untyped_storage())
+            if key not in input_keys:
+                self._storages[key] = weakref.ref(tensor.untyped_storage())
         return out
 
-    def settle(self) -> None:
+    def measure_kept_bytes(self) -> None:
         """Set `kept` to the bytes of all tensors that are still alive. Freed gathered weights have a size of 0."""
-        alive = {storage._cdata: storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None}
-        self.kept = sum(alive.values())
+        bytes_by_storage = {}
+        for reference in self._storages.values():
+            storage = reference()
+            if storage is not None:
+                bytes_by_storage[storage._cdata] = storage.nbytes()
+        self.kept = sum(bytes_by_storage.values())
 
     def _now(self) -> float:
+        """Return the time in seconds, after all work on the device has finished."""
         if self._device.type == PLANNED:
             return 0.0
         if not is_host(self._device):
@@ -66,10 +78,11 @@ class Meter(TorchDispatchMode):
         return time.perf_counter()
 
 
-def figured(func: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> float:
+def estimate_seconds(func: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> float:
     """Estimate the seconds of an operator on an accelerator from the sizes of its tensors."""
-    name, tensors = func.name(), [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    moved = sum(x.nbytes for x in (*tensors, *outputs))
+    name = func.name()
+    tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    num_bytes = sum(x.nbytes for x in (*tensors, *outputs))
     if func.is_view or not tensors:
         return 0.0
     flops = 0
@@ -77,4 +90,4 @@ def figured(func: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> 
         flops = 2 * math.prod(outputs[0].shape) * tensors[-2].shape[-1]
     elif "attention" in name and len(tensors) > 1:  # causal, as if the pack were a single sample: an upper bound
         flops = 2 * tensors[0].numel() * (tensors[1].numel() // tensors[1].shape[-1])
-    return flops / FLOPS + moved / BYTES
+    return flops / FLOPS + num_bytes / BYTES

@@ -6,16 +6,18 @@ import sys
 
 # Parameters of `mallopt` in glibc's malloc.h: the amount of free memory at the top of the heap beyond which it returns
 # to the system, and the size from which each allocation is mapped separately.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-NEVER, LARGE = -1, 2**30
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
+NEVER = -1
+LARGE = 2**30
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
     """Configure malloc to keep freed memory in this process.
 
-    By default each tensor of some MB is mapped anew, and the system clears it page by page, which takes a seventh of a
-    step on a CPU (docs/LOG.md).
+    By default each tensor of some MB is mapped again in every step, and the system clears it page by page, which takes
+    a seventh of a step on a CPU (docs/project/experiments.md).
 
     Returns:
         Whether the setting was changed. It is not changed without glibc, or if the user has set one of `SETTINGS`.
@@ -23,4 +25,6 @@ def keep_freed_memory() -> bool:
     if not sys.platform.startswith("linux") or any(name in os.environ for name in SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has no mallopt
-    return mallopt is not None and bool(mallopt(TRIM_THRESHOLD, NEVER)) and bool(mallopt(MMAP_THRESHOLD, LARGE))
+    if mallopt is None:
+        return False
+    return bool(mallopt(TRIM_THRESHOLD, NEVER)) and bool(mallopt(MMAP_THRESHOLD, LARGE))

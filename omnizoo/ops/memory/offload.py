@@ -21,7 +21,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.ops.device import available_memory, is_host
 from omnizoo.ops.torch_private import storage_key
 
-LEAST = 2**18  # bytes; for smaller tensors the launch takes as long as the copy
+MIN_BYTES = 2**18  # for smaller tensors the launch takes as long as the copy
 
 
 @dataclass
@@ -47,40 +47,40 @@ class HostBuffers:
         self._module: Any = None if is_host(device) else torch.get_device_module(device)
         self._stream: Any = None
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in host memory, which may still be in progress."""
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=self._module is not None)
-        self.refill(kept, tensor)
-        return kept
+        host_tensor = torch.empty_like(tensor, device="cpu", pin_memory=self._module is not None)
+        self.refill(host_tensor, tensor)
+        return host_tensor
 
-    def give(self, kept: torch.Tensor) -> DeviceCopy:
+    def copy_to_device(self, host_tensor: torch.Tensor) -> DeviceCopy:
         """Start a copy to the device. Call `DeviceCopy.wait` before the copy is used, and before it is freed."""
-        tensor = torch.empty_like(kept, device=self.device, pin_memory=False)
+        tensor = torch.empty_like(host_tensor, device=self.device, pin_memory=False)
         if self._module is None:
-            return DeviceCopy(tensor.copy_(kept))
+            return DeviceCopy(tensor.copy_(host_tensor))
         compute_stream = self._module.current_stream()
-        with self._aside():  # the stream of `refill`, so this copy runs after the one that fills `kept`
-            tensor.copy_(kept, non_blocking=True)
+        with self._side_stream():  # the stream of `refill`, so this copy runs after the one that fills `host_tensor`
+            tensor.copy_(host_tensor, non_blocking=True)
             return DeviceCopy(tensor, self._stream.record_event(), compute_stream)
 
-    def refill(self, kept: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy `tensor` into the existing host tensor `kept`."""
+    def refill(self, host_tensor: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into the existing host tensor `host_tensor`."""
         if self._module is None:
-            kept.copy_(tensor)
+            host_tensor.copy_(tensor)
             return
-        with self._aside():
-            kept.copy_(tensor, non_blocking=True)
+        with self._side_stream():
+            host_tensor.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)  # so that its memory is not reused before the copy is complete
 
-    def put_back(self, kept: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy `kept` into `tensor` on the compute stream, where whatever uses `tensor` next is enqueued."""
+    def put_back(self, host_tensor: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy `host_tensor` into `tensor` on the compute stream, where whatever uses `tensor` next is enqueued."""
         if self._module is not None:
-            # The copy stream fills `kept` in `refill`, and the compute stream has not waited for it since.
+            # The copy stream fills `host_tensor` in `refill`, and the compute stream has not waited for it since.
             self._module.current_stream().wait_stream(self._stream)
-        tensor.copy_(kept, non_blocking=True)
+        tensor.copy_(host_tensor, non_blocking=True)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _side_stream(self) -> Iterator[None]:
         """Context manager: use the copy stream, after all work launched so far and concurrently with later work."""
         if self._stream is None:
             self._stream = self._module.Stream()
@@ -94,12 +94,13 @@ class OffloadedTensor:
 
     def __init__(self, host: HostBuffers, tensor: torch.Tensor) -> None:
         self._copy: DeviceCopy | None = None
-        self._host, self._kept = host, host.take(tensor)
+        self._host = host
+        self._host_tensor = host.copy_to_host(tensor)
 
     def fetch(self) -> None:
         """Start the copy to the device, unless it was started before."""
         if self._copy is None:
-            self._copy = self._host.give(self._kept)
+            self._copy = self._host.copy_to_device(self._host_tensor)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor on the device. The compute stream waits for the copy."""
@@ -119,15 +120,16 @@ class OffloadedTensor:
 class BlockActivations:
     """The offloaded activations of one block in one forward pass."""
 
-    def __init__(self, before: "BlockActivations | None") -> None:
+    def __init__(self, previous: "BlockActivations | None") -> None:
         self.items: dict[Any, tuple[weakref.ref[OffloadedTensor], weakref.ref[torch.UntypedStorage]]] = {}
-        self.before = None if before is None else weakref.ref(before)
+        self.previous = None if previous is None else weakref.ref(previous)  # those of the block before this one
         self.bytes = 0
 
     def fetch(self) -> None:
         """Start the copies of all activations to the device."""
-        for kept, _ in self.items.values():
-            if (item := kept()) is not None:
+        for reference, _ in self.items.values():
+            item = reference()
+            if item is not None:
                 item.fetch()
 
     def put(self, tensor: torch.Tensor, host: HostBuffers) -> OffloadedTensor:
@@ -141,8 +143,11 @@ class BlockActivations:
             tensor.dtype,
             tensor._version,
         )
-        known, same = self.items.get(key, (None, None))
-        item = known() if known is not None and same is not None and same() is storage else None
+        item = None
+        if key in self.items:
+            offloaded, offloaded_storage = self.items[key]
+            if offloaded_storage() is storage:
+                item = offloaded()
         if item is None:  # a new tensor, or one at the address of a freed tensor
             item = OffloadedTensor(host, tensor)
             self.items[key] = weakref.ref(item), weakref.ref(storage)
@@ -151,58 +156,66 @@ class BlockActivations:
 
 
 class Offload:
-    """Offload of activations. Wrap the forward pass of each block in `with offload.moving(block)`."""
+    """Offload of activations. Wrap the forward pass of each block in `with offload.offload_saved(block)`."""
 
     def __init__(self, device: torch.device, blocks: int, ranks: int) -> None:
         self.host: Any = HostBuffers(device)
-        self.blocks, self.ranks = blocks, ranks  # number of blocks of the model; number of ranks on this node
-        self.least = 0 if is_host(device) else LEAST
+        self.blocks = blocks  # number of blocks of the model
+        self.ranks = ranks  # number of ranks on this node
+        self.min_bytes = 0 if is_host(device) else MIN_BYTES
         self._last: BlockActivations | None = None
         self._is_checked = False
 
     @contextmanager
-    def moving(self, block: nn.Module) -> Iterator[None]:
+    def offload_saved(self, block: nn.Module) -> Iterator[None]:
         """Context manager: offload the tensors that `block` saves for backward, except weights and small tensors."""
         if not torch.is_grad_enabled():
             yield
             return
-        shelf = BlockActivations(self._last)
+        activations = BlockActivations(self._last)
 
         def pack(tensor: torch.Tensor) -> Any:
-            is_view_of_more = tensor.nbytes > tensor.untyped_storage().nbytes()  # an expanded tensor
-            if tensor.device != self.host.device or tensor.nbytes < self.least or is_view_of_more:
+            is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
+            if tensor.device != self.host.device or tensor.nbytes < self.min_bytes or is_expanded:
                 return tensor
             # Computed for each tensor, because the experts of a block are gathered during its forward pass.
-            if storage_key(tensor) in {storage_key(getattr(p, "_local_tensor", p)) for p in block.parameters()}:
+            weight_keys = {storage_key(getattr(p, "_local_tensor", p)) for p in block.parameters()}
+            if storage_key(tensor) in weight_keys:
                 return tensor
-            return shelf.put(tensor, self.host), shelf  # the saved tensors alone keep `shelf` alive
+            return activations.put(tensor, self.host), activations  # only saved tensors keep `activations` alive
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
-            item, own = packed
-            own.fetch()
-            if own.before is not None and (before := own.before()) is not None:
-                before.fetch()
+            item, block_activations = packed
+            block_activations.fetch()
+            previous = None
+            if block_activations.previous is not None:
+                previous = block_activations.previous()
+            if previous is not None:
+                previous.fetch()
             tensor: torch.Tensor = item.tensor()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-        self._last = shelf
-        self._check(shelf)
+        self._last = activations
+        self._check_host_memory(activations)
 
-    def _check(self, shelf: BlockActivations) -> None:
+    def _check_host_memory(self, activations: BlockActivations) -> None:
         """Check that the activations of all blocks fit in host memory, by the size of the first offloaded block."""
-        if self._is_checked or not shelf.bytes:
+        if self._is_checked or not activations.bytes:
             return
         self._is_checked = True
-        wanted, there = shelf.bytes * (self.blocks - 1) * self.ranks, available_memory()
-        if wanted > there:
+        bytes_per_block = activations.bytes * self.ranks
+        needed = bytes_per_block * (self.blocks - 1)  # the activations of the first block are already in host memory
+        available = available_memory()
+        if needed > available:
             raise UserError(
-                f"parallel.offload: activations of {self.blocks} blocks x {self.ranks} rank(s) take about "
-                f"{(wanted + shelf.bytes * self.ranks) / 2**30:,.3g} GiB on the host, which has {there / 2**30:,.3g} "
-                "GiB left: recompute more (parallel.recompute: full), or lower data.pack_tokens"
+                f"parallel.offload: the activations of {self.blocks} blocks need about "
+                f"{(needed + bytes_per_block) / 2**30:,.3g} GiB of host memory for the ranks of this node "
+                f"({self.ranks}), but {available / 2**30:,.3g} GiB are available. Recompute more "
+                "(parallel.recompute: full), or lower data.pack_tokens."
             )
 
 
@@ -212,40 +225,43 @@ class OffloadedState:
     def __init__(self, device: torch.device, ranks: int) -> None:
         self.host: Any = HostBuffers(device)
         self.ranks = ranks  # number of ranks on this node
-        self.least = 0 if is_host(device) else LEAST
-        self._kept = WeakTensorKeyDictionary()
-        self._away: list[torch.Tensor] = []
+        self.min_bytes = 0 if is_host(device) else MIN_BYTES
+        self._host_tensors = WeakTensorKeyDictionary()  # device tensor -> its copy in host memory
+        self._offloaded: list[torch.Tensor] = []  # device tensors whose memory is freed
 
-    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `tensors` to host memory and free them on the device. They must not be used until `come_back`.
+    def offload(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `tensors` to host memory and free them on the device. They must not be used until `restore`.
 
         Raises:
             UserError: If the tensors do not fit in host memory.
         """
         tensors = [tensor for tensor in tensors if self._is_movable(tensor)]
-        new = sum(tensor.nbytes for tensor in tensors if tensor not in self._kept) * self.ranks
-        if new > (there := available_memory()):
+        needed = sum(tensor.nbytes for tensor in tensors if tensor not in self._host_tensors) * self.ranks
+        available = available_memory()
+        if needed > available:
             raise UserError(
-                f"parallel.offload: the optimizer's state of {self.ranks} rank(s) takes {new / 2**30:,.3g} GiB on the "
-                f"host, which has {there / 2**30:,.3g} GiB left: leave `optimizer` out, or share the model among more "
-                "nodes (parallel.dp_shard)"
+                f"parallel.offload: the optimizer state needs {needed / 2**30:,.3g} GiB of host memory for the ranks "
+                f"of this node ({self.ranks}), but {available / 2**30:,.3g} GiB are available. Remove `optimizer` "
+                "from parallel.offload, or shard the model over more nodes (parallel.dp_shard)."
             )
-        for tensor in tensors:
-            if tensor in self._kept:
-                self.host.refill(self._kept[tensor], tensor)
-            else:
-                self._kept[tensor] = self.host.take(tensor)
-            tensor.untyped_storage().resize_(0)
-            self._away.append(tensor)
 
-    def come_back(self) -> None:
+        for tensor in tensors:
+            if tensor in self._host_tensors:
+                self.host.refill(self._host_tensors[tensor], tensor)
+            else:
+                self._host_tensors[tensor] = self.host.copy_to_host(tensor)
+            tensor.untyped_storage().resize_(0)
+            self._offloaded.append(tensor)
+
+    def restore(self) -> None:
         """Copy all offloaded tensors back to the device, into the same tensor objects."""
-        while self._away:
-            tensor = self._away.pop()
+        while self._offloaded:
+            tensor = self._offloaded.pop()
             tensor.untyped_storage().resize_(tensor.nbytes)
-            self.host.put_back(self._kept[tensor], tensor)
+            self.host.put_back(self._host_tensors[tensor], tensor)
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is on the device, does not share its storage, and is large enough to offload."""
-        fits = tensor.device == self.host.device and tensor.ndim > 0 and tensor.nbytes >= max(1, self.least)
-        return fits and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if tensor.device != self.host.device or tensor.ndim == 0 or tensor.nbytes < max(1, self.min_bytes):
+            return False
+        return tensor.untyped_storage().nbytes() == tensor.nbytes

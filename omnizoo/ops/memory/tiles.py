@@ -33,12 +33,14 @@ class Tiles:
     tokens: int  # maximum number of tokens of a tile
     recomputation: Recomputation
     precision: str  # train.precision
-    agree: Callable[[int], int] | None = None  # for work with collectives: local number of tiles -> maximum over ranks
+    max_over_ranks: Callable[[int], int] | None = (
+        None  # for work with collectives: local number of tiles -> maximum over ranks
+    )
 
     def __call__(
         self, module: nn.Module, compute: Callable[..., torch.Tensor], rows: torch.Tensor, *others: torch.Tensor
     ) -> torch.Tensor:
-        """Return `compute(rows, *others)`, computed tile by tile. Collective if `agree` is set.
+        """Return `compute(rows, *others)`, computed tile by tile. Collective if `max_over_ranks` is set.
 
         Args:
             module: Contains the weights that `compute` uses.
@@ -46,12 +48,13 @@ class Tiles:
             rows: `[tokens, ...]`.
             others: More inputs with the same number of rows.
         """
-        count = -(-len(rows) // self.tokens)
-        if self.agree is not None:
-            count = self.recomputation.once(lambda: self.agree(count))  # type: ignore[misc]
-        if count <= 1:
+        num_tiles = -(-len(rows) // self.tokens)
+        if self.max_over_ranks is not None:
+            num_tiles = self.recomputation.once(lambda: self.max_over_ranks(num_tiles))  # type: ignore[misc]
+        if num_tiles <= 1:
             return compute(rows, *others)
-        spans = [(i * self.tokens, (i + 1) * self.tokens) for i in range(count)]
+
+        spans = [(i * self.tokens, (i + 1) * self.tokens) for i in range(num_tiles)]
         inputs = (rows, *others)
         weights = [p for p in module.parameters() if p.requires_grad]
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *weights)):
@@ -68,10 +71,10 @@ def _forward(
     """Compute each tile and write it into one output tensor."""
     out: torch.Tensor | None = None
     for begin, end in spans:
-        piece = compute(*(x[begin:end] for x in inputs))
+        tile = compute(*(x[begin:end] for x in inputs))
         if out is None:
-            out = piece.new_empty(len(inputs[0]), *piece.shape[1:])
-        out[begin:end] = piece
+            out = tile.new_empty(len(inputs[0]), *tile.shape[1:])
+        out[begin:end] = tile
     assert out is not None
     return out
 
@@ -105,20 +108,24 @@ class _Tiled(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         inputs = tensors[:count]
-        ctx.tiles, ctx.module, ctx.compute, ctx.spans, ctx.count = tiles, module, compute, spans, count
+        ctx.tiles = tiles
+        ctx.module = module
+        ctx.compute = compute
+        ctx.spans = spans
+        ctx.count = count
         ctx.entered = next((x.grad_fn for x in inputs if x.grad_fn is not None), None)
         if ctx.entered is None:
             ctx.save_for_backward(*inputs)
         contexts = [tiles.recomputation.contexts(None) for _ in spans]
-        ctx.again = [again for _, again in contexts]
-        firsts = iter([first for first, _ in contexts])
+        forward_contexts = iter([forward for forward, _ in contexts])
+        ctx.recompute_contexts = [recompute for _, recompute in contexts]
 
-        def within(*pieces: torch.Tensor) -> torch.Tensor:
-            with next(firsts):
-                return compute(*pieces)
+        def compute_tile(*tile_inputs: torch.Tensor) -> torch.Tensor:
+            with next(forward_contexts):
+                return compute(*tile_inputs)
 
         # Selective recomputation saves the output of all tiles, and no intermediate result inside a tile.
-        return tiles.recomputation.once(lambda: _forward(within, inputs, spans), large=True)
+        return tiles.recomputation.once(lambda: _forward(compute_tile, inputs, spans), large=True)
 
     @staticmethod
     @once_differentiable
@@ -126,28 +133,30 @@ class _Tiled(torch.autograd.Function):
         tiles: Tiles = ctx.tiles
         inputs = (ctx if ctx.entered is None else ctx.entered).saved_tensors
         first = 5  # number of arguments of `forward` before the tensors
-        needed = ctx.needs_input_grad[first : first + ctx.count]
-        gradients = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
-        with collected(ctx.module) as weights:
-            for (begin, end), again in zip(ctx.spans, ctx.again, strict=True):
-                pieces = [x[begin:end].detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
+        needs_grad = ctx.needs_input_grad[first : first + ctx.count]
+        gradients = [torch.empty_like(x) if needs else None for x, needs in zip(inputs, needs_grad, strict=True)]
+        with summed_gradients(ctx.module) as weight_gradients:
+            for (begin, end), recompute_context in zip(ctx.spans, ctx.recompute_contexts, strict=True):
+                tile_inputs = []
+                for x, needs in zip(inputs, needs_grad, strict=True):
+                    tile_inputs.append(x[begin:end].detach().requires_grad_(needs))
                 with (
                     torch.enable_grad(),
-                    again,
+                    recompute_context,
                     keep_precision(tiles.precision),
                     tiles.recomputation.for_gradients(),
                 ):
-                    out = ctx.compute(*pieces)
+                    out = ctx.compute(*tile_inputs)
                 torch.autograd.backward(out, grad[begin:end])
                 del out
-                for whole, piece in zip(gradients, pieces, strict=True):
-                    if whole is not None:
-                        whole[begin:end] = 0 if piece.grad is None else piece.grad
-        return None, None, None, None, None, *gradients, *weights
+                for gradient, tile_input in zip(gradients, tile_inputs, strict=True):
+                    if gradient is not None:
+                        gradient[begin:end] = 0 if tile_input.grad is None else tile_input.grad
+        return None, None, None, None, None, *gradients, *weight_gradients
 
 
 @contextmanager
-def collected(module: nn.Module) -> Iterator[list[torch.Tensor | None]]:
+def summed_gradients(module: nn.Module) -> Iterator[list[torch.Tensor | None]]:
     """Context manager: sum the gradients of the trained parameters of `module` over all backward passes inside it.
 
     Each gradient is added as soon as it is computed, so there is never a second full set of gradients in memory. The
@@ -158,33 +167,34 @@ def collected(module: nn.Module) -> Iterator[list[torch.Tensor | None]]:
     sums: list[torch.Tensor | None] = [None] * len(parameters)
     leaves = {id(p): p.detach().requires_grad_() for p in parameters}
 
-    def adder(i: int) -> Callable[[torch.Tensor], None]:
+    def gradient_adder(i: int) -> Callable[[torch.Tensor], None]:
         def add(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            before, leaf_grad = sums[i], leaf.grad
+            total = sums[i]
+            leaf_grad = leaf.grad
             leaf.grad = None
-            if before is None:
+            if total is None:
                 sums[i] = at_least_fp32(leaf_grad)
             else:
-                before.add_(leaf_grad)
+                total.add_(leaf_grad)
 
         return add
 
     for i, leaf in enumerate(leaves.values()):
-        leaf.register_post_accumulate_grad_hook(adder(i))
-    places = [
+        leaf.register_post_accumulate_grad_hook(gradient_adder(i))
+    replaced = [
         (owner._parameters, name, p)
         for owner in module.modules()
         for name, p in owner._parameters.items()
         if p is not None and id(p) in leaves
     ]
-    for own, name, p in places:
-        own[name] = leaves[id(p)]  # type: ignore[assignment]
+    for owner_parameters, name, p in replaced:
+        owner_parameters[name] = leaves[id(p)]  # type: ignore[assignment]
     try:
         yield sums
     finally:
-        for own, name, p in places:
-            own[name] = p
+        for owner_parameters, name, p in replaced:
+            owner_parameters[name] = p
     for i, (total, p) in enumerate(zip(sums, parameters, strict=True)):
         sums[i] = None if total is None else total.to(p.dtype)
 
@@ -196,11 +206,12 @@ def is_row_wise(module: nn.Module, width: int) -> bool:
     """
     rows = torch.empty(1, ROWS, width, device="meta", dtype=next(module.parameters()).dtype)
     try:
-        with torch.no_grad(), _RowWise() as watched:
+        with torch.no_grad(), _RowWise() as mode:
             out = module.forward(rows)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, AssertionError):
         return False
-    return isinstance(out, torch.Tensor) and out.shape == rows.shape and watched.holds and watched.matmuls > 1
+    has_same_shape = isinstance(out, torch.Tensor) and out.shape == rows.shape
+    return has_same_shape and mode.is_row_wise and mode.num_matmuls > 1
 
 
 class _RowWise(TorchDispatchMode):
@@ -208,16 +219,16 @@ class _RowWise(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.holds, self.matmuls = True, 0
+        self.is_row_wise = True
+        self.num_matmuls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs, outputs = (
-            [x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in ((args, kwargs or {}), out)
-        )
+        inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if any(_has_rows(x) for x in inputs):
-            self.holds &= all(_has_rows(x) for x in outputs) and _keeps_rows(func, args)
-            self.matmuls += _name(func) in MATMULS
+            self.is_row_wise &= all(_has_rows(x) for x in outputs) and _keeps_rows(func, args)
+            self.num_matmuls += _operator_name(func) in MATMULS
         return out
 
 
@@ -226,14 +237,16 @@ def _has_rows(x: torch.Tensor) -> bool:
     return ROWS in x.shape[:-1] and x.shape[:-1].numel() == ROWS
 
 
-def _name(func: Any) -> str:
+def _operator_name(func: Any) -> str:
+    """Return the name of an operator without its namespace and overload, such as "addmm"."""
     return str(func._schema.name).removeprefix("aten::")
 
 
 def _keeps_rows(func: Any, args: Sequence[Any]) -> bool:
     """Whether the operator is known to compute each row independently."""
-    name = _name(func)
+    name = _operator_name(func)
     if name in MATMULS:  # only rows times weights, not rows times rows
         return sum(_has_rows(x) for x in args if isinstance(x, torch.Tensor)) == 1
-    random = torch.Tag.nondeterministic_seeded in func.tags
-    return name in ROW_WISE or (torch.Tag.pointwise in func.tags and not random)
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    is_pointwise = torch.Tag.pointwise in func.tags
+    return name in ROW_WISE or (is_pointwise and not is_random)

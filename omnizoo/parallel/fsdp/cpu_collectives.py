@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from omnizoo.ops.torch_private import free_gathered_buffer
 
 # Message tags that no other code uses in the same groups.
-GATHERING, SCATTERING = 7001, 7002
+GATHERING = 7001
+SCATTERING = 7002
 
 
 class Messages(dist.Work):
@@ -42,10 +43,11 @@ class DirectAllGather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Send `input_tensor` to all ranks and receive theirs into `output_tensor`."""
-        own, parts = group.rank(), output_tensor.chunk(group.size())
-        work = _exchange([input_tensor] * len(parts), parts, group, GATHERING)
-        if parts[own].data_ptr() != input_tensor.data_ptr():  # FSDP2 gathers in place
-            parts[own].copy_(input_tensor)
+        shards = output_tensor.chunk(group.size())
+        work = _exchange([input_tensor] * len(shards), shards, group, GATHERING)
+        local_shard = shards[group.rank()]
+        if local_shard.data_ptr() != input_tensor.data_ptr():  # FSDP2 gathers in place
+            local_shard.copy_(input_tensor)
         return work if async_op or not work.wait() else None
 
 
@@ -53,14 +55,14 @@ class DirectReduceScatter:
     """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`. It frees its input buffer after use."""
 
     def __init__(self) -> None:
-        self._given: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialized buffer. FSDP2 allocates the input first and then the output."""
-        made = torch.empty(*size, dtype=dtype, device=device)
-        if self._given is None:
-            self._given = made
-        return made
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        if self._input is None:
+            self._input = buffer
+        return buffer
 
     def __call__(
         self,
@@ -73,32 +75,34 @@ class DirectReduceScatter:
         """Send each rank its part of `input_tensor`, and write the sum of the received parts to `output_tensor`."""
         assert op == dist.ReduceOp.SUM, "gradients are summed"
         assert not async_op, "FSDP2 waits for it"
-        own, parts = group.rank(), input_tensor.chunk(group.size())
-        arrived = [part if i == own else torch.empty_like(part) for i, part in enumerate(parts)]
-        _exchange(parts, arrived, group, SCATTERING).wait()
-        torch.add(arrived[0], arrived[1], out=output_tensor)  # add in rank order, so that the result is deterministic
-        for part in arrived[2:]:
+        parts = input_tensor.chunk(group.size())
+        received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(parts)]
+        _exchange(parts, received, group, SCATTERING).wait()
+        torch.add(received[0], received[1], out=output_tensor)  # in rank order, so that the result is deterministic
+        for part in received[2:]:
             output_tensor.add_(part)
-        if self._given is input_tensor:
+        if self._input is input_tensor:
             self.free(input_tensor)
-        self._given = None
+        self._input = None
         return None
 
-    def free(self, given: torch.Tensor) -> None:
+    def free(self, buffer: torch.Tensor) -> None:
         """Free the input buffer, which is no longer needed. FSDP2 would keep it until the next unit is reduced."""
-        given.untyped_storage().resize_(0)
+        buffer.untyped_storage().resize_(0)
 
 
 def _exchange(
-    given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
 ) -> Messages:
-    """Start to send `given[i]` to rank i of `group`, and to receive from that rank into `taken[i]`."""
-    own, size = group.rank(), group.size()
+    """Start to send `sent[i]` to rank i of `group`, and to receive from that rank into `received[i]`."""
+    rank = group.rank()
+    size = group.size()
     messages = []
     for distance in range(1, size):
-        to, source = (own + distance) % size, (own - distance) % size
-        messages.append(dist.isend(given[to], group=group, group_dst=to, tag=tag))
-        messages.append(dist.irecv(taken[source], group=group, group_src=source, tag=tag))
+        destination = (rank + distance) % size
+        source = (rank - distance) % size
+        messages.append(dist.isend(sent[destination], group=group, group_dst=destination, tag=tag))
+        messages.append(dist.irecv(received[source], group=group, group_src=source, tag=tag))
     return Messages(messages)
 
 

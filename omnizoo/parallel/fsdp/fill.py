@@ -20,17 +20,17 @@ def allocate(model: nn.Module, device: torch.device, of_shards: torch.device | N
         device: Device of the tensors.
         of_shards: Device of sharded tensors, if it is a different one, as with CPU offload.
     """
-    made: dict[int, torch.Tensor] = {}
+    allocated: dict[int, torch.Tensor] = {}  # by id of the tensor on meta
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if not tensor.is_meta:
                 continue
-            if id(tensor) not in made:
-                own = of_shards if of_shards is not None and is_sharded(tensor) else device
-                empty = torch.empty_like(tensor, device=own)
+            if id(tensor) not in allocated:
+                tensor_device = of_shards if of_shards is not None and is_sharded(tensor) else device
+                empty = torch.empty_like(tensor, device=tensor_device)
                 is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            setattr(module, name, made[id(tensor)])
+                allocated[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(module, name, allocated[id(tensor)])
 
 
 def move(model: nn.Module, device: torch.device, of_shards: torch.device | None = None) -> None:
@@ -40,13 +40,15 @@ def move(model: nn.Module, device: torch.device, of_shards: torch.device | None 
     sharding. With CPU offload, FSDP2 pins the shards in host memory.
     """
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        there = tensor.to(of_shards if of_shards is not None and is_sharded(tensor) else device)
-        # Shards that were read from files on the host are views of the full tensor, which a clone lets go.
-        is_view = local_shard(there).untyped_storage().nbytes() > local_shard(there).nbytes
-        return there.clone() if is_view and is_sharded(there) else there
+    def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        tensor_device = of_shards if of_shards is not None and is_sharded(tensor) else device
+        result = tensor.to(tensor_device)
+        # Shards that were read from files on the host are views of the full tensor. A clone frees the full tensor.
+        local = local_shard(result)
+        is_view = local.untyped_storage().nbytes() > local.nbytes
+        return result.clone() if is_view and is_sharded(result) else result
 
-    change_tensors(model, moved)
+    change_tensors(model, move_tensor)
 
 
 def broadcast_tensors(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,11 +56,11 @@ def broadcast_tensors(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Iterat
 
     On all ranks, `tensors` must have the same names, shapes and dtypes.
     """
-    for name, own in tensors.items():
-        source = own.detach() if mesh.is_first else torch.empty(own.shape, dtype=own.dtype)
-        whole = source.to(mesh.device).contiguous()
-        dist.broadcast(whole, src=0)
-        yield name, whole
+    for name, tensor in tensors.items():
+        source = tensor.detach() if mesh.is_first else torch.empty(tensor.shape, dtype=tensor.dtype)
+        full = source.to(mesh.device).contiguous()
+        dist.broadcast(full, src=0)
+        yield name, full
 
 
 @torch.no_grad()
@@ -68,10 +70,11 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     All ranks must pass the same `weights`. There is no communication.
     """
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, whole in weights:
+    for name, full in weights:
         target = targets[name]
         if isinstance(target, DTensor):
-            part = distribute_tensor(whole.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(part.to_local())
+            full = full.to(target.dtype)
+            shards = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(shards.to_local())
         else:
-            target.copy_(whole)
+            target.copy_(full)

@@ -24,13 +24,13 @@ def sum_replicated_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
     Call this after the last backward pass of a step. Collective: all ranks must call it.
     """
-    whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
-    if not whole or dist.get_world_size() == 1:
+    unsharded = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not unsharded or dist.get_world_size() == 1:
         return
-    for parameter in whole:
+    for parameter in unsharded:
         if parameter.grad is None:  # this rank did not use the parameter, but others may have
             parameter.grad = torch.zeros_like(parameter)
-    grads = [p.grad for p in whole if p.grad is not None]
+    grads = [p.grad for p in unsharded if p.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
     with sent_along("world"):
         dist.all_reduce(flat)
@@ -44,14 +44,16 @@ def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> to
     The sum over all ranks is the squared norm that one process would compute. Ranks that hold copies of a shard have
     the same gradient, because HSDP all-reduces it in backward, so each of them counts an equal fraction of the square.
     """
-    parts = []
-    for placed, group in _by_placement(parameters).items():
-        mesh, placements = placed or (None, ())
-        shards = math.prod(mesh.size(i) for i, split in enumerate(placements) if mesh and isinstance(split, Shard))
+    squares = []
+    for mesh_and_placements, group in _by_placement(parameters).items():
+        num_shards = 1
+        if mesh_and_placements is not None:
+            mesh, placements = mesh_and_placements
+            num_shards = math.prod(mesh.size(i) for i, split in enumerate(placements) if isinstance(split, Shard))
         square = sum_of_squares([local_shard(p.grad) for p in group if p.grad is not None])
-        parts.append(to_device(square * (shards / dist.get_world_size()), device))
-    assert parts, "no gradients"
-    return torch.stack(parts).sum()
+        squares.append(to_device(square * (num_shards / dist.get_world_size()), device))
+    assert squares, "no gradients"
+    return torch.stack(squares).sum()
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -64,11 +66,12 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     norms = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        whole = len(flat) // ROW * ROW
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
-        norms.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True))
-    rows = torch.cat(norms)
-    return rows.to(torch.float64 if has_float64(rows.device) else rows.dtype).square().sum()
+        in_full_rows = len(flat) // ROW * ROW
+        norms.append(torch.linalg.vector_norm(flat[:in_full_rows].view(-1, ROW), dim=1))
+        norms.append(torch.linalg.vector_norm(flat[in_full_rows:], dim=0, keepdim=True))
+    row_norms = torch.cat(norms)
+    dtype = torch.float64 if has_float64(row_norms.device) else row_norms.dtype
+    return row_norms.to(dtype).square().sum()
 
 
 def clip_divisor(norm: torch.Tensor, limit: float) -> torch.Tensor:
@@ -86,7 +89,9 @@ def _by_placement(parameters: Iterable[nn.Parameter]) -> GradientGroups:
     """Group the parameters that have a gradient by the mesh and placements of the gradient."""
     groups: GradientGroups = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is not None:
-            grad = parameter.grad
-            groups[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(parameter)
+        grad = parameter.grad
+        if grad is None:
+            continue
+        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        groups[key].append(parameter)
     return groups

@@ -37,9 +37,10 @@ class _Job:
 
     def shape_on(self, rank: int) -> tuple[int, int, int]:
         """Return the shape of the shards that `rank` holds, `[matrices, m, n]` with `dim` reduced."""
+        count = self.last - self.first
         m, n = self.shape
-        here = self.sizes[rank]
-        return self.last - self.first, *((here, n) if self.dim == -2 else (m, here))
+        size = self.sizes[rank]
+        return (count, size, n) if self.dim == -2 else (count, m, size)
 
     def numel_on(self, rank: int) -> int:
         """Return the number of elements that `rank` holds."""
@@ -48,7 +49,7 @@ class _Job:
 
 
 @torch.no_grad()
-def on_whole_matrices(tensors: Sequence[torch.Tensor], function: Function) -> list[torch.Tensor]:
+def on_full_matrices(tensors: Sequence[torch.Tensor], function: Function) -> list[torch.Tensor]:
     """Apply `function` to the matrices in the last two dims of each tensor. Collective: all ranks must call it.
 
     A rank that holds full matrices, such as whole experts, processes them locally. Other matrices are assigned to the
@@ -64,17 +65,20 @@ def on_whole_matrices(tensors: Sequence[torch.Tensor], function: Function) -> li
     """
     results: dict[int, torch.Tensor] = {}
     shared: dict[tuple[dist.ProcessGroup, str, torch.dtype], list[int]] = defaultdict(list)
-    local, dims, shapes = [], [], []
+    local = []
+    dims = []
+    shapes = []
     for i, tensor in enumerate(tensors):
         group, axis, dim = _split(tensor)
-        here = local_shard(tensor)
-        local.append(here.reshape(math.prod(here.shape[:-2]), *here.shape[-2:]))
+        shard = local_shard(tensor)
+        local.append(shard.reshape(math.prod(shard.shape[:-2]), *shard.shape[-2:]))
         dims.append(dim)
-        shapes.append(here.shape)
+        shapes.append(shard.shape)
         if group is None:
-            results[i] = function(local[i]).view(here.shape) if here.numel() else here
+            results[i] = function(local[i]).view(shard.shape) if shard.numel() else shard
         else:
-            shared[group, axis, here.dtype].append(i)
+            shared[group, axis, shard.dtype].append(i)
+
     for (group, axis, _), members in shared.items():
         jobs = [job for i in members for job in _jobs(i, tensors[i], local[i], dims[i], group)]
         for i, result in _work(jobs, local, function, group, axis).items():
@@ -87,52 +91,67 @@ def _split(tensor: torch.Tensor) -> tuple[dist.ProcessGroup | None, str, int]:
 
     If matrices are not split, return (None, "", 0).
     """
-    found = [(group, axis, dim) for group, axis, dim in splits_of(tensor) if dim >= -2]
-    assert len(found) <= 1, "no layout splits a matrix along two axes"
-    return found[0] if found else (None, "", 0)
+    splits = [(group, axis, dim) for group, axis, dim in splits_of(tensor) if dim >= -2]
+    assert len(splits) <= 1, "a matrix is split along two axes"
+    return splits[0] if splits else (None, "", 0)
 
 
 def _jobs(i: int, tensor: torch.Tensor, local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> list[_Job]:
     """Divide the matrices of a tensor into one job per rank, or fewer if there are fewer matrices than ranks."""
-    ranks, whole = group.size(), tensor.shape[dim]
-    full = -(-whole // ranks)  # DTensor's split: equal parts, of which the last may be smaller or empty
-    sizes = tuple(max(0, min(full, whole - rank * full)) for rank in range(ranks))
-    assert local.shape[dim] == sizes[group.rank()], "a shard has another size than DTensor gives it"
-    cuts = [len(local) * k // ranks for k in range(ranks + 1)]
+    ranks = group.size()
+    full_size = tensor.shape[dim]
+    shard_size = -(-full_size // ranks)  # DTensor's split: equal parts, of which the last may be smaller or empty
+    sizes = tuple(max(0, min(shard_size, full_size - rank * shard_size)) for rank in range(ranks))
+    assert local.shape[dim] == sizes[group.rank()], "a shard does not have the size that DTensor gives it"
+
     shape = (int(tensor.shape[-2]), int(tensor.shape[-1]))
-    return [_Job(i, first, last, dim, shape, sizes) for first, last in pairwise(cuts) if last > first]
+    bounds = [len(local) * k // ranks for k in range(ranks + 1)]
+    jobs = []
+    for first, last in pairwise(bounds):
+        if last > first:
+            jobs.append(_Job(tensor=i, first=first, last=last, dim=dim, shape=shape, sizes=sizes))
+    return jobs
 
 
 def _work(
     jobs: Sequence[_Job], local: Sequence[torch.Tensor], function: Function, group: dist.ProcessGroup, axis: str
 ) -> dict[int, torch.Tensor]:
     """Run the jobs on the ranks of `group`. Return this rank's shards of the results, by index of the tensor."""
-    me, ranks = group.rank(), range(group.size())
-    by_owner: list[list[_Job]] = [[] for _ in ranks]
-    load = [0] * len(ranks)
-    for job in sorted(jobs, key=lambda job: -job.cost):  # stable, so all ranks compute the same assignment
-        owner = load.index(min(load))
-        by_owner[owner].append(job)
-        load[owner] += job.cost
-    sent = [sum(job.numel_on(me) for job in owned) for owned in by_owner]
-    received = [sum(job.numel_on(rank) for job in by_owner[me]) for rank in ranks]
+    rank = group.rank()
+    ranks = range(group.size())
+    jobs_by_owner = _assign_jobs(jobs, len(ranks))
+    local_jobs = jobs_by_owner[rank]
+    all_jobs = [job for owned in jobs_by_owner for job in owned]
+    sent = [sum(job.numel_on(rank) for job in owned) for owned in jobs_by_owner]
+    received = [sum(job.numel_on(source) for job in local_jobs) for source in ranks]
 
-    parts = [local[job.tensor][job.first : job.last].flatten() for owned in by_owner for job in owned]
-    arrived = exchange_rows(torch.cat(parts), sent, received, group, axis).split(
-        [job.numel_on(rank) for rank in ranks for job in by_owner[me]]
-    )
-    done: list[list[torch.Tensor]] = [[] for _ in ranks]
-    for k, job in enumerate(by_owner[me]):
-        pieces = [arrived[rank * len(by_owner[me]) + k].view(job.shape_on(rank)) for rank in ranks]
+    shards = [local[job.tensor][job.first : job.last].flatten() for job in all_jobs]
+    received_sizes = [job.numel_on(source) for source in ranks for job in local_jobs]
+    received_shards = exchange_rows(torch.cat(shards), sent, received, group, axis).split(received_sizes)
+    results_by_rank: list[list[torch.Tensor]] = [[] for _ in ranks]
+    for k, job in enumerate(local_jobs):
+        pieces = [received_shards[source * len(local_jobs) + k].view(job.shape_on(source)) for source in ranks]
         result = function(torch.cat(pieces, job.dim))
-        for rank, piece in zip(ranks, result.split(job.sizes, job.dim), strict=True):
-            done[rank].append(piece.flatten())
-    empty = parts[0][:0]
-    results_sent = torch.cat([empty, *(piece for rank in done for piece in rank)])
-    back = exchange_rows(results_sent, received, sent, group, axis)
+        for destination, piece in zip(ranks, result.split(job.sizes, job.dim), strict=True):
+            results_by_rank[destination].append(piece.flatten())
+
+    empty = shards[0][:0]
+    results_sent = torch.cat([empty, *(piece for pieces in results_by_rank for piece in pieces)])
+    returned = exchange_rows(results_sent, received, sent, group, axis)
 
     results = {job.tensor: torch.empty_like(local[job.tensor]) for job in jobs}
-    own = [job for owned in by_owner for job in owned]
-    for job, piece in zip(own, back.split([job.numel_on(me) for job in own]), strict=True):
-        results[job.tensor][job.first : job.last] = piece.view(job.shape_on(me))
+    returned_sizes = [job.numel_on(rank) for job in all_jobs]
+    for job, piece in zip(all_jobs, returned.split(returned_sizes), strict=True):
+        results[job.tensor][job.first : job.last] = piece.view(job.shape_on(rank))
     return results
+
+
+def _assign_jobs(jobs: Sequence[_Job], ranks: int) -> list[list[_Job]]:
+    """Return the jobs of each rank, balanced by cost. The sort is stable, so all ranks compute the same assignment."""
+    jobs_by_owner: list[list[_Job]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for job in sorted(jobs, key=lambda job: -job.cost):
+        owner = loads.index(min(loads))
+        jobs_by_owner[owner].append(job)
+        loads[owner] += job.cost
+    return jobs_by_owner

@@ -34,7 +34,9 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 def offload_policy(device: torch.device, on_host: bool) -> OffloadPolicy:
     """Return the offload policy. With `on_host`, shards and their gradients are kept in host memory (CPU offload)."""
-    return CPUOffloadPolicy(pin_memory=not is_host(device)) if on_host else OffloadPolicy()
+    if on_host:
+        return CPUOffloadPolicy(pin_memory=not is_host(device))
+    return OffloadPolicy()
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Units:
     blocks: Sequence[nn.Module]
     embedding: nn.Module | None = None
     head: nn.Module | None = None
-    whole: Sequence[nn.Parameter] = ()  # parameters that are not sharded and keep their dtype
+    replicated: Sequence[nn.Parameter] = ()  # parameters that are not sharded and keep their dtype
     idle: Sequence[nn.Module] = ()  # modules that training never runs; separate units, so they are never gathered
 
 
@@ -57,22 +59,22 @@ def shard(
     offload: OffloadPolicy = RESIDENT,
 ) -> None:
     """Make each of `units`, and then the root of the model, an FSDP2 unit over `mesh`, in place."""
-    kept = set(units.whole)
-    how: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    replicated = set(units.replicated)
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     for block in units.blocks:
         cast_activations(block, policy.param_dtype)
-        own = kept.intersection(block.parameters())
-        make_unit(block, mesh.fsdp, reshard_after_forward=reshard, ignored_params=own, **how)
+        ignored = replicated.intersection(block.parameters())
+        make_unit(block, mesh.fsdp, reshard_after_forward=reshard, ignored_params=ignored, **options)
     for module in units.idle:
-        make_unit(module, mesh.fsdp, **how)
+        make_unit(module, mesh.fsdp, **options)
     if units.embedding is not None:
-        unit = make_unit(units.embedding, mesh.fsdp, reshard_after_forward=reshard, **how)
+        unit = make_unit(units.embedding, mesh.fsdp, reshard_after_forward=reshard, **options)
         unit.set_unshard_in_backward(False)  # the gradient of an embedding does not depend on its weights
     # Backward needs the weights of head and root at once, so resharding them would only add all-gathers.
     if units.head is not None:
         cast_activations(units.head, policy.param_dtype)  # some models cast to the dtype of the sharded weights
-        make_unit(units.head, mesh.fsdp, reshard_after_forward=False, **how)
-    make_unit(model, mesh.fsdp, reshard_after_forward=False, ignored_params=kept, **how)
+        make_unit(units.head, mesh.fsdp, reshard_after_forward=False, **options)
+    make_unit(model, mesh.fsdp, reshard_after_forward=False, ignored_params=replicated, **options)
 
 
 def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
@@ -83,10 +85,14 @@ def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
     """
     setters = (FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch)
     for setter, order in zip(setters, (blocks, blocks[::-1]), strict=True):
-        for i, (block, *inside) in enumerate(order):
-            following = order[i + 1] if i + 1 < len(order) else ()
+        for i, (block, *inner_units) in enumerate(order):
+            prefetched: list[nn.Module] = []
+            if i == 0:  # no earlier block prefetches the inner units of the first one
+                prefetched += inner_units
+            if i + 1 < len(order):
+                prefetched += order[i + 1]
             assert isinstance(block, FSDPModule)
-            setter(block, [*(inside if i == 0 else ()), *following])  # type: ignore[list-item]  # all are FSDPModules
+            setter(block, prefetched)  # type: ignore[arg-type]  # all are FSDPModules
 
 
 def cast_activations(block: nn.Module, dtype: torch.dtype | None) -> None:
@@ -101,15 +107,19 @@ def cast_activations(block: nn.Module, dtype: torch.dtype | None) -> None:
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (_cast(args[0], dtype), *args[1:]), kwargs
-        first = next(iter(kwargs), "")
-        return args, {key: _cast(value, dtype) if key == first else value for key, value in kwargs.items()}
+        first = next(iter(kwargs), None)
+        if first is not None:
+            kwargs = kwargs | {first: _cast(kwargs[first], dtype)}
+        return args, kwargs
 
     block.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast a floating-point tensor to `dtype`, and return other values unchanged."""
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 def make_unit(module: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule:

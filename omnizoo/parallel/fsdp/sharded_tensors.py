@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import zeros as sharded_zeros
 
 from omnizoo.parallel.traffic_tag import sent_along
@@ -29,23 +29,25 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 def splits_of(tensor: torch.Tensor) -> Iterator[tuple[dist.ProcessGroup, str, int]]:
     """Yield (group of ranks, mesh axis, dim) for each dim of `tensor` that is split. The last dim is -1."""
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        assert mesh.mesh_dim_names is not None, "all meshes of OmniZoo have named axes"
-        for axis, placement in zip(mesh.mesh_dim_names, tensor.placements, strict=True):
-            assert isinstance(placement, Shard | Replicate), f"{placement} is no plain shard"
-            group = mesh.get_group(axis)
-            if isinstance(placement, Shard) and group.size() > 1:
-                yield group, axis, placement.dim - tensor.ndim
+    if not isinstance(tensor, DTensor):
+        return
+    mesh = tensor.device_mesh
+    assert mesh.mesh_dim_names is not None, "all meshes of OmniZoo have named axes"
+    for axis, placement in zip(mesh.mesh_dim_names, tensor.placements, strict=True):
+        assert isinstance(placement, Shard | Replicate), f"{placement} is neither Shard nor Replicate"
+        group = mesh.get_group(axis)
+        if isinstance(placement, Shard) and group.size() > 1:
+            yield group, axis, placement.dim - tensor.ndim
 
 
 def offsets_of(tensor: torch.Tensor) -> list[int]:
     """Return the offset of the local shard in the full tensor, for each dim."""
     offsets = [0] * tensor.ndim
     for group, _, dim in splits_of(tensor):
-        assert not offsets[dim], "a dim is split once"
+        assert not offsets[dim], "a dim is split twice"
         size = tensor.shape[dim]
-        offsets[dim] = min(size, -(-size // group.size()) * group.rank())
+        shard_size = -(-size // group.size())
+        offsets[dim] = min(size, shard_size * group.rank())
     return offsets
 
 
@@ -53,9 +55,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on every rank. Collective: all ranks must call it."""
     if isinstance(tensor, DTensor):
         # Collectives need the tensor on the device of the mesh. With CPU offload, it is in host memory.
-        there = tensor.detach().to(tensor.device_mesh.device_type)
-        assert isinstance(there, DTensor)
-        tensor = there.full_tensor()
+        on_device = tensor.detach().to(tensor.device_mesh.device_type)
+        assert isinstance(on_device, DTensor)
+        tensor = on_device.full_tensor()
     return tensor.detach()
 
 
@@ -63,17 +65,23 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is sharded like `tensor`, with `local` as this rank's shard."""
     if not isinstance(tensor, DTensor):
         return local
-    placed = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)  # type: ignore[arg-type]
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def resized(tensor: torch.Tensor, dim: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a meta tensor that is sharded like `tensor`, but has `size` in `dim`, which must not be split."""
     shape = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
-    whole = torch.empty(shape, dtype=dtype, device="meta")
+    full = torch.empty(shape, dtype=dtype, device="meta")
     if not isinstance(tensor, DTensor):
-        return whole
-    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        return full
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def sum_over_shards(
@@ -88,19 +96,24 @@ def sum_over_shards(
         parameters: The parameters that the values belong to.
         dims: For each parameter, the dims whose splits are summed over (the last dim is -1); None for all dims.
     """
-    together: dict[tuple[tuple[dist.ProcessGroup, str], ...], list[int]] = defaultdict(list)
-    for i, (parameter, wanted) in enumerate(zip(parameters, dims, strict=True)):
-        splits = splits_of(parameter)
-        together[tuple((group, axis) for group, axis, dim in splits if wanted is None or dim in wanted)].append(i)
+    members_by_groups: dict[tuple[tuple[dist.ProcessGroup, str], ...], list[int]] = defaultdict(list)
+    for i, (parameter, summed_dims) in enumerate(zip(parameters, dims, strict=True)):
+        groups = []
+        for group, axis, dim in splits_of(parameter):
+            if summed_dims is None or dim in summed_dims:
+                groups.append((group, axis))
+        members_by_groups[tuple(groups)].append(i)
+
     results = list(values)
-    for groups, members in together.items():
-        if groups:
-            flat = torch.cat([values[i].flatten() for i in members])
-            for group, axis in groups:
-                with sent_along(axis):
-                    dist.all_reduce(flat, group=group)
-            for i, total in zip(members, flat.split([values[i].numel() for i in members]), strict=True):
-                results[i] = total.view(values[i].shape)
+    for groups_and_axes, members in members_by_groups.items():
+        if not groups_and_axes:
+            continue
+        flat = torch.cat([values[i].flatten() for i in members])
+        for group, axis in groups_and_axes:
+            with sent_along(axis):
+                dist.all_reduce(flat, group=group)
+        for i, total in zip(members, flat.split([values[i].numel() for i in members]), strict=True):
+            results[i] = total.view(values[i].shape)
     return results
 
 
@@ -113,9 +126,9 @@ def zeros_reduced(parameter: torch.Tensor, dim: int) -> torch.Tensor:
     shape[dim] = 1
     if not isinstance(parameter, DTensor):
         return parameter.new_zeros(shape)
-    gone = dim % parameter.ndim
-    placements = [
-        Replicate() if isinstance(placement, Shard) and placement.dim == gone else placement
-        for placement in parameter.placements
-    ]
+    reduced_dim = dim % parameter.ndim
+    placements: list[Placement] = []
+    for placement in parameter.placements:
+        splits_reduced_dim = isinstance(placement, Shard) and placement.dim == reduced_dim
+        placements.append(Replicate() if splits_reduced_dim else placement)
     return sharded_zeros(*shape, dtype=parameter.dtype, device_mesh=parameter.device_mesh, placements=placements)

@@ -36,14 +36,14 @@ class Stretch:
     """Contiguous tokens of a sample on one rank."""
 
     rank: int
-    number: int  # index among the stretches of its rank
+    index: int  # index among the stretches of its rank
     sample: int  # index of the sample in the pack
     position: int  # position of the first token in the sample
-    at: int  # index of the first token among the tokens of its rank
+    first_token: int  # index of the first token among the tokens of its rank
     length: int  # tokens
 
 
-def stretches(slices: Sequence[Indices], lengths: Sequence[int]) -> list[list[Stretch]]:
+def find_stretches(slices: Sequence[Indices], lengths: Sequence[int]) -> list[list[Stretch]]:
     """Return the stretches of each rank.
 
     Args:
@@ -51,20 +51,28 @@ def stretches(slices: Sequence[Indices], lengths: Sequence[int]) -> list[list[St
         lengths: Tokens of each sample of the pack.
     """
     starts = np.array([0, *accumulate(lengths)])
-    found: list[list[Stretch]] = []
+    stretches_by_rank: list[list[Stretch]] = []
     for rank, tokens in enumerate(slices):
-        sample = np.searchsorted(starts, tokens, side="right") - 1
-        goes_on = (np.diff(tokens, prepend=-2) == 1) & (np.diff(sample, prepend=-1) == 0)
-        begins = np.flatnonzero(~goes_on)
-        positions = (tokens - starts[sample])[begins]
-        sizes = np.diff(begins, append=len(tokens))
-        found.append(
-            [
-                Stretch(rank, number, *map(int, each))
-                for number, each in enumerate(zip(sample[begins], positions, begins, sizes, strict=True))
-            ]
-        )
-    return found
+        samples = np.searchsorted(starts, tokens, side="right") - 1
+        positions = tokens - starts[samples]
+        continues = (np.diff(tokens, prepend=-2) == 1) & (np.diff(samples, prepend=-1) == 0)
+        first_tokens = np.flatnonzero(~continues)
+        sizes = np.diff(first_tokens, append=len(tokens))
+
+        stretches = []
+        for index, (first, length) in enumerate(zip(first_tokens.tolist(), sizes.tolist(), strict=True)):
+            stretches.append(
+                Stretch(
+                    rank=rank,
+                    index=index,
+                    sample=int(samples[first]),
+                    position=int(positions[first]),
+                    first_token=first,
+                    length=length,
+                )
+            )
+        stretches_by_rank.append(stretches)
+    return stretches_by_rank
 
 
 @dataclass(frozen=True)
@@ -91,183 +99,236 @@ class Recurrence:
         device: torch.device,
         overlap: bool,
     ) -> None:
-        self.group, self.rank, self.slices, self.lengths, self.device = group, rank, slices, lengths, device
+        self.group = group
+        self.rank = rank
+        self.slices = slices
+        self.lengths = lengths
+        self.device = device
         self.overlap = overlap
-        self.held = stretches(slices, lengths)
-        self.own = self.held[rank]
+        self.stretches = find_stretches(slices, lengths)  # those of each rank
+        self.local_stretches = self.stretches[rank]
+
         self.chains: dict[int, list[Stretch]] = {}  # sample -> its stretches, by position
-        for stretch in sorted((s for held in self.held for s in held), key=lambda s: (s.sample, s.position)):
+        all_stretches = [stretch for stretches in self.stretches for stretch in stretches]
+        for stretch in sorted(all_stretches, key=lambda stretch: (stretch.sample, stretch.position)):
             self.chains.setdefault(stretch.sample, []).append(stretch)
-        self.is_cut = any(len(chain) > 1 for chain in self.chains.values())
-        self._halos: dict[int, tuple[Sending, torch.Tensor]] = {}
+        self.has_split_samples = any(len(chain) > 1 for chain in self.chains.values())
+        self._halos: dict[int, tuple[Sending, torch.Tensor]] = {}  # cache, by number of tokens before a stretch
 
     @property
-    def own_lengths(self) -> list[int]:
+    def local_lengths(self) -> list[int]:
         """Tokens of each stretch of this rank."""
-        return [stretch.length for stretch in self.own]
+        return [stretch.length for stretch in self.local_stretches]
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the causal convolution of `x` `[T, C]` with `weight` `[C, K]`, as `[T, C]`. Collective."""
-        room = weight.shape[1] - 1
-        before = x.new_zeros(len(self.own), room, x.shape[1])
-        if self.is_cut and room:
-            sending, place = self._halo(room)
-            came = exchange_rows(x[sending.rows], sending.sent, sending.received, self.group, "sp")
-            before = torch.cat([came, came.new_zeros(1, x.shape[1])])[place]
+        num_before = weight.shape[1] - 1
+        before = x.new_zeros(len(self.local_stretches), num_before, x.shape[1])
+        if self.has_split_samples and num_before:
+            sending, row_index = self._halo(num_before)
+            received = exchange_rows(x[sending.rows], sending.sent, sending.received, self.group, "sp")
+            before = torch.cat([received, received.new_zeros(1, x.shape[1])])[row_index]
             # The exchange in backward is a collective. Every rank reaches it only if its output depends on the received
             # rows, even if it uses none of them.
-            before = before + 0 * came.sum()
-        return convolve(x, weight, bias, self.own_lengths, before)
+            before = before + 0 * received.sum()
+        return convolve(x, weight, bias, self.local_lengths, before)
 
-    def carry(self, steps: RecurrentInputs, by: str | None = None) -> torch.Tensor:
+    def run_recurrence(self, inputs: RecurrentInputs, method: str | None = None) -> torch.Tensor:
         """Return the output of the recurrence for this rank's tokens, `[T, H, V]`. Collective.
 
-        `by` is `states` or `heads`. None selects the one with fewer bytes sent by the busiest rank.
+        `method` is `states` or `heads`. None selects the one with fewer bytes sent by the busiest rank.
         """
-        if not self.is_cut:
-            return ops.run_recurrence(steps, self.own_lengths)[0]
-        if by is None:
-            costs = self.bytes_sent(steps)
-            by = min(costs, key=lambda way: max(costs[way]))
-        return self._by_heads(steps) if by == "heads" else self._by_states(steps)
+        if not self.has_split_samples:
+            return ops.run_recurrence(inputs, self.local_lengths)[0]
+        if method is None:
+            costs = self.bytes_sent(inputs)
+            method = min(costs, key=lambda name: max(costs[name]))
+        return self._by_heads(inputs) if method == "heads" else self._by_states(inputs)
 
-    def bytes_sent(self, steps: RecurrentInputs) -> dict[str, list[int]]:
+    def bytes_sent(self, inputs: RecurrentInputs) -> dict[str, list[int]]:
         """Return the bytes that each rank sends in a forward pass, for each method that is possible.
 
         By states: `H K (V + K)` fp32 numbers (delta rule), or `H K (V + 1)`, for each stretch and each rank that holds
         later stretches of its sample. By heads: query, key, value and gates of each token are sent to the ranks of its
-        heads, and its output is sent back. `steps` may have any number of tokens.
+        heads, and its output is sent back. `inputs` may have any number of tokens.
         """
-        (heads, wide), (groups, deep) = steps.value.shape[1:], steps.key.shape[1:]
-        ranks, size, full = range(len(self.slices)), steps.value.itemsize, steps.wide.itemsize
-        pairs = [0 for _ in ranks]
-        for chain in self.chains.values():
-            for stretch, to in _later(chain):
-                pairs[stretch.rank] += len(to - {stretch.rank})
-        each = heads * deep * (wide + (deep if steps.is_delta else 1)) * full
-        costs = {"states": [count * each for count in pairs]}
-        if heads >= len(ranks):
-            split, tokens = split_heads(heads, groups, len(ranks)), [len(own) for own in self.slices]
-            gates = 1 + (deep if steps.decay.dim() == 3 else 1)
-            given = [
-                (last - first) * (wide * size + gates * full) + (end - begin) * 2 * deep * size
-                for (first, last), (begin, end) in zip(split.heads, split.kv_heads, strict=True)
-            ]
-            back = [(last - first) * wide * size for first, last in split.heads]
-            costs["heads"] = [
-                sum(tokens[rank] * given[other] + tokens[other] * back[rank] for other in ranks if other != rank)
-                for rank in ranks
-            ]
+        costs = {"states": self._bytes_by_states(inputs)}
+        if inputs.value.shape[1] >= len(self.slices):
+            costs["heads"] = self._bytes_by_heads(inputs)
         return costs
 
-    def _by_states(self, steps: RecurrentInputs) -> torch.Tensor:
+    def _bytes_by_states(self, inputs: RecurrentInputs) -> list[int]:
+        """Return the bytes that each rank sends in `_by_states`."""
+        heads, value_width = inputs.value.shape[1:]
+        key_width = inputs.key.shape[2]
+        transition_width = key_width if inputs.is_delta else 1
+        bytes_per_pair = heads * key_width * (value_width + transition_width) * inputs.wide_dtype.itemsize
+
+        num_pairs = [0] * len(self.slices)
+        for chain in self.chains.values():
+            for stretch, later_ranks in _later(chain):
+                num_pairs[stretch.rank] += len(later_ranks - {stretch.rank})
+        return [count * bytes_per_pair for count in num_pairs]
+
+    def _bytes_by_heads(self, inputs: RecurrentInputs) -> list[int]:
+        """Return the bytes that each rank sends in `_by_heads`."""
+        heads, value_width = inputs.value.shape[1:]
+        groups, key_width = inputs.key.shape[1:]
+        size = inputs.value.itemsize
+        num_gates = 1 + (key_width if inputs.decay.dim() == 3 else 1)
+        gate_bytes = num_gates * inputs.wide_dtype.itemsize
+        ranks = range(len(self.slices))
+        split = split_heads(heads, groups, len(ranks))
+
+        input_bytes = []  # bytes of one token's inputs for the heads of each rank
+        output_bytes = []  # bytes of one token's output for the heads of each rank
+        for (first, last), (first_kv, last_kv) in zip(split.heads, split.kv_heads, strict=True):
+            num_heads = last - first
+            num_kv_heads = last_kv - first_kv
+            input_bytes.append(num_heads * (value_width * size + gate_bytes) + num_kv_heads * 2 * key_width * size)
+            output_bytes.append(num_heads * value_width * size)
+
+        tokens = [len(indices) for indices in self.slices]
+        totals = []
+        for rank in ranks:
+            peers = [peer for peer in ranks if peer != rank]
+            totals.append(sum(tokens[rank] * input_bytes[peer] + tokens[peer] * output_bytes[rank] for peer in peers))
+        return totals
+
+    def _by_states(self, inputs: RecurrentInputs) -> torch.Tensor:
         """Compute each stretch without an incoming state, then add the contributions of the received states."""
-        wide = steps.value.shape[2]
-        alone = ops.apart(steps, self.own_lengths)
-        sending, row_of = self._pair_rows
-        came = exchange_rows(alone.effect[sending.rows], sending.sent, sending.received, self.group, "sp")
-        pieces, effects = list(alone.out.split(self.own_lengths)), came.unbind()
+        value_width = inputs.value.shape[2]
+        stateless = ops.run_without_states(inputs, self.local_lengths)
+        sending, received_row = self._pair_rows
+        received = exchange_rows(stateless.effect[sending.rows], sending.sent, sending.received, self.group, "sp")
+        effects = received.unbind()
+
+        outputs = list(stateless.out.split(self.local_lengths))
         for chain in self.chains.values():
             last = max((i for i, stretch in enumerate(chain) if stretch.rank == self.rank), default=0)
             state: torch.Tensor | None = None
             for stretch in chain[: last + 1]:
                 if stretch.rank == self.rank and state is not None:
-                    pieces[stretch.number] = pieces[stretch.number] + alone.added(stretch.number, state)
-                if stretch in row_of:
-                    state = ops.advance(effects[row_of[stretch]], state, wide)
-        # The exchange in backward is a collective. Every rank reaches it only if its output depends on `came`.
-        return torch.cat([alone.out[:0], *pieces]) + 0 * came.sum().to(alone.out.dtype)
+                    outputs[stretch.index] = outputs[stretch.index] + stateless.contribution(stretch.index, state)
+                if stretch in received_row:
+                    state = ops.advance(effects[received_row[stretch]], state, value_width)
+        # The exchange in backward is a collective. Every rank reaches it only if its output depends on `received`.
+        return torch.cat([stateless.out[:0], *outputs]) + 0 * received.sum().to(stateless.out.dtype)
 
-    def _by_heads(self, steps: RecurrentInputs) -> torch.Tensor:
+    def _by_heads(self, inputs: RecurrentInputs) -> torch.Tensor:
         """Gather all tokens of this rank's heads, run the recurrence, and scatter the outputs back."""
-        split = split_heads(steps.value.shape[1], steps.key.shape[1], len(self.slices))
-        exchange = Exchange(self.group, "sp", self.rank, [len(tokens) for tokens in self.slices], self.overlap)
-        order, back = self._order
-        deep, by_channel = steps.key.shape[2], steps.decay.dim() == 3
-        decay = steps.decay if by_channel else steps.decay.unsqueeze(-1)
-        gates = torch.cat([steps.beta.unsqueeze(-1).to(steps.wide), decay.to(steps.wide)], -1)
-        pairs = torch.cat([steps.query, steps.key], -1)
+        split = split_heads(inputs.value.shape[1], inputs.key.shape[1], len(self.slices))
+        exchange = Exchange(
+            group=self.group,
+            axis="sp",
+            rank=self.rank,
+            tokens=[len(tokens) for tokens in self.slices],
+            overlap=self.overlap,
+        )
+        key_width = inputs.key.shape[2]
+        by_channel = inputs.decay.dim() == 3
+        decay = inputs.decay if by_channel else inputs.decay.unsqueeze(-1)
+        beta = inputs.beta.unsqueeze(-1)
+        gates = torch.cat([beta.to(inputs.wide_dtype), decay.to(inputs.wide_dtype)], -1)
+        queries_and_keys = torch.cat([inputs.query, inputs.key], -1)
+
         ranges = (split.kv_heads, split.heads, split.heads)
-        gathered = GatherTokens.apply(exchange, ranges, pairs, gates, steps.value)  # type: ignore[no-untyped-call]
-        pairs, gates, value = (x[order] for x in gathered)
-        query, key = repeat_kv(pairs, split.kv_repeats(self.rank)).split([deep, deep], -1)
+        gathered = GatherTokens.apply(exchange, ranges, queries_and_keys, gates, inputs.value)  # type: ignore[no-untyped-call]
+        order, inverse_order = self._order
+        queries_and_keys, gates, value = (x[order] for x in gathered)
+        repeated = repeat_kv(queries_and_keys, split.kv_repeats(self.rank))
+        query, key = repeated.split([key_width, key_width], -1)
         decay = gates[..., 1:] if by_channel else gates[..., 1]
-        own = replace(steps, query=query, key=key, value=value, decay=decay, beta=gates[..., 0])
-        out = ops.run_recurrence(own, self.lengths)[0]
-        result: torch.Tensor = ScatterTokens.apply(exchange, split, out[back])  # type: ignore[no-untyped-call]
+        head_inputs = replace(inputs, query=query, key=key, value=value, decay=decay, beta=gates[..., 0])
+        out = ops.run_recurrence(head_inputs, self.lengths)[0]
+        result: torch.Tensor = ScatterTokens.apply(exchange, split, out[inverse_order])  # type: ignore[no-untyped-call]
         return result
 
-    def _sending(self, wanted: Iterator[tuple[int, int, int]]) -> tuple[Sending, list[int]]:
+    def _plan_sending(self, needed_rows: Iterator[tuple[int, int, int]]) -> tuple[Sending, list[int]]:
         """Plan an exchange of rows.
 
         Args:
-            wanted: (rank that needs a row, rank that holds it, index of the row there), in the same order on all ranks.
+            needed_rows: (rank that needs a row, rank that holds it, index of the row there), in the same order on all
+                ranks.
 
         Returns:
             The rows to send and receive, and for each row that this rank needs, its index among the received rows.
         """
         ranks = range(len(self.slices))
-        sent: list[list[int]] = [[] for _ in ranks]
-        mine: list[list[int]] = [[] for _ in ranks]
-        count = 0
-        for to, owner, row in wanted:
+        sent_rows: list[list[int]] = [[] for _ in ranks]  # by destination
+        received_needs: list[list[int]] = [[] for _ in ranks]  # by source: indices into the rows that this rank needs
+        num_needed = 0
+        for destination, owner, row in needed_rows:
             if owner == self.rank:
-                sent[to].append(row)
-            if to == self.rank:
-                mine[owner].append(count)
-                count += 1
-        arrived = [number for numbers in mine for number in numbers]
-        place = np.argsort(np.array(arrived, np.int64), kind="stable").tolist()
-        rows = to_device(torch.tensor([row for rows in sent for row in rows], dtype=torch.int64), self.device)
-        return Sending(rows, [len(rows) for rows in sent], [len(numbers) for numbers in mine]), place
+                sent_rows[destination].append(row)
+            if destination == self.rank:
+                received_needs[owner].append(num_needed)
+                num_needed += 1
 
-    def _halo(self, room: int) -> tuple[Sending, torch.Tensor]:
-        """Plan the exchange of the `room` tokens before each stretch, for a convolution.
+        needs_in_received_order = [need for needs in received_needs for need in needs]
+        received_index = np.argsort(np.array(needs_in_received_order, np.int64), kind="stable").tolist()
+        flat_rows = [row for rows in sent_rows for row in rows]
+        sending = Sending(
+            rows=to_device(torch.tensor(flat_rows, dtype=torch.int64), self.device),
+            sent=[len(rows) for rows in sent_rows],
+            received=[len(needs) for needs in received_needs],
+        )
+        return sending, received_index
+
+    def _halo(self, num_before: int) -> tuple[Sending, torch.Tensor]:
+        """Plan the exchange of the `num_before` tokens before each stretch, for a convolution.
 
         Returns:
-            The rows to send and receive, and an index `[stretches, room]` into the received rows. Positions before the
-            start of a sample get an index one past the last received row.
+            The rows to send and receive, and an index `[stretches, num_before]` into the received rows. Positions
+            before the start of a sample get an index one past the last received row.
         """
-        if room not in self._halos:
-            starts = [0, *accumulate(self.lengths)]
-            owner, row = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
-            for rank, tokens in enumerate(self.slices):
-                owner[tokens], row[tokens] = rank, np.arange(len(tokens))
+        if num_before in self._halos:
+            return self._halos[num_before]
 
-            def wanted() -> Iterator[tuple[int, int, int]]:
-                for held in self.held:
-                    for stretch in held:
-                        first = starts[stretch.sample]
-                        for position in range(max(0, stretch.position - room), stretch.position):
-                            yield stretch.rank, int(owner[first + position]), int(row[first + position])
+        starts = [0, *accumulate(self.lengths)]
+        owner = np.empty(starts[-1], np.int64)  # rank that holds each token
+        row = np.empty(starts[-1], np.int64)  # index of each token on that rank
+        for rank, tokens in enumerate(self.slices):
+            owner[tokens] = rank
+            row[tokens] = np.arange(len(tokens))
 
-            sending, place = self._sending(wanted())
-            there, coming = np.full((len(self.own), room), len(place)), iter(place)
-            for stretch in self.own:
-                for gap in range(max(0, room - stretch.position), room):
-                    there[stretch.number, gap] = next(coming)
-            self._halos[room] = sending, to_device(torch.from_numpy(there), self.device)
-        return self._halos[room]
+        def needed_rows() -> Iterator[tuple[int, int, int]]:
+            for stretches in self.stretches:
+                for stretch in stretches:
+                    first = starts[stretch.sample]
+                    for position in range(max(0, stretch.position - num_before), stretch.position):
+                        yield stretch.rank, int(owner[first + position]), int(row[first + position])
+
+        sending, received_index = self._plan_sending(needed_rows())
+        next_index = iter(received_index)
+        row_index = np.full((len(self.local_stretches), num_before), len(received_index))
+        for stretch in self.local_stretches:
+            for column in range(max(0, num_before - stretch.position), num_before):
+                row_index[stretch.index, column] = next(next_index)
+        self._halos[num_before] = sending, to_device(torch.from_numpy(row_index), self.device)
+        return self._halos[num_before]
 
     @cached_property
     def _pair_rows(self) -> tuple[Sending, dict[Stretch, int]]:
         """Exchange of (M, U) pairs for `_by_states`, and the received row of each stretch whose pair is needed here."""
-        needed = [(stretch, to) for chain in self.chains.values() for stretch, to in _later(chain)]
-        sending, place = self._sending(
-            (to, stretch.rank, stretch.number) for stretch, ranks in needed for to in sorted(ranks)
+        later_ranks = [entry for chain in self.chains.values() for entry in _later(chain)]
+        sending, received_index = self._plan_sending(
+            (destination, stretch.rank, stretch.index)
+            for stretch, destinations in later_ranks
+            for destination in sorted(destinations)
         )
-        here = [stretch for stretch, ranks in needed if self.rank in ranks]
-        return sending, dict(zip(here, place, strict=True))
+        needed_here = [stretch for stretch, destinations in later_ranks if self.rank in destinations]
+        return sending, dict(zip(needed_here, received_index, strict=True))
 
     @cached_property
     def _order(self) -> tuple[torch.Tensor, ...]:
         """Permutation from tokens sorted by rank to tokens in pack order, and its inverse."""
-        places = np.concatenate(self.slices)
-        both = (np.argsort(places, kind="stable"), places)
-        return tuple(to_device(torch.from_numpy(index), self.device) for index in both)
+        tokens = np.concatenate(self.slices)
+        order = np.argsort(tokens, kind="stable")
+        return tuple(to_device(torch.from_numpy(index), self.device) for index in (order, tokens))
 
 
 def _later(chain: Sequence[Stretch]) -> Iterator[tuple[Stretch, set[int]]]:
     """Yield each stretch of a sample except the last, with the ranks that hold later stretches."""
-    for number, stretch in enumerate(chain[:-1]):
-        yield stretch, {later.rank for later in chain[number + 1 :]}
+    for i, stretch in enumerate(chain[:-1]):
+        yield stretch, {later.rank for later in chain[i + 1 :]}

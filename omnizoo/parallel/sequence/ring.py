@@ -40,24 +40,26 @@ class Ring:
         return len(self.tokens)
 
     @sent_along("ring")
-    def pass_on(self, sent: torch.Tensor, width: int, step: int) -> "Passing":
+    def pass_on(self, sent: torch.Tensor, width: int, step: int) -> "Transfer":
         """Start sending a buffer to the next rank, and receiving the previous rank's buffer of the same `step`.
 
         `width` is the number of elements per token. After `size` steps, a buffer is back at the rank that it came from.
         """
-        received = sent.new_empty(self.tokens[(self.rank - step - 1) % self.size] * width)
+        next_rank = (self.rank + 1) % self.size
+        previous_rank = (self.rank - 1) % self.size
+        received_tokens = self.tokens[(self.rank - step - 1) % self.size]
+        received = sent.new_empty(received_tokens * width)
         operations = []
         if sent.numel():  # both sides have all token counts, so empty messages are skipped
-            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=(self.rank + 1) % self.size))
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=next_rank))
         if received.numel():
-            operations.append(
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size)
-            )
-        return Passing(dist.batch_isend_irecv(operations) if operations else [], sent, received)
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous_rank))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer(works, sent, received)
 
 
 @dataclass(frozen=True)
-class Passing:
+class Transfer:
     """A send and a receive in progress."""
 
     works: Sequence[dist.Work]
@@ -94,17 +96,20 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring,
         pattern: Pattern,
     ) -> torch.Tensor:
-        ctx.ring, ctx.scale, ctx.softcap = ring, scale_of(q, pattern), pattern.softcap
-        out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
-        shapes, width = (k.shape[1:], v.shape[1:]), k.shape[1] * (k.shape[2] + v.shape[2])
-        traveling = _message(k, v)
+        ctx.ring = ring
+        ctx.scale = scale_of(q, pattern)
+        ctx.softcap = pattern.softcap
+        out = accumulator(q, *q.shape[:2], v.shape[-1])
+        lse = accumulator(q, *q.shape[:2])
+        width = k.shape[1] * (k.shape[2] + v.shape[2])
+        current = _message(k, v)
         for step in range(ring.size):
-            passing = ring.pass_on(traveling, width, step) if step < ring.size - 1 else None
-            keys, values = (repeat_kv(x, ring.kv_repeats) for x in _unflatten(traveling, *shapes))
+            transfer = ring.pass_on(current, width, step) if step < ring.size - 1 else None
+            keys, values = (repeat_kv(x, ring.kv_repeats) for x in _unflatten(current, k.shape[1:], v.shape[1:]))
             blocks = ring.blocks[(ring.rank - step) % ring.size]
             attend_blocks(q, keys, values, blocks, ctx.scale, ctx.softcap, out, lse)
-            if passing is not None:
-                traveling = passing.wait()
+            if transfer is not None:
+                current = transfer.wait()
         if sinks is not None:
             add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
@@ -116,25 +121,27 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ring: Ring = ctx.ring
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        shapes, width = (k.shape[1:], v.shape[1:]), k.shape[1] * (k.shape[2] + v.shape[2])
+        width = k.shape[1] * (k.shape[2] + v.shape[2])
         dq = accumulator(q, *q.shape)
-        traveling = _message(k, v)
-        gradients: Passing | None = None
+        current = _message(k, v)
+        gradients: Transfer | None = None
         for step in range(ring.size):
-            passing = ring.pass_on(traveling, width, step) if step < ring.size - 1 else None
-            keys, values = (repeat_kv(x, ring.kv_repeats) for x in _unflatten(traveling, *shapes))
-            own = accumulator(k, keys.numel() + values.numel())  # one buffer for both, as they are sent together
-            dk, dv = _unflatten(own, keys.shape[1:], values.shape[1:])
+            transfer = ring.pass_on(current, width, step) if step < ring.size - 1 else None
+            keys, values = (repeat_kv(x, ring.kv_repeats) for x in _unflatten(current, k.shape[1:], v.shape[1:]))
+            step_grads = accumulator(k, keys.numel() + values.numel())  # one buffer for both, as they are sent together
+            dk, dv = _unflatten(step_grads, keys.shape[1:], values.shape[1:])
             blocks = ring.blocks[(ring.rank - step) % ring.size]
             attend_blocks_backward(grad_out, q, keys, values, out, lse, blocks, ctx.scale, ctx.softcap, dq, dk, dv)
             if ring.kv_repeats is not None:
-                own = _message(sum_repeated(dk, ring.kv_repeats), sum_repeated(dv, ring.kv_repeats))
+                step_grads = _message(sum_repeated(dk, ring.kv_repeats), sum_repeated(dv, ring.kv_repeats))
             # Wait only now, so that the transfer overlaps with the computation of this block.
-            gradients = ring.pass_on(own if gradients is None else own.add_(gradients.wait()), width, step)
-            if passing is not None:
-                traveling = passing.wait()
+            if gradients is not None:
+                step_grads = step_grads.add_(gradients.wait())
+            gradients = ring.pass_on(step_grads, width, step)
+            if transfer is not None:
+                current = transfer.wait()
         assert gradients is not None
-        dk, dv = _unflatten(gradients.wait(), *shapes)
+        dk, dv = _unflatten(gradients.wait(), k.shape[1:], v.shape[1:])
         dsinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 

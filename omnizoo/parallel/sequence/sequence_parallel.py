@@ -2,7 +2,7 @@
 
 Each rank selects its tokens with `SequenceParallel.index` before the forward pass. Only attention and recurrent layers
 communicate: the model's attention interface calls the `SequenceParallel` object, and recurrent layers call its
-`convolve` and `carry`. All other layers process each token independently and need no change.
+`convolve` and `run_recurrence`. All other layers process each token independently and need no change.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from itertools import accumulate, product
 import torch
 
 from omnizoo.config.errors import UserError
-from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans, Stretches
-from omnizoo.ops.attention.blocks import AttentionBlock, Blocks, TokenRun, block_between, blocks_of_stretches, fuse
+from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans, SpansOfSamples
+from omnizoo.ops.attention.blocks import AttentionBlock, Blocks, TokenRun, block_between, fuse, span_blocks
 from omnizoo.ops.attention.packed import Boundaries, Pattern, packed_attention
 from omnizoo.ops.device import to_device
 from omnizoo.ops.linear_attention.recurrence import RecurrentInputs
@@ -30,9 +30,9 @@ def visible_blocks(
     k_runs: Sequence[Sequence[TokenRun]],
     causal: bool,
     window: int | None,
-    own: bool,
-    mutual: Stretches | None = None,
-    beyond: int | None = None,
+    is_same_rank: bool,
+    spans: SpansOfSamples | None = None,
+    outer_window: int | None = None,
 ) -> list[AttentionBlock]:
     """Return the attention blocks between the queries of one ring rank and the keys of another.
 
@@ -41,25 +41,32 @@ def visible_blocks(
         k_runs: For each sample, the runs of tokens of the rank with the keys.
         causal: Whether tokens attend only to earlier tokens, apart from bidirectional tokens.
         window: Number of tokens of sliding-window attention; None for full attention.
-        own: Whether both ranks are the same.
-        mutual: For each sample, the stretches of bidirectional tokens, which attend to each other.
-        beyond: Window that bidirectional tokens may look beyond; None if the window limits them, too.
+        is_same_rank: Whether both ranks are the same.
+        spans: For each sample, the spans of bidirectional tokens, which attend to each other.
+        outer_window: Window outside which bidirectional tokens still attend; None if the window limits them, too.
     """
     blocks: list[AttentionBlock] = []
-    for number, (queries, keys) in enumerate(zip(q_runs, k_runs, strict=True)):
-        stretches = () if mutual is None else mutual[number]
-        added = [block for q, k in product(queries, keys) for block in blocks_of_stretches(q, k, stretches, beyond)]
-        if own and queries and (window is None or window >= queries[-1].position + queries[-1].length):
+    for sample, (queries, keys) in enumerate(zip(q_runs, k_runs, strict=True)):
+        blocks_of_spans: list[AttentionBlock] = []
+        if spans is not None:
+            for q, k in product(queries, keys):
+                blocks_of_spans += span_blocks(q, k, spans[sample], outer_window)
+
+        if is_same_rank and queries and (window is None or window >= queries[-1].position + queries[-1].length):
             # Without a window only the order of tokens matters, so the gap between the runs can be ignored.
-            whole = TokenRun(queries[0].at, 0, sum(run.length for run in queries))
-            queries = keys = [whole]
-        pairs = [block for q, k in product(queries, keys) if (block := block_between(q, k, causal, window))]
-        if own:
+            joined_run = TokenRun(queries[0].index, 0, sum(run.length for run in queries))
+            queries = keys = [joined_run]
+        candidates = [block_between(q, k, causal, window) for q, k in product(queries, keys)]
+        pairs = [block for block in candidates if block is not None]
+
+        if is_same_rank:
             # Each query attends to itself, so the diagonal blocks contain every query once. They are computed first.
-            diagonal = [b for b in pairs if (b.q0, b.q1) == (b.k0, b.k1)]
-            blocks += [replace(b, first=True) for b in diagonal] + [b for b in pairs if b not in diagonal] + added
+            diagonal = [block for block in pairs if (block.q0, block.q1) == (block.k0, block.k1)]
+            blocks += [replace(block, first=True) for block in diagonal]
+            blocks += [block for block in pairs if block not in diagonal]
+            blocks += blocks_of_spans
         else:
-            blocks += fuse(pairs + added)
+            blocks += fuse(pairs + blocks_of_spans)
     return blocks
 
 
@@ -67,11 +74,15 @@ class SequenceParallel:
     """One packed micro-batch on the ranks that share it. `lengths` are the token counts of its samples, in order."""
 
     def __init__(
-        self, mesh: Mesh, lengths: Sequence[int], overlap: bool, mutual: BidirectionalSpans | None = None
+        self, mesh: Mesh, lengths: Sequence[int], overlap: bool, bidirectional: BidirectionalSpans | None = None
     ) -> None:
         layout = mesh.layout
-        self.mesh, self.lengths, self.overlap, self.mutual = mesh, lengths, overlap, mutual
-        self.ring, self.ulysses = layout.ring, layout.ulysses
+        self.mesh = mesh
+        self.lengths = lengths
+        self.overlap = overlap
+        self.bidirectional = bidirectional
+        self.ring = layout.ring
+        self.ulysses = layout.ulysses
         self.ring_rank, self.ulysses_rank = divmod(mesh.sp_rank, layout.ulysses)
         self.slices = slice_tokens(lengths, layout.ring, layout.ulysses)
         self.tokens = [len(indices) for indices in self.slices]
@@ -96,9 +107,9 @@ class SequenceParallel:
         """Return the causal convolution of this rank's tokens, see `Recurrence.convolve`. Collective."""
         return self.recurrence.convolve(x, weight, bias)
 
-    def carry(self, steps: RecurrentInputs) -> torch.Tensor:
-        """Return the output of a recurrence for this rank's tokens, see `Recurrence.carry`. Collective."""
-        return self.recurrence.carry(steps)
+    def run_recurrence(self, inputs: RecurrentInputs) -> torch.Tensor:
+        """Return the output of a recurrence for this rank's tokens, see `Recurrence.run_recurrence`. Collective."""
+        return self.recurrence.run_recurrence(inputs)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
         """Return the attention output for this rank's tokens, `[1, T, H, Dv]`. Collective.
@@ -107,8 +118,8 @@ class SequenceParallel:
         """
         if pattern.dropout > 0.0 and self.ring > 1:
             raise UserError(
-                f"attention dropout {pattern.dropout} does not work with parallel.ring {self.ring}: set the model's "
-                f"attention_dropout to 0, or use ulysses {self.ring * self.ulysses} x ring 1"
+                f"parallel.ring: {self.ring} does not support attention dropout, which is {pattern.dropout}. Set the "
+                f"model's attention_dropout to 0, or use parallel.ulysses: {self.ring * self.ulysses} with ring 1."
             )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.ulysses == 1:
@@ -126,8 +137,8 @@ class SequenceParallel:
             pattern = replace(pattern, sinks=pattern.sinks[slice(*split.heads[self.ulysses_rank])])
         ranges = (split.heads, split.kv_heads, split.kv_heads)
         q, k, v = GatherTokens.apply(exchange, ranges, q, k, v)  # type: ignore[no-untyped-call]
-        own = self._local(q, k, v, pattern, split.kv_repeats(self.ulysses_rank))
-        out: torch.Tensor = ScatterTokens.apply(exchange, split, own)  # type: ignore[no-untyped-call]
+        local_out = self._local(q, k, v, pattern, split.kv_repeats(self.ulysses_rank))
+        out: torch.Tensor = ScatterTokens.apply(exchange, split, local_out)  # type: ignore[no-untyped-call]
         return out.unsqueeze(0)
 
     def _local(
@@ -139,19 +150,37 @@ class SequenceParallel:
             blocks = self._blocks(pattern.causal, pattern.window)
             ring = Ring(self.mesh.group("ring"), self.ring_rank, tokens, blocks, kv_repeats)
             return ring_attention(q, k, v, ring, pattern)
-        k, v = repeat_kv(k, kv_repeats), repeat_kv(v, kv_repeats)
+        k = repeat_kv(k, kv_repeats)
+        v = repeat_kv(v, kv_repeats)
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        return packed_attention(query, key, value, self.boundaries, pattern, self.mutual)[0]
+        return packed_attention(query, key, value, self.boundaries, pattern, self.bidirectional)[0]
 
     def _blocks(self, causal: bool, window: int | None) -> list[Blocks]:
         """Return, for each ring rank, the blocks between this rank's queries and that rank's keys.
 
         The runs of all ranks follow from the sample lengths, so no communication is needed.
         """
-        if (causal, window) not in self.blocks:
-            own = self.runs[self.ring_rank]
-            mutual = self.mutual if self.mutual and self.mutual.counts(causal, window) else None
-            told = (mutual.stretches, mutual.beyond(window)) if mutual else ()
-            visible = [visible_blocks(own, runs, causal, window, runs is own, *told) for runs in self.runs]
-            self.blocks[causal, window] = [Blocks(blocks, self.mesh.device) for blocks in visible]
-        return self.blocks[causal, window]
+        if (causal, window) in self.blocks:
+            return self.blocks[causal, window]
+
+        spans = None
+        outer_window = None
+        if self.bidirectional and self.bidirectional.affects(causal, window):
+            spans = self.bidirectional.spans
+            outer_window = self.bidirectional.outer_window(window)
+
+        local_runs = self.runs[self.ring_rank]
+        blocks_by_rank = []
+        for runs in self.runs:
+            blocks = visible_blocks(
+                local_runs,
+                runs,
+                causal=causal,
+                window=window,
+                is_same_rank=runs is local_runs,
+                spans=spans,
+                outer_window=outer_window,
+            )
+            blocks_by_rank.append(Blocks(blocks, self.mesh.device))
+        self.blocks[causal, window] = blocks_by_rank
+        return blocks_by_rank

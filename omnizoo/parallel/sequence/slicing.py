@@ -17,13 +17,13 @@ def slice_tokens(lengths: Sequence[int], ring: int, ulysses: int) -> list[npt.ND
     starts = [0, *accumulate(lengths)]
     slices: list[npt.NDArray[np.int64]] = []
     for runs in ring_runs(lengths, ring):
-        pieces = [
-            np.arange(start + run.position, start + run.position + run.length)
-            for start, sample in zip(starts, runs, strict=False)
-            for run in sample
-        ]
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-        slices += [piece.astype(np.int64) for piece in np.array_split(tokens, ulysses)]
+        indices = [np.empty(0, np.int64)]
+        for start, sample_runs in zip(starts, runs, strict=False):
+            for run in sample_runs:
+                first = start + run.position
+                indices.append(np.arange(first, first + run.length))
+        tokens = np.concatenate(indices)
+        slices += [part.astype(np.int64) for part in np.array_split(tokens, ulysses)]
     return slices
 
 
@@ -33,20 +33,24 @@ def ring_runs(lengths: Sequence[int], ring: int) -> list[list[list[TokenRun]]]:
     A sample is cut into 2 x ring chunks, and rank r holds chunk r from the start and chunk r from the end. In causal
     attention, early tokens attend to few tokens and late ones to many, so this balances the work within every sample.
     """
-    held = [0] * ring
+    num_tokens = [0] * ring  # of each rank
+    num_chunks = 2 * ring
     runs: list[list[list[TokenRun]]] = [[] for _ in range(ring)]
     for length in lengths:
-        base, rest = divmod(length, 2 * ring)
-        sizes = [base] * (2 * ring)
+        base, remainder = divmod(length, num_chunks)
+        sizes = [base] * num_chunks
         # The remainder goes to the ranks with the fewest tokens, so that counts differ by at most 1.
-        order = sorted(range(ring), key=held.__getitem__)
-        for chunk in [*order, *(2 * ring - 1 - rank for rank in order)][:rest]:
+        order = sorted(range(ring), key=num_tokens.__getitem__)
+        chunk_order = order + [num_chunks - 1 - rank for rank in order]
+        for chunk in chunk_order[:remainder]:
             sizes[chunk] += 1
+
         position = [0, *accumulate(sizes)]
         for rank in range(ring):
-            runs[rank].append([])
-            for chunk in (rank, 2 * ring - 1 - rank):
+            sample_runs = []
+            for chunk in (rank, num_chunks - 1 - rank):
                 if sizes[chunk]:
-                    runs[rank][-1].append(TokenRun(held[rank], position[chunk], sizes[chunk]))
-                    held[rank] += sizes[chunk]
+                    sample_runs.append(TokenRun(num_tokens[rank], position[chunk], sizes[chunk]))
+                    num_tokens[rank] += sizes[chunk]
+            runs[rank].append(sample_runs)
     return runs

@@ -31,17 +31,21 @@ class HeadSplit:
 
     def kv_repeats(self, rank: int) -> list[int] | None:
         """Return the number of local query heads of each local kv head, or None if all have the same number."""
-        (first, end), size = self.heads[rank], self.group_size
-        repeats = [min(end, (kv + 1) * size) - max(first, kv * size) for kv in range(*self.kv_heads[rank])]
+        first, end = self.heads[rank]
+        repeats = []
+        for kv_head in range(*self.kv_heads[rank]):
+            first_of_kv = kv_head * self.group_size
+            repeats.append(min(end, first_of_kv + self.group_size) - max(first, first_of_kv))
         return repeats if len(set(repeats)) > 1 else None
 
 
 def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
     """Split the heads into contiguous ranges that are as even as possible. Every rank must get at least one head."""
-    assert heads >= ranks, f"{heads} heads on {ranks} ranks: `check_heads` was to refuse this"
-    size = heads // kv_heads
+    assert heads >= ranks, f"{heads} heads on {ranks} ranks: `check_heads` must be called first"
+    group_size = heads // kv_heads
     ranges = [(rank * heads // ranks, (rank + 1) * heads // ranks) for rank in range(ranks)]
-    return HeadSplit(ranges, [(first // size, (end - 1) // size + 1) for first, end in ranges], size)
+    kv_ranges = [(first // group_size, (end - 1) // group_size + 1) for first, end in ranges]
+    return HeadSplit(heads=ranges, kv_heads=kv_ranges, group_size=group_size)
 
 
 def check_heads(layout: Layout, heads: int, kv_heads: int) -> None:
@@ -50,8 +54,8 @@ def check_heads(layout: Layout, heads: int, kv_heads: int) -> None:
         return
     ulysses = max(n for n in divisors(layout.sp) if n <= heads)
     raise UserError(
-        f"parallel.ulysses: {layout.ulysses} ranks cannot share {heads} attention heads ({kv_heads} of keys and "
-        f"values), as each needs one; the nearest layout that works: ulysses {ulysses} x ring {layout.sp // ulysses}"
+        f"parallel.ulysses: {layout.ulysses} is more than the {heads} attention heads of the model ({kv_heads} for "
+        f"keys and values). Use parallel.ulysses: {ulysses} with parallel.ring: {layout.sp // ulysses}."
     )
 
 
@@ -71,13 +75,18 @@ class Exchange:
         Returns:
             A function that waits for the collective and returns `[tokens, local heads, width]`.
         """
-        own, width = ranges[self.rank][1] - ranges[self.rank][0], x.shape[2]
-        pieces = [len(x) * (end - first) * width for first, end in ranges]
-        sent, received = x.new_empty(sum(pieces)), x.new_empty(sum(self.tokens), own, width)
-        for piece, (first, end) in zip(sent.split(pieces), ranges, strict=True):
+        first_head, end_head = ranges[self.rank]
+        local_heads = end_head - first_head
+        width = x.shape[2]
+        sent_sizes = [len(x) * (end - first) * width for first, end in ranges]
+        received_sizes = [count * local_heads * width for count in self.tokens]
+        sent = x.new_empty(sum(sent_sizes))
+        received = x.new_empty(sum(self.tokens), local_heads, width)
+        for piece, (first, end) in zip(sent.split(sent_sizes), ranges, strict=True):
             piece.view(len(x), end - first, width).copy_(x[:, first:end])
-        receive = [n * own * width for n in self.tokens]
-        work = dist.all_to_all_single(received.view(-1), sent, receive, pieces, self.group, async_op=self.overlap)
+        work = dist.all_to_all_single(
+            received.view(-1), sent, received_sizes, sent_sizes, self.group, async_op=self.overlap
+        )
         return lambda: _after(work, received)
 
     def start_scatter(self, x: torch.Tensor, ranges: Ranges) -> Callable[[], torch.Tensor]:
@@ -87,20 +96,22 @@ class Exchange:
             A function that waits for the collective and returns all heads of this rank's tokens,
             `[local tokens, heads, width]`. A head that several ranks have is summed.
         """
-        tokens, own, width = self.tokens[self.rank], x.shape[1], x.shape[2]
-        pieces = [tokens * (end - first) * width for first, end in ranges]
-        received = x.new_empty(sum(pieces))
-        sent, send = x.contiguous().view(-1), [n * own * width for n in self.tokens]
-        work = dist.all_to_all_single(received, sent, pieces, send, self.group, async_op=self.overlap)
+        local_tokens = self.tokens[self.rank]
+        local_heads, width = x.shape[1:]
+        received_sizes = [local_tokens * (end - first) * width for first, end in ranges]
+        sent_sizes = [count * local_heads * width for count in self.tokens]
+        received = x.new_empty(sum(received_sizes))
+        sent = x.contiguous().view(-1)
+        work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self.group, async_op=self.overlap)
 
         def finish() -> torch.Tensor:
-            parts = [
-                part.view(tokens, end - first, width)
-                for part, (first, end) in zip(_after(work, received).split(pieces), ranges, strict=True)
-            ]
-            if all(before[1] == after[0] for before, after in pairwise(ranges)):
+            parts = []
+            for part, (first, end) in zip(_after(work, received).split(received_sizes), ranges, strict=True):
+                parts.append(part.view(local_tokens, end - first, width))
+            is_contiguous = all(before[1] == after[0] for before, after in pairwise(ranges))
+            if is_contiguous:
                 return torch.cat(parts, 1)
-            total = x.new_zeros(tokens, ranges[-1][1], width)
+            total = x.new_zeros(local_tokens, ranges[-1][1], width)
             for part, (first, end) in zip(parts, ranges, strict=True):
                 total[:, first:end].add_(part)
             return total
@@ -110,8 +121,8 @@ class Exchange:
     def run(self, start: Start, tensors: Sequence[torch.Tensor], ranges: Sequence[Ranges]) -> tuple[torch.Tensor, ...]:
         """Run `start_gather` or `start_scatter` for several tensors. With overlap, all start before the first wait."""
         with sent_along(self.axis):
-            started = [start(x, r) for x, r in zip(tensors, ranges, strict=True)]
-            return tuple(finish() for finish in started)
+            finishers = [start(x, tensor_ranges) for x, tensor_ranges in zip(tensors, ranges, strict=True)]
+            return tuple(finish() for finish in finishers)
 
 
 def _after(work: dist.Work | None, received: torch.Tensor) -> torch.Tensor:
@@ -128,7 +139,8 @@ class GatherTokens(torch.autograd.Function):
     def forward(
         ctx: Any, exchange: Exchange, ranges: Sequence[Ranges], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.ranges = exchange, ranges
+        ctx.exchange = exchange
+        ctx.ranges = ranges
         return exchange.run(exchange.start_gather, tensors, ranges)
 
     @staticmethod
@@ -142,7 +154,8 @@ class ScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, split: HeadSplit, out: torch.Tensor) -> torch.Tensor:
-        ctx.exchange, ctx.split = exchange, split
+        ctx.exchange = exchange
+        ctx.split = split
         return exchange.run(exchange.start_scatter, [out], [split.heads])[0]
 
     @staticmethod

@@ -14,14 +14,14 @@ TOWER, PROJECTOR = "model.audio_tower", "model.multi_modal_projector"
 STRIDE = 2  # stride of the convolutions before the layers of a Whisper tower
 
 
-class MaskedWindows(AudioTowerEncoder):
+class MaskedWindowEncoder(AudioTowerEncoder):
     """Encoder for audio as log-mel windows of the one length that the tower accepts.
 
     Windows do not attend to each other. Qwen2-Audio has one window. Its padding is masked in the tower and has no
     placeholder tokens.
     """
 
-    most: ClassVar[int] = 1  # maximum number of windows of an audio clip
+    max_windows: ClassVar[int] = 1  # maximum number of windows of an audio clip
     merge: int = 2  # positions that are merged into one placeholder token
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float | None = None) -> None:
@@ -32,40 +32,45 @@ class MaskedWindows(AudioTowerEncoder):
         self.extractor = load_processor(WhisperFeatureExtractor, folder, {}, feature_size=audio.num_mel_bins)
         self.positions: int = audio.max_source_positions
         self.samples: int = self.positions * STRIDE * self.extractor.hop_length  # samples of a window
-        longest = self.most * self.samples / self.rate
-        self.max_seconds = min(max_seconds or longest, longest)
+        limit = self.max_windows * self.samples / self.rate
+        self.max_seconds = min(max_seconds or limit, limit)
 
-    def size_of(self, windows: int, places: int) -> MediaSize:
-        tower, per_place = self.work
-        return MediaSize(places, cost=windows * tower.flops(self.positions) + places * per_place)
+    def size_of(self, windows: int, placeholders: int) -> MediaSize:
+        """Return the size of audio with this number of windows and placeholder tokens."""
+        tower, per_placeholder = self.work
+        return MediaSize(placeholders, cost=windows * tower.flops(self.positions) + placeholders * per_placeholder)
 
     def frames_of(self, samples: int) -> list[int]:
         """Return the number of mel frames in each window, without padding."""
         full, rest = divmod(samples, self.samples)
-        return [self.positions * STRIDE] * full + ([-(-rest // self.extractor.hop_length)] if rest else [])
+        frames = [self.positions * STRIDE] * full
+        if rest:
+            frames.append(-(-rest // self.extractor.hop_length))
+        return frames
 
-    def heard(self, frames: int) -> int:
+    def audio_positions(self, frames: int) -> int:
         """Return the number of positions in a window that are not padding."""
         return (frames - 1) // STRIDE + 1
 
-    def places_of(self, frames: Sequence[int]) -> int:
-        return sum(self.heard(each) // self.merge for each in frames)
+    def placeholders_of(self, frames: Sequence[int]) -> int:
+        """Return the number of placeholder tokens for the number of mel frames in each window."""
+        return sum(self.audio_positions(count) // self.merge for count in frames)
 
     def measure(self, media: Media) -> MediaSize:
         samples = self.num_samples(media)
         frames = self.frames_of(samples)
-        places = self.places_of(frames)
-        if not places:
-            raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single place")
-        return self.size_of(len(frames), places)
+        placeholders = self.placeholders_of(frames)
+        if not placeholders:
+            raise BadMedia(f"{media.name}: {samples / self.rate:.3f} s is too short for a placeholder token")
+        return self.size_of(len(frames), placeholders)
 
     def prepare(self, media: Media) -> Inputs:
-        sound = self.read_samples(media)
-        windows = [sound[start : start + self.samples] for start in range(0, len(sound), self.samples)]
+        samples = self.read_samples(media)
+        windows = [samples[start : start + self.samples] for start in range(0, len(samples), self.samples)]
         out = self.extractor(
             windows, sampling_rate=self.rate, padding="max_length", max_length=self.samples, return_tensors="pt"
         )
-        return self.windows(out["input_features"], self.frames_of(len(sound))[-1])
+        return self.windows(out["input_features"], self.frames_of(len(samples))[-1])
 
     def windows(self, mels: torch.Tensor, frames: int) -> Inputs:
         """Return the inputs for `mels [windows, bins, frames]`.
@@ -76,49 +81,57 @@ class MaskedWindows(AudioTowerEncoder):
         return {"mels": mels, "frames": torch.arange(frames, dtype=torch.int32)}
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        frames = self.frames_in(inputs)
-        own = [self.windows(mels[None].clone(), n) for mels, n in zip(inputs["mels"], frames, strict=True)]
-        sizes = [self.size_of(1, self.count_placeholders(each)) for each in own]
-        return [(part, each) for part, each in zip(sizes, own, strict=True) if part.num_placeholders]
+        """Split audio into its windows. Windows without placeholder tokens are dropped."""
+        parts = []
+        for mels, frames in zip(inputs["mels"], self.frames_in(inputs), strict=True):
+            window = self.windows(mels[None].clone(), frames)
+            placeholders = self.count_placeholders(window)
+            if placeholders:
+                parts.append((self.size_of(1, placeholders), window))
+        return parts
 
     def dummy_input(self) -> Inputs:
         frames = self.frames_of(2 * STRIDE * self.extractor.hop_length)[0]
         return self.windows(torch.zeros(1, self.extractor.feature_size, self.positions * STRIDE), frames)
 
     def frames_in(self, inputs: Inputs) -> list[int]:
-        return [self.positions * STRIDE] * (len(inputs["mels"]) - 1) + [len(inputs["frames"])]
+        """Return the number of mel frames in each window of a prepared item, without padding."""
+        num_full = len(inputs["mels"]) - 1
+        return [self.positions * STRIDE] * num_full + [len(inputs["frames"])]
 
     def count_placeholders(self, inputs: Inputs) -> int:
-        return self.places_of(self.frames_in(inputs))
+        return self.placeholders_of(self.frames_in(inputs))
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         mels = torch.cat([item["mels"] for item in items])
-        frames = [each for item in items for each in self.frames_in(item)]
-        features = self.hear(mels, frames)
-        kept = [window[: self.heard(each) // self.merge] for window, each in zip(features, frames, strict=True)]
-        projected: torch.Tensor = self.projector(torch.cat(kept))
+        frames = [count for item in items for count in self.frames_in(item)]
+        features = self.run_tower(mels, frames)
+        unpadded = []
+        for window, count in zip(features, frames, strict=True):
+            unpadded.append(window[: self.audio_positions(count) // self.merge])
+        projected: torch.Tensor = self.projector(torch.cat(unpadded))
         return projected
 
-    def hear(self, mels: torch.Tensor, frames: Sequence[int]) -> Any:
+    def run_tower(self, mels: torch.Tensor, frames: Sequence[int]) -> Any:
         """Return the tower's features, `[windows, positions or merged positions, width]`."""
         positions = torch.arange(self.positions, device=mels.device)
-        is_sound = torch.stack([positions < self.heard(each) for each in frames])
-        mask = is_sound[:, None, None].expand(-1, 1, self.positions, -1)
+        is_audio = torch.stack([positions < self.audio_positions(count) for count in frames])
+        mask = is_audio[:, None, None].expand(-1, 1, self.positions, -1)
         return self.tower(mels, attention_mask=mask, return_dict=True).last_hidden_state
 
 
-class SeveralWindows(MaskedWindows):
+class MultiWindowEncoder(MaskedWindowEncoder):
     """Encoder of Audio Flamingo 3, with up to 20 consecutive windows."""
 
-    most = 20
+    max_windows = 20
 
-    def hear(self, mels: torch.Tensor, frames: Sequence[int]) -> Any:
-        each = torch.arange(mels.shape[2], device=mels.device)
-        mask = torch.stack([each < n for n in frames])
+    def run_tower(self, mels: torch.Tensor, frames: Sequence[int]) -> Any:
+        frame_numbers = torch.arange(mels.shape[2], device=mels.device)
+        mask = torch.stack([frame_numbers < count for count in frames])
         return self.tower(mels, input_features_mask=mask, return_dict=True).last_hidden_state
 
 
-class FullWindows(MaskedWindows):
+class FullWindowEncoder(MaskedWindowEncoder):
     """Encoder of Voxtral: full windows, because the model was trained with placeholder tokens for padding too."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 1800.0) -> None:
@@ -131,9 +144,9 @@ class FullWindows(MaskedWindows):
         return [self.positions * STRIDE] * -(-samples // self.samples)
 
     def prepare(self, media: Media) -> Inputs:
-        sound = self.read_samples(media)
+        samples = self.read_samples(media)
         out = self.extractor(
-            sound,
+            samples,
             sampling_rate=self.rate,
             padding=True,
             truncation=False,
@@ -144,6 +157,6 @@ class FullWindows(MaskedWindows):
         mels = out["input_features"][0].unflatten(1, (-1, frames)).transpose(0, 1).contiguous()
         return self.windows(mels, frames)
 
-    def hear(self, mels: torch.Tensor, frames: Sequence[int]) -> Any:
+    def run_tower(self, mels: torch.Tensor, frames: Sequence[int]) -> Any:
         out = self.tower(mels, return_dict=True).last_hidden_state
         return out.unflatten(1, (-1, self.merge)).flatten(2)

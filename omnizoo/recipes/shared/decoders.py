@@ -28,8 +28,12 @@ def generate_arguments(sampling: Sampling) -> dict[str, Any]:
     """Return the arguments of transformers' `generate` for these sampling options."""
     if sampling.temperature == 0:
         return {"do_sample": False}
-    limits = {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    return {"do_sample": True, "temperature": sampling.temperature, **limits}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
 
 
 @contextmanager
@@ -40,5 +44,6 @@ def seeded(sampling: Sampling) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")
         if sampling.generator is not None:
             device = sampling.generator.device
-            torch.manual_seed(int(torch.randint(2**62, (1,), generator=sampling.generator, device=device)))
+            seed = torch.randint(2**62, (1,), generator=sampling.generator, device=device)
+            torch.manual_seed(int(seed))
         yield

@@ -13,7 +13,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from transformers import FeatureExtractionMixin, PreTrainedModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
@@ -22,7 +21,7 @@ from omnizoo.config.errors import UserError, first_line
 from omnizoo.modalities.base import Encoder, Modality, SharedTower
 from omnizoo.modalities.encoders.tower import TowerFlops
 from omnizoo.modalities.files.audio import audio_length, read_audio
-from omnizoo.modalities.files.decoding import PICTURE_OPTIONS, SOUND_OPTIONS
+from omnizoo.modalities.files.decoding import AUDIO_OPTIONS, IMAGE_OPTIONS
 from omnizoo.modalities.files.image import read_image
 from omnizoo.modalities.files.preview import thumbnail
 from omnizoo.modalities.files.video import read_frames
@@ -38,11 +37,9 @@ from omnizoo.models.recipe import Options
 log = logging.getLogger(__name__)
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # normalization that several families share
 SHARE = 2**62  # an interpolation weight of 1, as an integer
-MOST_PREVIEWED = 8  # frames of a video in a preview
-POSITIVE = (
-    *("sampling_rate", "hop_length", "n_fft", "feature_size", "rescale_factor"),
-    *("fps", "num_frames", "min_frames", "max_frames"),
-)
+PREVIEW_FRAMES = 8  # frames of a video in a preview
+POSITIVE_AUDIO = ("sampling_rate", "hop_length", "n_fft", "feature_size")
+POSITIVE_VIDEO = ("rescale_factor", "fps", "num_frames", "min_frames", "max_frames")
 
 
 class UsesModel:
@@ -100,7 +97,9 @@ class TowerEncoder(UsesModel, SharedTower, Encoder):
 
 
 class ImageTowerEncoder(TowerEncoder):
-    item_options = PICTURE_OPTIONS
+    """Base class of image encoders that call a tower."""
+
+    item_options = IMAGE_OPTIONS
 
     def preview(self, media: Media) -> str:
         return thumbnail(read_image(media), media.name)
@@ -109,18 +108,21 @@ class ImageTowerEncoder(TowerEncoder):
 class AudioTowerEncoder(TowerEncoder):
     """Encoder for audio of at most `max_seconds`, prepared by `extractor`. Subclasses set both."""
 
-    item_options = SOUND_OPTIONS
+    item_options = AUDIO_OPTIONS
     extractor: Any
     max_seconds: float
 
     @property
     def rate(self) -> int:
+        """Sampling rate in Hz."""
         return int(self.extractor.sampling_rate)
 
     def num_samples(self, media: Media) -> int:
+        """Return the number of audio samples, from the header."""
         return audio_length(media, self.rate, self.max_seconds)
 
     def read_samples(self, media: Media) -> Any:
+        """Return the audio samples at `rate`."""
         return read_audio(media, self.rate, self.max_seconds)
 
 
@@ -143,14 +145,24 @@ def build_modalities(
     modalities = {}
     for name, spec in specs.items():
         encoder = build_with_options(spec.encoder, options, name, model, folder)
-        tokens = (spec.begin, spec.placeholder, spec.end, tuple(spec.marks))
-        modalities[name] = Modality(name, encoder, None, *tokens, in_chat=spec.in_chat)
+        modalities[name] = Modality(
+            name=name,
+            encoder=encoder,
+            decoder=None,
+            begin=spec.begin,
+            placeholder=spec.placeholder,
+            end=spec.end,
+            marks=tuple(spec.marks),
+            in_chat=spec.in_chat,
+        )
     return modalities
 
 
 def visual_modules(tower: str, *projectors: str) -> tuple[MediaModule, MediaModule]:
     """Return the modules of a model that encodes images and videos with one tower."""
-    return MediaModule("image", "encoder", tower, projectors), MediaModule("video", "encoder", tower, projectors)
+    image = MediaModule("image", "encoder", tower, projectors)
+    video = MediaModule("video", "encoder", tower, projectors)
+    return image, video
 
 
 def build_with_options(build: Callable[..., Any], options: Options, name: str, *args: Any) -> Any:
@@ -172,9 +184,10 @@ def build_with_options(build: Callable[..., Any], options: Options, name: str, *
 
 
 def check_positive(key: str, **options: float | None) -> None:
+    """Raise a `UserError` for options that are set, but not above 0. `key` is the config key of the options."""
     for name, value in options.items():
         if value is not None and not value > 0:
-            raise UserError(f"{key}.{name}: {value!r} is not above 0")
+            raise UserError(f"{key}.{name}: {value!r} must be above 0")
 
 
 def check_frame_options(fps: float | None, num_frames: int | None, **options: float | None) -> None:
@@ -182,21 +195,23 @@ def check_frame_options(fps: float | None, num_frames: int | None, **options: fl
     key = "model.modalities.video.encoder.options"
     check_positive(key, fps=fps, num_frames=num_frames, **options)
     if fps is not None and num_frames is not None:
-        raise UserError(f"{key}: fps and num_frames are both given; give one")
+        raise UserError(f"{key}: fps {fps} and num_frames {num_frames} exclude each other. Set one of them.")
 
 
 def checked_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
     """Return the result of `processor_settings`, after a check for invalid numbers that processors accept."""
     settings, file = processor_settings(folder, kind)
-    for name in POSITIVE:
+    for name in POSITIVE_AUDIO + POSITIVE_VIDEO:
         value = settings.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise UserError(f"{file}: {name} is {value!r}; expected a number above 0")
     for name in ("image_mean", "image_std"):
         value = settings.get(name)
+        if value is None:
+            continue
         numbers = list(value) if isinstance(value, list | tuple | str) else [value]
         is_numeric = all(isinstance(number, int | float) for number in numbers)
-        if value is not None and not (len(numbers) in (1, 3) and is_numeric):
+        if len(numbers) not in (1, 3) or not is_numeric:
             raise UserError(f"{file}: {name} is {value!r}; expected three numbers")
     return settings, file
 
@@ -218,10 +233,10 @@ def load_processor(processor: Any, folder: str | None, defaults: Mapping[str, An
         # `from_pretrained(folder, **overrides)` would ignore overrides that the file does not contain.
         return processor.from_dict(settings | overrides)
     except (ValueError, TypeError, KeyError, ArithmeticError, AttributeError) as error:
-        raise UserError(f"{file} does not describe a {processor.__name__}: {first_line(error)}") from error
+        raise UserError(f"{file}: invalid settings of {processor.__name__}: {first_line(error)}") from error
 
 
-def enter_features(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+def merge_features(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
     """Insert features by index, because the masks that the model would use cause a host sync.
 
     Features of every modality are inserted, even if a batch has none, so that all ranks build the same graph.
@@ -239,12 +254,13 @@ def boundaries(segments: Sequence[tuple[int, int]], device: torch.device) -> tor
 
     They are computed on the device, so there is no copy from the host.
     """
-    ends = np.cumsum([length for length, _ in segments]).tolist()
-    starts = [
-        torch.arange(end - length, end, window, device=device, dtype=torch.int32)
-        for end, (length, window) in zip(ends, segments, strict=True)
-    ]
-    return torch.cat([*starts, torch.full((1,), ends[-1], device=device, dtype=torch.int32)])
+    window_starts = []
+    end = 0
+    for length, window in segments:
+        start = end
+        end += length
+        window_starts.append(torch.arange(start, end, window, device=device, dtype=torch.int32))
+    return torch.cat([*window_starts, torch.full((1,), end, device=device, dtype=torch.int32)])
 
 
 def interpolation_inputs(grid: torch.Tensor, table: Any, **options: Any) -> Inputs:
@@ -265,12 +281,13 @@ def interpolation_inputs(grid: torch.Tensor, table: Any, **options: Any) -> Inpu
 
 def read_interpolation(items: Sequence[Inputs]) -> dict[str, torch.Tensor]:
     """Return arguments of the tower from the `interpolation_inputs` of all items."""
-    indices, weights = (torch.cat([item[name] for item in items]) for name in ("taps", "shares"))
+    indices = torch.cat([item["taps"] for item in items])
+    weights = torch.cat([item["shares"] for item in items])
     return {"interp_indices": indices, "interp_weights": weights.to(torch.float32) / SHARE}
 
 
 def preview_frames(media: Media, times: Sequence[float], rate: float) -> str:
     """Return HTML that shows a few of the frames at `times`, in seconds."""
-    shown = times[:: -(-len(times) // MOST_PREVIEWED)]
-    frames = read_frames(media, shown, rate)
-    return "".join(thumbnail(frame, f"{time:.1f} s", 96) for frame, time in zip(frames, shown, strict=True))
+    shown_times = times[:: -(-len(times) // PREVIEW_FRAMES)]
+    frames = read_frames(media, shown_times, rate)
+    return "".join(thumbnail(frame, f"{time:.1f} s", 96) for frame, time in zip(frames, shown_times, strict=True))

@@ -33,11 +33,11 @@ from omnizoo.modalities.flop_count import FlopCounter
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.recipes.shared.encoders import AudioTowerEncoder, load_processor
-from omnizoo.recipes.shared.image_encoders import PatchTower, TileTower
-from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorPictures
+from omnizoo.recipes.shared.image_encoders import PatchEncoder, TileEncoder
+from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorImageProcessor
 
 BEGIN, END = "<|image>", "<image|>"
-SOUND_BEGIN, SOUND_END = "<|audio>", "<audio|>"
+AUDIO_BEGIN, AUDIO_END = "<|audio>", "<audio|>"
 RAW = {"max_soft_tokens": 280, "resample": BICUBIC, "do_normalize": False, "image_mean": [0.0], "image_std": [1.0]}
 CROP_BEGIN, CROP_END = "\n\n<start_of_image>", "<end_of_image>\n\n"
 # Values that the processor of Gemma 3 uses if the folder does not set them.
@@ -46,10 +46,10 @@ SCANNING = {
     "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
-PLACES = (70, 140, 280, 560, 1120)  # numbers of placeholder tokens per image that the model was trained with
+SOFT_TOKENS = (70, 140, 280, 560, 1120)  # numbers of placeholder tokens per image that the model was trained with
 
 
-class PanTower(TileTower):
+class PanAndScanEncoder(TileEncoder):
     """Image encoder of Gemma 3, with optional pan and scan.
 
     With `pan_and_scan`, a long image is encoded as a whole and then as crops. None uses the setting of the folder's
@@ -70,10 +70,10 @@ class PanTower(TileTower):
             model,
             "model.vision_tower",
             "model.multi_modal_projector",
-            processor,
-            edge,
-            patches,
-            config.mm_tokens_per_image,
+            processor=processor,
+            edge=edge,
+            patches=patches,
+            placeholders=config.mm_tokens_per_image,
         )
 
     def tiles(self, height: int, width: int) -> int:
@@ -83,37 +83,39 @@ class PanTower(TileTower):
         return 1 + len(self.processor.pan_and_scan(empty, **self.scanning))
 
     def layout(self, tiles: int) -> tuple[str | int, ...]:
-        whole = (CROP_BEGIN, self.each, CROP_END)
+        tile = (CROP_BEGIN, self.tile_placeholders, CROP_END)
         if tiles == 1:
-            return whole
-        crops = [part for _ in range(tiles - 1) for part in (" ", *whole)][1:]
-        return ("Here is the original image ", *whole, " and here are some crops to help you see better ", *crops)
+            return tile
+        crops: list[str | int] = [" ", *tile] * (tiles - 1)
+        return ("Here is the original image ", *tile, " and here are some crops to help you see better ", *crops[1:])
 
 
-class SoftTokenTower(PatchTower):
-    """Base class for images of at most `most` placeholder tokens of `pooled` x `pooled` patches of `square` pixels."""
+class SoftTokenEncoder(PatchEncoder):
+    """Base class for images with a limited number of placeholder tokens (`max_soft_tokens`)."""
 
     kind: ClassVar[str] = "image"
-    square: int
-    pooled: int = 1
-    most: int
+    square: int  # side of a patch, in pixels
+    pooled: int = 1  # side of the square of a placeholder token, in patches
+    max_soft_tokens: int
 
     def fitted(self, media: Media, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that an image is resized to."""
-        patches = self.most * self.pooled**2
+        patches = self.max_soft_tokens * self.pooled**2
         try:
             size: tuple[int, int] = get_aspect_ratio_preserving_size(height, width, self.square, patches, self.pooled)
         except ValueError as error:
-            raise BadMedia(f"{media.name} is {width} x {height} pixels: {error}") from None
+            raise BadMedia(f"{media.name}: {width} x {height} pixels: {error}") from None
         return size
 
     def frame_size(self, height: int, width: int) -> MediaSize:
         """Return the size of a fitted image."""
-        places = height * width // (self.square * self.pooled) ** 2
-        return self.size_of(places * self.pooled**2, places, (BEGIN, places, END))
+        placeholders = height * width // (self.square * self.pooled) ** 2
+        return self.size_of(placeholders * self.pooled**2, placeholders, (BEGIN, placeholders, END))
 
     def measure(self, media: Media) -> MediaSize:
-        return self.frame_size(*self.fitted(media, *image_size(media)))
+        height, width = image_size(media)
+        fitted_height, fitted_width = self.fitted(media, height, width)
+        return self.frame_size(fitted_height, fitted_width)
 
     def dummy_input(self) -> Inputs:
         edge = torch.arange(self.pooled)
@@ -126,7 +128,7 @@ class SoftTokenTower(PatchTower):
         return inputs["pixels"].shape[:-1].numel() // self.pooled**2
 
 
-class PoolTower(SoftTokenTower):
+class PooledImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models with a tower.
 
     An image has at most `max_soft_tokens` placeholder tokens. None uses the setting of the folder's preprocessor.
@@ -135,10 +137,10 @@ class PoolTower(SoftTokenTower):
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
         super().__init__(model, "model.vision_tower", "model.embed_vision")
         if max_soft_tokens is not None:
-            check_places(self.kind, max_soft_tokens)
+            check_soft_tokens(self.kind, max_soft_tokens)
         config: Any = model.config
-        self.square: int = config.vision_config.patch_size  # patch size in pixels
-        self.pooled: int = config.vision_config.pooling_kernel_size  # edge of a placeholder token's square, in patches
+        self.square = config.vision_config.patch_size
+        self.pooled = config.vision_config.pooling_kernel_size
         self.processor = load_processor(
             Gemma4ImageProcessorPil,
             folder,
@@ -147,7 +149,7 @@ class PoolTower(SoftTokenTower):
             pooling_kernel_size=self.pooled,
             max_soft_tokens=max_soft_tokens,
         )
-        self.most: int = self.processor.max_soft_tokens
+        self.max_soft_tokens = self.processor.max_soft_tokens
 
     def tower_work(self) -> TowerFlops:
         """Return the FLOPs of the tower, corrected for the position table and the pooling.
@@ -155,12 +157,13 @@ class PoolTower(SoftTokenTower):
         The table of positions is looked up, not multiplied. Pooling is a matmul of all placeholder tokens with all
         patches of an image, with constant weights that need no gradient.
         """
-        work, embedder = TowerFlops.of(self.tower), self.tower.patch_embedder
-        counted, right = FlopCounter(), FlopCounter()
-        counted.run(embedder, 1)
-        right.run(embedder.input_proj, 1)
+        work = TowerFlops.of(self.tower)
+        with_table = FlopCounter()
+        with_table.run(self.tower.patch_embedder, 1)
+        without_table = FlopCounter()
+        without_table.run(self.tower.patch_embedder.input_proj, 1)
+        per_token = work.per_token + without_table.flops - with_table.flops
         pooling = 2 * self.tower.config.hidden_size / self.pooled**2 * (1 + work.trained)
-        per_token = work.per_token + right.flops - counted.flops
         return replace(work, per_token=per_token, per_pair=work.per_pair + pooling)
 
     def prepare(self, media: Media) -> Inputs:
@@ -179,33 +182,44 @@ class PoolTower(SoftTokenTower):
         tower = self.tower
         shapes = [(1, *item["pixels"].shape)[-3:-1] for item in items]
         lengths = [patches for frames, patches in shapes for _ in range(frames)]
-        pixels, positions = (
-            torch.cat([item[name].flatten(0, -2) for item in items])[None] for name in ("pixels", "positions")
-        )
-        # Padding mask: False everywhere.
-        nothing = torch.zeros(positions.shape[:2], dtype=torch.bool, device=pixels.device)
-        if self.is_packed:
-            ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(pixels.device, non_blocking=True)
-            told: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": max(lengths)}
-            seen = None
-        else:
-            told, numbers = {}, torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(pixels.device)
-            seen = (numbers[:, None] == numbers)[None, None]
-        hidden = tower.encoder(tower.patch_embedder(pixels, positions, nothing), seen, positions, **told)
-        states = hidden.last_hidden_state.split(lengths, 1)
-        each = zip(states, positions.split(lengths, 1), nothing.split(lengths, 1), lengths, strict=True)
-        pooled = torch.cat([tower.pooler(s, p, n, length // self.pooled**2)[0][0] for s, p, n, length in each])
+        pixels = torch.cat([item["pixels"].flatten(0, -2) for item in items])[None]
+        positions = torch.cat([item["positions"].flatten(0, -2) for item in items])[None]
+        is_padding = torch.zeros(positions.shape[:2], dtype=torch.bool, device=pixels.device)
+
+        embedded = tower.patch_embedder(pixels, positions, is_padding)
+        mask, attention_inputs = self.attention_inputs(lengths, pixels.device)
+        hidden = tower.encoder(embedded, mask, positions, **attention_inputs).last_hidden_state
+
+        states = hidden.split(lengths, 1)
+        by_frame = zip(states, positions.split(lengths, 1), is_padding.split(lengths, 1), strict=True)
+        pooled_frames = []
+        for frame_states, frame_positions, frame_padding in by_frame:
+            num_placeholders = frame_states.shape[1] // self.pooled**2
+            output = tower.pooler(frame_states, frame_positions, frame_padding, num_placeholders)
+            pooled_frames.append(output[0][0])
+        pooled = torch.cat(pooled_frames)
         if tower.config.standardize:
             pooled = (pooled - tower.std_bias.float()) * tower.std_scale.float()
         features: torch.Tensor = self.projector(pooled.to(states[0].dtype))
         return features
 
+    def attention_inputs(
+        self, lengths: Sequence[int], device: torch.device
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """Return the attention mask and the keyword arguments that limit attention to each frame."""
+        if self.is_packed:
+            ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+            return None, {"cu_seq_lens_q": ends, "max_length_q": max(lengths)}
+        frame_numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+        is_same_frame = frame_numbers[:, None] == frame_numbers
+        return is_same_frame[None, None], {}
 
-class RawPatches(SoftTokenTower):
+
+class RawImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models without a tower: a placeholder token is a square of pixels.
 
     An image has at most `max_soft_tokens` placeholder tokens. None uses the setting of the folder's preprocessor. The
-    processor of transformers takes tensors and needs torchvision, so `TensorPictures` replaces it.
+    processor of transformers takes tensors and needs torchvision, so `TensorImageProcessor` replaces it.
     """
 
     packs_items = False
@@ -213,37 +227,37 @@ class RawPatches(SoftTokenTower):
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
         super().__init__(model, "model.embed_vision", "model.embed_vision.multimodal_embedder")
         config: Any = model.config.vision_config
-        self.square: int = config.model_patch_size
-        self.processor = TensorPictures(folder, RAW, max_soft_tokens=max_soft_tokens)
-        self.most: int = self.processor.settings["max_soft_tokens"]
-        check_places(self.kind, self.most, config.mm_posemb_size)
+        self.square = config.model_patch_size
+        self.processor = TensorImageProcessor(folder, RAW, max_soft_tokens=max_soft_tokens)
+        self.max_soft_tokens = self.processor.settings["max_soft_tokens"]
+        check_soft_tokens(self.kind, self.max_soft_tokens, config.mm_posemb_size)
 
     @cached_property
-    def per_place(self) -> float:
-        tally = FlopCounter()
-        tally.run(self.tower.patch_ln1, 1)  # gradients flow back to it if it is trained
-        tally.run(self.tower.patch_dense, 1)
-        tally.run(self.projector, 1)
-        return tally.flops
+    def per_placeholder(self) -> float:
+        """FLOPs of one placeholder token."""
+        counter = FlopCounter()
+        counter.run(self.tower.patch_ln1, 1)  # gradients flow back to it if it is trained
+        counter.run(self.tower.patch_dense, 1)
+        counter.run(self.projector, 1)
+        return counter.flops
 
-    def size_of(self, patches: int, places: int, layout: tuple[str | int, ...]) -> MediaSize:
-        return MediaSize(places, self.per_place * places, layout=layout)
+    def size_of(self, patches: int, placeholders: int, layout: tuple[str | int, ...]) -> MediaSize:
+        return MediaSize(placeholders, self.per_placeholder * placeholders, layout=layout)
 
     def prepare(self, media: Media) -> Inputs:
         pixels = self.processor.read(media)
         height, width = self.fitted(media, *pixels.shape[1:])
-        return patches_of(self.processor, pixels, height, width, self.square)
+        return image_patches(self.processor, pixels, height, width, self.square)
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Encode images `[placeholders, values]` and videos `[frames, placeholders, values]`."""
-        pixels, positions = (
-            torch.cat([item[name].flatten(0, -2) for item in items]) for name in ("pixels", "positions")
-        )
+        pixels = torch.cat([item["pixels"].flatten(0, -2) for item in items])
+        positions = torch.cat([item["positions"].flatten(0, -2) for item in items])
         features: torch.Tensor = self.tower(pixels, positions, return_dict=True).pooler_output
         return features
 
 
-class RawSound(AudioTowerEncoder):
+class RawAudioEncoder(AudioTowerEncoder):
     """Audio encoder of Gemma 4 models without a tower: a placeholder token is a segment of raw samples.
 
     Audio is limited to `max_seconds`. The default is the length that the model was trained with.
@@ -251,7 +265,7 @@ class RawSound(AudioTowerEncoder):
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 30.0) -> None:
         super().__init__(model, "model.embed_audio", "model.embed_audio")
-        self.samples: int = model.config.audio_config.audio_samples_per_token
+        self.samples: int = model.config.audio_config.audio_samples_per_token  # samples of a placeholder token
         self.extractor = load_processor(
             Gemma4UnifiedAudioFeatureExtractor,
             folder,
@@ -262,18 +276,20 @@ class RawSound(AudioTowerEncoder):
         self.max_seconds = max_seconds
 
     @cached_property
-    def per_place(self) -> float:
-        tally = FlopCounter()
-        tally.run(self.tower, 1)
-        return tally.flops
+    def per_placeholder(self) -> float:
+        """FLOPs of one placeholder token."""
+        counter = FlopCounter()
+        counter.run(self.tower, 1)
+        return counter.flops
 
     def measure(self, media: Media) -> MediaSize:
-        places = -(-self.num_samples(media) // self.samples)
-        return MediaSize(places, self.per_place * places, layout=(SOUND_BEGIN, places, SOUND_END))
+        placeholders = -(-self.num_samples(media) // self.samples)
+        cost = self.per_placeholder * placeholders
+        return MediaSize(placeholders, cost, layout=(AUDIO_BEGIN, placeholders, AUDIO_END))
 
     def prepare(self, media: Media) -> Inputs:
-        sound = self.read_samples(media)
-        return {"samples": self.extractor([sound], return_tensors="pt")["input_features"][0]}
+        samples = self.read_samples(media)
+        return {"samples": self.extractor([samples], return_tensors="pt")["input_features"][0]}
 
     def dummy_input(self) -> Inputs:
         return {"samples": torch.zeros(1, self.samples)}
@@ -286,7 +302,7 @@ class RawSound(AudioTowerEncoder):
         return features
 
 
-class MelTower(AudioTowerEncoder):
+class MelAudioEncoder(AudioTowerEncoder):
     """Audio encoder of Gemma 4 models with a tower.
 
     Audio is limited to `max_seconds`. The default is the length that the model was trained with.
@@ -302,42 +318,45 @@ class MelTower(AudioTowerEncoder):
     def measure(self, media: Media) -> MediaSize:
         samples = self.num_samples(media)
         # Half a frame of padding precedes the first sample.
-        whole = self.extractor.frame_length - self.extractor.frame_length // 2
-        frames = max(0, (samples - 1 - whole) // self.extractor.hop_length + 1)
+        first_frame_end = self.extractor.frame_length - self.extractor.frame_length // 2
+        frames = max(0, (samples - 1 - first_frame_end) // self.extractor.hop_length + 1)
         if not frames:
-            raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
-        places = count_places(frames)
-        return MediaSize(places, self.per_place * places, layout=(SOUND_BEGIN, places, SOUND_END))
+            raise BadMedia(f"{media.name}: {samples / self.rate:.3f} s is too short for a mel frame")
+        placeholders = count_audio_placeholders(frames)
+        cost = self.per_placeholder * placeholders
+        return MediaSize(placeholders, cost, layout=(AUDIO_BEGIN, placeholders, AUDIO_END))
 
     @cached_property
-    def per_place(self) -> float:
+    def per_placeholder(self) -> float:
         """FLOPs of one placeholder token.
 
         The two convolutions process its four frames. In the layers it attends to itself and to the tokens just before
         it.
         """
-        tower, config = self.tower, self.tower.config
-        tally, bins = FlopCounter(), self.extractor.feature_size
-        first, second = tower.subsample_conv_projection.layer0, tower.subsample_conv_projection.layer1
-        tally.multiply(first.conv.weight, 2 * bins // 2)
-        tally.multiply(second.conv.weight, bins // 4)
-        tally.run(tower.subsample_conv_projection.input_proj_linear, 1)
-        tally.run(tower.layers, 1)
-        tally.attend(len(tower.layers) * config.attention_context_left, config.hidden_size)
-        tally.run(tower.output_proj, 1)
-        tally.run(self.projector, 1)
-        return tally.flops
+        tower = self.tower
+        convolutions = tower.subsample_conv_projection
+        bins = self.extractor.feature_size
+        counter = FlopCounter()
+        counter.multiply(convolutions.layer0.conv.weight, 2 * bins // 2)
+        counter.multiply(convolutions.layer1.conv.weight, bins // 4)
+        counter.run(convolutions.input_proj_linear, 1)
+        counter.run(tower.layers, 1)
+        counter.attend(len(tower.layers) * tower.config.attention_context_left, tower.config.hidden_size)
+        counter.run(tower.output_proj, 1)
+        counter.run(self.projector, 1)
+        return counter.flops
 
     def prepare(self, media: Media) -> Inputs:
-        sound = self.read_samples(media)
-        out = self.extractor([sound], truncation=False, return_tensors="pt")
-        return {"mels": out["input_features"][0][out["input_features_mask"][0]]}  # without padding, which comes last
+        samples = self.read_samples(media)
+        out = self.extractor([samples], truncation=False, return_tensors="pt")
+        is_audio = out["input_features_mask"][0]  # False for padding, which comes last
+        return {"mels": out["input_features"][0][is_audio]}
 
     def dummy_input(self) -> Inputs:
         return {"mels": torch.zeros(1, self.extractor.feature_size)}
 
     def count_placeholders(self, inputs: Inputs) -> int:
-        return count_places(len(inputs["mels"]))
+        return count_audio_placeholders(len(inputs["mels"]))
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Encode audio clips, padded to the longest one.
@@ -348,12 +367,14 @@ class MelTower(AudioTowerEncoder):
         frames = torch.tensor([len(item["mels"]) for item in items])
         mask = (torch.arange(mels.shape[1]) < frames[:, None]).to(mels.device, non_blocking=True)
         out = self.tower(mels, mask, return_dict=True).last_hidden_state
-        kept = torch.cat([out[n, : self.count_placeholders(item)] for n, item in enumerate(items)])
-        features: torch.Tensor = self.projector(kept)
+        unpadded = [out[n, : self.count_placeholders(item)] for n, item in enumerate(items)]
+        features: torch.Tensor = self.projector(torch.cat(unpadded))
         return features
 
 
-def patches_of(processor: TensorPictures, pixels: torch.Tensor, height: int, width: int, square: int) -> Inputs:
+def image_patches(
+    processor: TensorImageProcessor, pixels: torch.Tensor, height: int, width: int, square: int
+) -> Inputs:
     """Resize bytes `[3, H, W]` and cut them into squares. Positions are (column, row)."""
     values = processor.values(processor.resize(pixels, height, width))
     rows, columns = torch.arange(height // square), torch.arange(width // square)
@@ -363,14 +384,14 @@ def patches_of(processor: TensorPictures, pixels: torch.Tensor, height: int, wid
     }
 
 
-def check_places(kind: str, most: int, known: int = PLACES[-1]) -> None:
-    allowed = [str(places) for places in PLACES if places <= known]
-    if str(most) not in allowed:
-        raise UserError(
-            f"model.modalities.{kind}.encoder.options: max_soft_tokens is {most}; expected {', '.join(allowed)}"
-        )
+def check_soft_tokens(kind: str, max_soft_tokens: int, position_limit: int = SOFT_TOKENS[-1]) -> None:
+    """Raise a `UserError` for a `max_soft_tokens` that the model was not trained with, or has no positions for."""
+    allowed = [str(count) for count in SOFT_TOKENS if count <= position_limit]
+    if str(max_soft_tokens) not in allowed:
+        key = f"model.modalities.{kind}.encoder.options"
+        raise UserError(f"{key}: max_soft_tokens is {max_soft_tokens}. Use one of {', '.join(allowed)}.")
 
 
-def count_places(frames: int) -> int:
+def count_audio_placeholders(frames: int) -> int:
     """Return the number of placeholder tokens for `frames`, after two convolutions of stride 2."""
     return -(-frames // 4)

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from omnizoo.modalities.files.decoding import CLIP_OPTIONS
+from omnizoo.modalities.files.decoding import VIDEO_OPTIONS
 from omnizoo.modalities.files.image import to_bytes
 from omnizoo.modalities.files.video import VideoInfo, read_frames, video_info
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.recipes.shared.encoders import check_frame_options, checked_settings, preview_frames
-from omnizoo.recipes.shared.gemma_encoders import BEGIN, END, PoolTower, RawPatches, patches_of
-from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorPictures
+from omnizoo.recipes.shared.gemma_encoders import BEGIN, END, PooledImageEncoder, RawImageEncoder, image_patches
+from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorImageProcessor
 
 PUBLISHED = {"max_soft_tokens": 70, "resample": BICUBIC, "image_mean": [0.0], "image_std": [1.0]}
 PUBLISHED_FRAMES = 32
 RATE = 24.0  # assumed frames per second of frames that come without a rate
-MOST_FRAMES = 8  # frames per part: longer videos are split, so that several ranks can encode them
+FRAMES_PER_PART = 8  # frames per part: longer videos are split, so that several ranks can encode them
 
 
-class _Clips:
+class _VideoMixin:
     """Mixin that turns an image encoder of Gemma 4 into a video encoder; it comes first among the base classes.
 
     A video is sampled as `num_frames` frames, or as `fps` frames per second, each of at most `max_soft_tokens`
@@ -41,65 +41,71 @@ class _Clips:
         max_seconds: float = 3600.0,
     ) -> None:
         check_frame_options(fps, num_frames, max_seconds=max_seconds)
-        processor = TensorPictures(folder, PUBLISHED, "video", max_soft_tokens=max_soft_tokens)
+        processor = TensorImageProcessor(folder, PUBLISHED, "video", max_soft_tokens=max_soft_tokens)
         super().__init__(model, None, processor.settings["max_soft_tokens"])  # type: ignore[call-arg]  # of the tower
-        self.processor, self.max_seconds = processor, max_seconds
+        self.processor = processor
+        self.max_seconds = max_seconds
         settings, _ = checked_settings(folder, "video_processor")
-        self.num_frames: int | None = num_frames or (None if fps else settings.get("num_frames", PUBLISHED_FRAMES))
+        default_frames = None if fps else settings.get("num_frames", PUBLISHED_FRAMES)
+        self.num_frames: int | None = num_frames or default_frames
         self.fps: float | None = fps or settings.get("fps")
 
-    def choose(self, clip: VideoInfo) -> list[int]:
+    def choose(self, video: VideoInfo) -> list[int]:
         """Return indices of evenly spaced frames from the first one on, as `default_sample_indices_fn` does."""
         count = self.num_frames
-        if count is None:
-            count = max(1, int(clip.frames / clip.rate * self.fps)) if self.fps else clip.frames
-        if count > clip.frames:
-            raise BadMedia(f"{clip.name}: it has {clip.frames} frames, fewer than num_frames {count}")
-        return [i * clip.frames // count for i in range(count)]
+        if count is None and self.fps:
+            count = max(1, int(video.frames / video.rate * self.fps))
+        elif count is None:
+            count = video.frames
+        if count > video.frames:
+            raise BadMedia(f"{video.name}: {video.frames} frames, fewer than num_frames {count}")
+        return [i * video.frames // count for i in range(count)]
 
     def sample(self: Any, media: Media) -> tuple[VideoInfo, list[int], tuple[int, int]]:
         """Return the video's metadata, the indices of its frames, and the height and width that the tower receives."""
-        clip = video_info(media, RATE, self.max_seconds)
-        return clip, self.choose(clip), self.fitted(media, clip.height, clip.width)
+        video = video_info(media, RATE, self.max_seconds)
+        return video, self.choose(video), self.fitted(media, video.height, video.width)
 
     def measure(self: Any, media: Media) -> MediaSize:
-        clip, chosen, (height, width) = self.sample(media)
+        video, indices, (height, width) = self.sample(media)
         frame = self.frame_size(height, width)
         layout: list[str | int] = []
-        for index in chosen:
-            seconds = index / clip.rate
+        for index in indices:
+            seconds = index / video.rate
             time = f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
-            layout += [f"{' ' if layout else ''}{time} {BEGIN}", frame.num_placeholders, END]
-        return MediaSize(frame.num_placeholders * len(chosen), frame.cost * len(chosen), layout=tuple(layout))
+            separator = " " if layout else ""
+            layout += [f"{separator}{time} {BEGIN}", frame.num_placeholders, END]
+        return MediaSize(frame.num_placeholders * len(indices), frame.cost * len(indices), layout=tuple(layout))
 
     def prepare(self: Any, media: Media) -> Inputs:
-        clip, chosen, (height, width) = self.sample(media)
-        frames = read_frames(media, clip.shown(chosen), RATE)
-        prepared = [patches_of(self.processor, to_bytes(frame), height, width, self.square) for frame in frames]
+        video, indices, (height, width) = self.sample(media)
+        frames = read_frames(media, video.display_times(indices), RATE)
+        prepared = [image_patches(self.processor, to_bytes(frame), height, width, self.square) for frame in frames]
         return {name: torch.stack([frame[name] for frame in prepared]) for name in ("pixels", "positions")}
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
         frames = len(inputs["pixels"])
         parts = []
-        for first in range(0, frames, MOST_FRAMES):
-            own = {name: value[first : first + MOST_FRAMES].clone() for name, value in inputs.items()}
-            parts.append((size.part(len(own["pixels"]) / frames), own))
+        for first in range(0, frames, FRAMES_PER_PART):
+            part = {name: value[first : first + FRAMES_PER_PART].clone() for name, value in inputs.items()}
+            share = len(part["pixels"]) / frames
+            parts.append((size.part(share), part))
         return parts
 
     def preview(self: Any, media: Media) -> str:
-        clip, chosen, _ = self.sample(media)
-        return preview_frames(media, clip.shown(chosen), RATE)
+        video, indices, _ = self.sample(media)
+        return preview_frames(media, video.display_times(indices), RATE)
 
 
-class PooledClips(_Clips, PoolTower):
+class PooledVideoEncoder(_VideoMixin, PooledImageEncoder):
     """Video encoder for models with a tower."""
 
-    item_options = CLIP_OPTIONS
+    item_options = VIDEO_OPTIONS
     kind = "video"
 
 
-class RawClips(_Clips, RawPatches):
+class RawVideoEncoder(_VideoMixin, RawImageEncoder):
     """Video encoder for models without a tower."""
 
-    item_options = CLIP_OPTIONS
+    item_options = VIDEO_OPTIONS
     kind = "video"

@@ -16,7 +16,7 @@ from transformers.models.emu3.image_processing_emu3 import smart_resize
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.base import CustomFlops, Decoder, VocabularyDecoder
 from omnizoo.modalities.decoders.image_tokens import code_loss
-from omnizoo.modalities.files.decoding import PICTURE_OPTIONS
+from omnizoo.modalities.files.decoding import IMAGE_OPTIONS
 from omnizoo.modalities.files.image import check_aspect, image_size, read_image
 from omnizoo.modalities.files.preview import thumbnail
 from omnizoo.modalities.frozen_tokenizer import forward_flops
@@ -26,34 +26,42 @@ from omnizoo.modalities.sampling import Sampling
 from omnizoo.models.media.features import Features
 from omnizoo.recipes.shared.decoders import head_loss
 from omnizoo.recipes.shared.encoders import UsesModel
-from omnizoo.recipes.shared.image_encoders import TileTower
+from omnizoo.recipes.shared.image_encoders import TileEncoder
 
 SIZE_END, FRAME_END = "<|image token|>", "<|extra_201|>"  # tokens before and after the codes of an image of Emu3
 PUBLISHED_AREA = 720 * 720  # pixels of images that Emu3 generates by default
 
 
-class SquareImageEncoder(TileTower):
+class SquareImageEncoder(TileEncoder):
     """Encoder for images resized to the one size that the tower accepts."""
 
     def __init__(self, model: PreTrainedModel, processor: Any, tower: str, projector: str) -> None:
         vision: Any = model.get_submodule(tower).config
         vision._attn_implementation = "sdpa"  # images form a batch, so there is nothing to pack
         patches = (vision.image_size // vision.patch_size) ** 2
-        super().__init__(model, tower, projector, processor, vision.image_size, patches, patches)
+        super().__init__(
+            model,
+            tower,
+            projector,
+            processor=processor,
+            edge=vision.image_size,
+            patches=patches,
+            placeholders=patches,
+        )
 
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
         features: torch.Tensor = self.projector(self.tower(pixels, return_dict=True).last_hidden_state)
         return features
 
 
-class PublishedCodes(UsesModel, CustomFlops, Decoder):
+class ImageCodesDecoder(UsesModel, CustomFlops, Decoder):
     """Base class of decoders for codes of a VQ model.
 
     Args:
         processor: Image processor of the model family.
     """
 
-    item_options = PICTURE_OPTIONS
+    item_options = IMAGE_OPTIONS
 
     def __init__(self, model: PreTrainedModel, processor: Any) -> None:
         super().__init__(model)
@@ -68,6 +76,7 @@ class PublishedCodes(UsesModel, CustomFlops, Decoder):
         return {"pixels": self.processor(images=read_image(media), return_tensors="pt")["pixel_values"][0]}
 
     def work(self, pixels: torch.Tensor) -> float:
+        """Return the FLOPs of the VQ model for one image."""
         return forward_flops(self.vq, pixels, self.look_up)
 
     def look_up(self, vq: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -76,10 +85,10 @@ class PublishedCodes(UsesModel, CustomFlops, Decoder):
         return codes
 
     @torch.no_grad()
-    def draw(self, values: torch.Tensor) -> Any:
+    def to_pil(self, values: torch.Tensor) -> Any:
         """Convert the output of the VQ model, `[channels, height, width]`, to a PIL image."""
-        shown = self.processor.postprocess([values.float().cpu().numpy()], return_tensors="PIL.Image.Image")
-        return shown["pixel_values"][0]
+        images = self.processor.postprocess([values.float().cpu().numpy()], return_tensors="PIL.Image.Image")
+        return images["pixel_values"][0]
 
     def save(self, item: Any, stem: str) -> str:
         item.save(f"{stem}.png")
@@ -89,7 +98,7 @@ class PublishedCodes(UsesModel, CustomFlops, Decoder):
         return thumbnail(read_image(media), media.name)
 
 
-class SquareCodes(PublishedCodes):
+class SquareCodes(ImageCodesDecoder):
     """Decoder of Janus: square images of one size in raster order, with separate modules for embedding and head."""
 
     def __init__(self, model: PreTrainedModel, processor: Any) -> None:
@@ -98,10 +107,12 @@ class SquareCodes(PublishedCodes):
         self.count: int = model.config.vq_config.num_patches**2
 
     def modules_run_by(self, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
-        return [self.model.model.generation_aligner if method == "embed" else self.model.model.generation_head]
+        inner_model = self.model.model
+        return [inner_model.generation_aligner if method == "embed" else inner_model.generation_head]
 
     @cached_property
     def cost(self) -> float:
+        """FLOPs of the VQ model for an image."""
         return self.work(self.dummy_input()["pixels"])
 
     def measure(self, media: Media) -> MediaSize:
@@ -128,10 +139,10 @@ class SquareCodes(PublishedCodes):
 
     @torch.no_grad()
     def render(self, targets: torch.Tensor) -> Any:
-        return self.draw(self.vq.decode(targets.view(1, -1))[0])
+        return self.to_pil(self.vq.decode(targets.view(1, -1))[0])
 
 
-class VocabularyCodes(VocabularyDecoder, PublishedCodes):
+class VocabularyCodes(VocabularyDecoder, ImageCodesDecoder):
     """Decoder for codes that are tokens of the vocabulary, with the model's embedding and head.
 
     Images are squares of `edge` pixels, in raster order.
@@ -152,6 +163,7 @@ class VocabularyCodes(VocabularyDecoder, PublishedCodes):
 
     @cached_property
     def per_pixel(self) -> float:
+        """FLOPs of the VQ model per pixel."""
         pixels = torch.zeros(3, 4 * self.factor, 4 * self.factor)
         return self.work(pixels) / pixels[0].numel()
 
@@ -164,12 +176,16 @@ class VocabularyCodes(VocabularyDecoder, PublishedCodes):
 
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
-        vq, table = self.vq, self.model.model.vocabulary_mapping.img2bpe_mapping_tensor
-        codes_by_item = [self.look_up(vq, item["pixels"]) for item in items]
-        ids = [self.written(table.to(codes.device).long()[codes]) for codes in codes_by_item]
-        return torch.cat([picture.reshape(-1, 1) for picture in ids])
+        vq = self.vq
+        table = self.model.model.vocabulary_mapping.img2bpe_mapping_tensor
+        targets = []
+        for item in items:
+            codes = self.look_up(vq, item["pixels"])
+            ids = table.to(codes.device).long()[codes]
+            targets.append(self.arrange(ids).reshape(-1, 1))
+        return torch.cat(targets)
 
-    def written(self, ids: torch.Tensor) -> torch.Tensor:
+    def arrange(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the token ids of an image in the layout that the model expects."""
         return ids
 
@@ -182,12 +198,12 @@ class VocabularyCodes(VocabularyDecoder, PublishedCodes):
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
         raise UserError(
-            f"{type(self.model).__name__} of this transformers has no way from codes to pictures: it can be trained on "
-            "them, but not draw any"
+            f"model: {type(self.model).__name__} of transformers cannot convert codes to images. "
+            "Training works, but images cannot be generated."
         )
 
 
-class LinedCodes(VocabularyCodes):
+class LineCodes(VocabularyCodes):
     """Decoder of Emu3: images of any shape, preceded by their size as text, with a token at the end of each line.
 
     Args:
@@ -209,67 +225,77 @@ class LinedCodes(VocabularyCodes):
         processor.max_pixels = max_pixels or processor.max_pixels
         processor.min_pixels = min_pixels or min(processor.min_pixels, processor.max_pixels)
         if processor.min_pixels > processor.max_pixels:
-            raise UserError(f"model.modalities: min_pixels {min_pixels} is above max_pixels {processor.max_pixels}")
+            raise UserError(
+                f"model.modalities: min_pixels {processor.min_pixels} is above max_pixels {processor.max_pixels}"
+            )
         self.folder = folder
-        edge = round(min(PUBLISHED_AREA, processor.max_pixels) ** 0.5 / self.factor)
-        self.drawn = tuple(side // self.factor for side in draw) if draw else (edge, edge)
+        default_side = round(min(PUBLISHED_AREA, processor.max_pixels) ** 0.5 / self.factor)
+        default_grid = (default_side, default_side)
+        # Lines and columns of codes.
+        self.generated_grid = tuple(side // self.factor for side in draw) if draw else default_grid
 
     def measure(self, media: Media) -> MediaSize:
         height, width = image_size(media)
         check_aspect(media, height, width)
-        limits = (self.processor.min_pixels, self.processor.max_pixels)
-        height, width = smart_resize(height, width, self.factor, *limits)
-        lines, row = height // self.factor, width // self.factor
-        places = lines * (row + 1)
-        return MediaSize(
-            places, height * width * self.per_pixel, layout=(f"{lines}*{row}{SIZE_END}", places, FRAME_END)
-        )
+        height, width = smart_resize(height, width, self.factor, self.processor.min_pixels, self.processor.max_pixels)
+        lines = height // self.factor
+        columns = width // self.factor
+        placeholders = lines * (columns + 1)
+        layout = (f"{lines}*{columns}{SIZE_END}", placeholders, FRAME_END)
+        return MediaSize(placeholders, height * width * self.per_pixel, layout=layout)
 
     def look_up(self, vq: Any, pixels: torch.Tensor) -> torch.Tensor:
         codes: torch.Tensor = vq.encode(pixels[None], [pixels.shape[1:]]).image_tokens[0]
         return codes
 
-    def written(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.cat([ids, torch.full_like(ids[:, :1], self.end_of_line)], 1)
+    def arrange(self, ids: torch.Tensor) -> torch.Tensor:
+        line_ends = torch.full_like(ids[:, :1], self.end_of_line)
+        return torch.cat([ids, line_ends], 1)
 
     @property
     def end_of_line(self) -> int:
+        """Id of the token at the end of each line of codes."""
         return int(self.model.model.vocabulary_mapping.eol_token_id)
 
     def sample(self, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-        lines, row = self.drawn
-        if len(targets) == lines * (row + 1):
+        lines, columns = self.generated_grid
+        if len(targets) == lines * (columns + 1):
             return None
-        if len(targets) % (row + 1) == row:
+        if len(targets) % (columns + 1) == columns:
             return torch.tensor([self.end_of_line], device=hidden.device)
         ids = torch.tensor(self.reserved_ids, device=hidden.device)
-        return ids[sampling.draw(self.model.get_output_embeddings()(hidden[None])[:, ids])]
+        logits = self.model.get_output_embeddings()(hidden[None])[:, ids]
+        return ids[sampling.draw(logits)]
 
     def generate(
         self, hidden: torch.Tensor, advance: Callable[[torch.Tensor], torch.Tensor], sampling: Sampling
     ) -> torch.Tensor:
         """Generate the codes of an image, after tokens for its size; then advance over the end of the frame."""
-        lines, row = self.drawn
+        lines, columns = self.generated_grid
         tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        for written in (f"{lines}*{row}{SIZE_END}", FRAME_END):
-            ids = tokenizer(written, add_special_tokens=False, return_tensors="pt").input_ids[0].to(hidden.device)
-            if written == FRAME_END:
-                made = super().generate(hidden, advance, sampling)
+
+        def advance_over(text: str, state: torch.Tensor) -> torch.Tensor:
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0].to(state.device)
             for embedding in self.embed(ids[:, None]):
-                hidden = advance(embedding)
-        return made
+                state = advance(embedding)
+            return state
+
+        hidden = advance_over(f"{lines}*{columns}{SIZE_END}", hidden)
+        targets = super().generate(hidden, advance, sampling)
+        advance_over(FRAME_END, hidden)
+        return targets
 
     @torch.no_grad()
     def render(self, targets: torch.Tensor) -> Any:
-        lines, row = self.drawn
-        codes = self.model.model.vocabulary_mapping.convert_bpe2img(targets.view(1, lines, row + 1))
-        return self.draw(self.vq.decode(codes)[0])
+        lines, columns = self.generated_grid
+        codes = self.model.model.vocabulary_mapping.convert_bpe2img(targets.view(1, lines, columns + 1))
+        return self.to_pil(self.vq.decode(codes)[0])
 
 
-def enter_ids(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+def merge_token_ids(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
     """Replace placeholder tokens by the token ids of codes, which the model embeds with the text."""
     ids = inputs["input_ids"]
-    for arrived in features.values():
-        placed = (torch.zeros_like(arrived.index), arrived.index)
-        ids = ids.index_put(placed, arrived.values[:, 0].to(ids.dtype))
+    for media_features in features.values():
+        index = (torch.zeros_like(media_features.index), media_features.index)
+        ids = ids.index_put(index, media_features.values[:, 0].to(ids.dtype))
     return inputs | {"input_ids": ids}

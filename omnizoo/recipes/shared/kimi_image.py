@@ -16,14 +16,14 @@ from omnizoo.modalities.flop_count import FlopCounter
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import Media
 from omnizoo.recipes.shared.encoders import HALF, boundaries, interpolation_inputs, read_interpolation
-from omnizoo.recipes.shared.image_encoders import PatchTower
-from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorPictures
+from omnizoo.recipes.shared.image_encoders import PatchEncoder
+from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorImageProcessor
 
 BEGIN, CONTENT, END = MARKS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>")
 PUBLISHED = {"max_patches": 16384, "resample": BICUBIC, "size": {"max_height": 512, "max_width": 512}}
 
 
-class NativeTower(PatchTower):
+class NativeSizeEncoder(PatchEncoder):
     """Image encoder of Kimi K2.5.
 
     An image has at most `max_patches` patches. None uses the setting of the folder's preprocessor.
@@ -34,29 +34,39 @@ class NativeTower(PatchTower):
         config: Any = model.config.vision_config
         self.patch: int = config.patch_size
         self.merge: tuple[int, int] = tuple(config.merge_kernel_size)  # patches of a placeholder token: rows, columns
-        self.processor = TensorPictures(folder, PUBLISHED | HALF, max_patches=max_patches)
+        self.processor = TensorImageProcessor(folder, PUBLISHED | HALF, max_patches=max_patches)
         side = self.processor.settings["size"].get("max_height")
         if not isinstance(side, int) or side < 1:
-            raise UserError(f"{folder}: preprocessor_config.json: size has no max_height, which counts patches")
-        self.longest = side * self.patch
+            raise UserError(
+                f"{folder}/preprocessor_config.json: size.max_height is {side!r}; expected a number of patches"
+            )
+        self.max_edge = side * self.patch  # pixels
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width, scaled down if an image has too many patches in total or along a side."""
-        most, longest = self.processor.settings["max_patches"], self.longest
+        max_patches = self.processor.settings["max_patches"]
+        max_edge: int = self.max_edge
         patches = max(1, height // self.patch) * max(1, width // self.patch)
-        scale = min(1.0, math.sqrt(most / patches), longest / height, longest / width)
-        return min(max(1, int(height * scale)), longest), min(max(1, int(width * scale)), longest)
+        scale = min(1.0, math.sqrt(max_patches / patches), self.max_edge / height, self.max_edge / width)
+
+        def scaled(side: int) -> int:
+            return min(max(1, int(side * scale)), max_edge)
+
+        return scaled(height), scaled(width)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of placeholder tokens. The area beyond the image is black."""
-        sides = zip(self.fitted(height, width), self.merge, strict=True)
-        down, across = (math.ceil(side / (merge * self.patch)) for side, merge in sides)
-        return down, across
+        fitted_height, fitted_width = self.fitted(height, width)
+        merged_rows, merged_columns = self.merge
+        rows = math.ceil(fitted_height / (merged_rows * self.patch))
+        columns = math.ceil(fitted_width / (merged_columns * self.patch))
+        return rows, columns
 
     def measure(self, media: Media) -> MediaSize:
-        places = math.prod(self.grid(*image_size(media)))
-        patches = places * math.prod(self.merge)
-        return self.size_of(patches, places, (f"{BEGIN}image{CONTENT}", places, END))
+        height, width = image_size(media)
+        placeholders = math.prod(self.grid(height, width))
+        patches = placeholders * math.prod(self.merge)
+        return self.size_of(patches, placeholders, (f"{BEGIN}image{CONTENT}", placeholders, END))
 
     def tower_work(self) -> TowerFlops:
         """Return the FLOPs of the tower. Its table of positions is looked up, not multiplied."""
@@ -67,19 +77,22 @@ class NativeTower(PatchTower):
 
     def prepare(self, media: Media) -> Inputs:
         pixels = self.processor.read(media)
-        size = self.fitted(*pixels.shape[1:])
-        down, across = self.grid(*pixels.shape[1:])
-        rows, columns = down * self.merge[0], across * self.merge[1]
+        height, width = pixels.shape[1:]
+        size = self.fitted(height, width)
+        placeholder_rows, placeholder_columns = self.grid(height, width)
+        rows = placeholder_rows * self.merge[0]
+        columns = placeholder_columns * self.merge[1]
         patches = self.processor.tiles(pixels, size, (rows, columns), self.patch)
-        return self.with_places(self.processor.values(patches), rows, columns)
+        return self.with_positions(self.processor.values(patches), rows, columns)
 
     def dummy_input(self) -> Inputs:
         rows, columns = self.merge
-        return self.with_places(torch.zeros(rows * columns, 3, self.patch, self.patch), rows, columns)
+        return self.with_positions(torch.zeros(rows * columns, 3, self.patch, self.patch), rows, columns)
 
-    def with_places(self, pixels: torch.Tensor, rows: int, columns: int) -> Inputs:
+    def with_positions(self, pixels: torch.Tensor, rows: int, columns: int) -> Inputs:
         """Return the inputs with positions, and with `order [placeholders, patches]`, the patches to be merged."""
-        grid, table = torch.tensor([[1, rows, columns]]), self.tower.patch_embed.pos_emb
+        grid = torch.tensor([[1, rows, columns]])
+        table = self.tower.patch_embed.pos_emb
         order = torch.arange(rows * columns).view(-1, self.merge[0], columns // self.merge[1], self.merge[1])
         return {
             "pixels": pixels,
@@ -92,10 +105,13 @@ class NativeTower(PatchTower):
         return len(inputs["order"])
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        lengths, device = [len(item["pixels"]) for item in items], items[0]["pixels"].device
-        pixels, positions = (torch.cat([item[name] for item in items]) for name in ("pixels", "positions"))
+        lengths = [len(item["pixels"]) for item in items]
+        device = items[0]["pixels"].device
+        pixels = torch.cat([item["pixels"] for item in items])
+        positions = torch.cat([item["positions"] for item in items])
         starts = [sum(lengths[:number]) for number in range(len(items))]
         order = torch.cat([item["order"] + start for item, start in zip(items, starts, strict=True)])
+
         out = self.tower(
             pixels,
             grid_thw=None,

@@ -12,16 +12,19 @@ from omnizoo.modalities.files.image import image_size
 from omnizoo.modalities.item import Inputs, MediaSize
 from omnizoo.modalities.media import Media
 from omnizoo.recipes.shared.encoders import HALF
-from omnizoo.recipes.shared.image_encoders import TileTower
-from omnizoo.recipes.shared.tensor_images import BILINEAR, TensorPictures
+from omnizoo.recipes.shared.image_encoders import TileEncoder
+from omnizoo.recipes.shared.tensor_images import BILINEAR, TensorImageProcessor
 
-BEGIN, COLUMN, ROW, WHOLE, END = MARKS = (
-    *("<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>"),
-)
+BEGIN = "<|image_start|>"
+COLUMN = "<|tile_x_separator|>"
+ROW = "<|tile_y_separator|>"
+WHOLE = "<|image|>"
+END = "<|image_end|>"
+MARKS = (BEGIN, COLUMN, ROW, WHOLE, END)
 PUBLISHED = {"max_patches": 16, "resize_to_max_canvas": False, "resample": BILINEAR}
 
 
-class CanvasTower(TileTower):
+class CanvasEncoder(TileEncoder):
     """Image encoder of Llama 4.
 
     An image has at most `max_tiles` tiles on its canvas. None uses the setting of the folder's preprocessor.
@@ -29,13 +32,19 @@ class CanvasTower(TileTower):
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_tiles: int | None = None) -> None:
         vision: Any = model.config.vision_config
-        look = TensorPictures(folder, PUBLISHED | HALF, max_patches=max_tiles)
         patches = (vision.image_size // vision.patch_size) ** 2
-        each = patches // round(vision.pixel_shuffle_ratio**-2)
-        super().__init__(*(model, "vision_model", "multi_modal_projector", look, vision.image_size, patches + 1, each))
+        super().__init__(
+            model,
+            "vision_model",
+            "multi_modal_projector",
+            processor=TensorImageProcessor(folder, PUBLISHED | HALF, max_patches=max_tiles),
+            edge=vision.image_size,
+            patches=patches + 1,
+            placeholders=patches // round(vision.pixel_shuffle_ratio**-2),
+        )
 
     def tower_work(self) -> TowerFlops:
-        return TowerFlops.of(self.tower, merging=("vision_adapter",), merge=self.patches // self.each)
+        return TowerFlops.of(self.tower, merging=("vision_adapter",), merge=self.patches // self.tile_placeholders)
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles of the canvas for an image.
@@ -43,12 +52,15 @@ class CanvasTower(TileTower):
         Among canvases that an image fits without shrinking, choose the one with the least enlargement, or with the most
         if `resize_to_max_canvas` is set. If there is none, choose the one with the least shrinking.
         """
-        most, grows = self.processor.settings["max_patches"], self.processor.settings["resize_to_max_canvas"]
-        grids = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
+        max_tiles = self.processor.settings["max_patches"]
+        prefers_large = self.processor.settings["resize_to_max_canvas"]
+        grids = [(rows, columns) for rows in range(1, max_tiles + 1) for columns in range(1, max_tiles // rows + 1)]
 
         def order(grid: tuple[int, int]) -> tuple[bool, float, int]:
             scale = min(grid[0] * self.edge / height, grid[1] * self.edge / width)
-            return scale < 1, -scale if grows or scale < 1 else scale, math.prod(grid)
+            shrinks = scale < 1
+            preference = -scale if prefers_large or shrinks else scale
+            return shrinks, preference, math.prod(grid)
 
         return min(grids, key=order)
 
@@ -58,31 +70,44 @@ class CanvasTower(TileTower):
         The aspect ratio is kept, and small images are enlarged at most to the edge of one tile. If the canvas is the
         limit, the model's processor divides in fp32, which decides how sides are rounded.
         """
-        grows, limits = self.processor.settings["resize_to_max_canvas"], []
-        for side, squares in zip((height, width), canvas, strict=True):
-            most, wanted = squares * self.edge, max(side, self.edge)
-            limits.append(np.float32(most) if grows or most < wanted else wanted)
-        down, across = limits[0] / height, limits[1] / width
-        if across < down:
-            return max(1, min(math.floor(height * across), int(limits[0]))), int(limits[1])
-        return int(limits[0]), max(1, min(math.floor(width * down), int(limits[1])))
+        fills_canvas = self.processor.settings["resize_to_max_canvas"]
+
+        def limit(side: int, tiles: int) -> Any:
+            canvas_side = tiles * self.edge
+            enlarged_side = max(side, self.edge)
+            if fills_canvas or canvas_side < enlarged_side:
+                return np.float32(canvas_side)
+            return enlarged_side
+
+        max_height = limit(height, canvas[0])
+        max_width = limit(width, canvas[1])
+        height_scale = max_height / height
+        width_scale = max_width / width
+        if width_scale < height_scale:
+            return max(1, min(math.floor(height * width_scale), int(max_height))), int(max_width)
+        return int(max_height), max(1, min(math.floor(width * height_scale), int(max_width)))
 
     def measure(self, media: Media) -> MediaSize:
         rows, columns = self.canvas(*image_size(media))
-        lines: list[str | int] = []
-        for _ in range(rows if rows * columns > 1 else 0):
-            lines += [*[part for _ in range(columns) for part in (self.each, COLUMN)][:-1], ROW]
-        return self.size_of(rows * columns + (rows * columns > 1), (BEGIN, *lines, WHOLE, self.each, END))
+        num_tiles = rows * columns
+        tile_rows: list[str | int] = []
+        if num_tiles > 1:
+            columns_with_separators: list[str | int] = [self.tile_placeholders, COLUMN] * columns
+            tile_rows = [*columns_with_separators[:-1], ROW] * rows
+            num_tiles += 1  # the whole image
+        return self.size_of(num_tiles, (BEGIN, *tile_rows, WHOLE, self.tile_placeholders, END))
 
     def prepare(self, media: Media) -> Inputs:
-        pixels, edge = self.processor.read(media), self.edge
+        pixels = self.processor.read(media)
         height, width = pixels.shape[1:]
         canvas = self.canvas(height, width)
-        tiles = self.processor.tiles(pixels, self.fitted(height, width, canvas), canvas, edge)
+        tiles = self.processor.tiles(pixels, self.fitted(height, width, canvas), canvas, self.edge)
         if len(tiles) > 1:
-            tiles = torch.cat([tiles, self.processor.resize(pixels, edge, edge)[None]])
+            whole_image = self.processor.resize(pixels, self.edge, self.edge)
+            tiles = torch.cat([tiles, whole_image[None]])
         return {"pixels": self.processor.values_in(tiles, torch.bfloat16)}
 
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.projector(self.model.get_image_features(pixels, return_dict=True)[0])
+        output = self.model.get_image_features(pixels, return_dict=True)
+        features: torch.Tensor = self.projector(output[0])
         return features

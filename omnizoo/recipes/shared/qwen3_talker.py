@@ -24,7 +24,7 @@ from omnizoo.modalities.media import BadMedia
 from omnizoo.modalities.sampling import Sampling
 from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
 from omnizoo.recipes.shared.qwen_talker import OPTIONS, Talker, packed
-from omnizoo.recipes.shared.talker_inputs import BOS, HEADER, PAD, Heard, TurnTokens
+from omnizoo.recipes.shared.talker_inputs import BOS, HEADER, PAD, TalkerContext, TurnTokens
 
 RESERVED = 1024  # ids at the end of the talker's vocabulary that are not codes
 PREFIX = 6  # positions between the header of the response and the first frame
@@ -49,16 +49,22 @@ class Qwen3Talker(Talker):
     ) -> None:
         super().__init__(model, speaker, codec, max_frames)
         if not isinstance(residual_weight, int | float) or not 0 <= residual_weight < math.inf:
-            raise UserError(f"{OPTIONS}.residual_weight: {residual_weight!r}; expected a number, at least 0")
+            raise UserError(f"{OPTIONS}.residual_weight: expected a finite number, at least 0, not {residual_weight!r}")
         self.term_weights = {"": 1.0, "residual": residual_weight}
-        config, settings = self.config, self.settings
-        first = min(settings.text_config.vocab_size - RESERVED, config.code2wav_config.codebook_size)
-        later = min(settings.code_predictor_config.vocab_size, config.code2wav_config.codebook_size)
-        sizes = [first] + [later] * (settings.num_code_groups - 1)
+        settings = self.settings
+        codec_size = self.config.code2wav_config.codebook_size
+        first_size = min(settings.text_config.vocab_size - RESERVED, codec_size)
+        later_size = min(settings.code_predictor_config.vocab_size, codec_size)
+        sizes = [first_size] + [later_size] * (settings.num_code_groups - 1)
         self.set_up(settings.speaker_id or {}, sizes, self.talker.model, self.talker.code_predictor.model)
-        names = ("im_start", "im_end", "user", "assistant")
-        self.turns = TurnTokens(*(getattr(config, f"{name}_token_id") for name in names))
-        self.end_id, self.depth = settings.codec_eos_token_id, settings.accept_hidden_layer
+        self.turns = TurnTokens(
+            start=self.config.im_start_token_id,
+            end=self.config.im_end_token_id,
+            user=self.config.user_token_id,
+            assistant=self.config.assistant_token_id,
+        )
+        self.end_id = settings.codec_eos_token_id
+        self.depth = settings.accept_hidden_layer
 
     def spans_before(self, turns: list[tuple[int, int, int]], start: int) -> list[tuple[int, int]]:
         """Return the user's turns."""
@@ -67,16 +73,17 @@ class Qwen3Talker(Talker):
     def check_item(self, item: MediaItem, what: str) -> None:
         if item.size.inside:
             raise BadMedia(
-                f"{what} answers {item.media.name}, a clip with its own sound, which the model's talker does not "
-                "hear so; leave the sound or the speech out"
+                f"{what}: the talker does not support {item.media.name}, a video with its audio. "
+                "Remove the audio (use_audio_in_video: false) or the speech."
             )
 
-    def notes(self, heard: Heard, frames: int) -> Inputs:
+    def notes(self, context: TalkerContext, frames: int) -> Inputs:
         """Also return the indices of media rows and of text rows."""
-        is_media = np.isin(heard.before, self.media_ids)
-        text = np.append(np.flatnonzero(~is_media), np.arange(len(heard.before), heard.rows))
+        is_media = np.isin(context.before, self.media_ids)
+        response = np.arange(len(context.before), context.rows)
+        text = np.append(np.flatnonzero(~is_media), response)
         media = torch.from_numpy(np.flatnonzero(is_media))
-        return super().notes(heard, frames) | {"text": torch.from_numpy(text), "media": media}
+        return super().notes(context, frames) | {"text": torch.from_numpy(text), "media": media}
 
     @property
     def position_model(self) -> Any:
@@ -99,30 +106,36 @@ class Qwen3Talker(Talker):
     def rows(self, inputs: Inputs) -> int:
         return len(inputs["text"]) + len(inputs["media"])
 
-    def rows_from(self, kept: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        embeddings, hidden = (states.flatten(0, -2) for states in kept)
+    def rows_from(self, states: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        embeddings, hidden = (state.flatten(0, -2) for state in states)
         return torch.where(self.is_media(ids)[:, None], hidden, embeddings)
 
-    def told(self, rows: torch.Tensor, items: Sequence[Inputs]) -> torch.Tensor:
-        talker, device = self.talker, rows.device
-        firsts = np.cumsum([0, *(self.rows(item) for item in items)]).tolist()
-        text, media = (
-            torch.cat([item[name] + first for item, first in zip(items, firsts, strict=False)])
-            for name in ("text", "media")
+    def text_inputs(self, rows: torch.Tensor, items: Sequence[Inputs]) -> torch.Tensor:
+        talker = self.talker
+        first_rows = np.cumsum([0, *(self.rows(item) for item in items)]).tolist()
+        text = torch.cat([item["text"] + first for item, first in zip(items, first_rows, strict=False)])
+        media = torch.cat([item["media"] + first for item, first in zip(items, first_rows, strict=False)])
+
+        # Rows of a table: the special embeddings, then the text rows, then the media rows.
+        config = self.config
+        special_ids = [config.tts_pad_token_id, config.tts_bos_token_id, config.tts_eos_token_id]
+        special = self.model.thinker.get_input_embeddings()(self.constants(special_ids, rows.device)).to(rows.dtype)
+        table = torch.cat(
+            [
+                talker.text_projection(special),
+                talker.text_projection(rows.index_select(0, text)),
+                talker.hidden_projection(rows.index_select(0, media)),
+            ]
         )
-        meaning = self.constants(
-            [getattr(self.config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")], device
-        )
-        special = self.model.thinker.get_input_embeddings()(meaning).to(rows.dtype)
-        seen = [talker.text_projection(special), talker.text_projection(rows.index_select(0, text))]
-        table = torch.cat([*seen, talker.hidden_projection(rows.index_select(0, media))])
-        number = torch.cat([text, media])
-        place = torch.empty_like(number)  # index of each row in the table
-        place[number] = torch.arange(len(meaning), len(table), device=device)
+        row_order = torch.cat([text, media])
+        table_index = torch.empty_like(row_order)  # index of each row in the table
+        table_index[row_order] = torch.arange(len(special_ids), len(table), device=rows.device)
+
         sources = []
-        for item, first in zip(items, firsts, strict=False):
+        for item, first in zip(items, first_rows, strict=False):
             source = item["source"]
-            sources.append(torch.where(source < 0, -1 - source, place[source.clamp(min=0) + first]))
+            row = table_index[source.clamp(min=0) + first]
+            sources.append(torch.where(source < 0, -1 - source, row))
         return table.index_select(0, torch.cat(sources))
 
     def marks(self, item: Inputs) -> torch.Tensor:
@@ -132,8 +145,10 @@ class Qwen3Talker(Talker):
 
     def embed(self, codes: torch.Tensor) -> torch.Tensor:
         later = self.talker.code_predictor.get_input_embeddings()
-        first = self.talker.get_input_embeddings()(codes[:, 0])
-        return torch.stack([first, *(table(codes[:, i + 1]) for i, table in enumerate(later))], 1)
+        embedded = [self.talker.get_input_embeddings()(codes[:, 0])]
+        for codebook, table in enumerate(later, start=1):
+            embedded.append(table(codes[:, codebook]))
+        return torch.stack(embedded, 1)
 
     def further_losses(
         self, hidden: torch.Tensor, spoken: torch.Tensor, codes: torch.Tensor
@@ -143,72 +158,82 @@ class Qwen3Talker(Talker):
         Each frame is one sequence: the hidden state that predicts it, then its codes. Each position predicts the code
         of the next codebook.
         """
-        predictor, (frames, books) = self.talker.code_predictor, codes.shape
+        predictor = self.talker.code_predictor
+        frames, codebooks = codes.shape
         inputs = torch.cat([hidden[:, None], spoken[:, :-1].to(hidden.dtype)], 1)
+        end = frames * codebooks + 1
+        frame_starts = torch.arange(0, end, codebooks, device=codes.device, dtype=torch.int32)
         out = predictor.model(
             inputs_embeds=inputs.flatten(0, 1)[None],
-            position_ids=torch.arange(books, device=codes.device).repeat(frames)[None],
-            **packed(torch.arange(0, frames * books + 1, books, device=codes.device, dtype=torch.int32), books),
-        ).last_hidden_state.view(frames, books, -1)
-        losses = [cross_entropy_sum(head(out[:, i + 1]), codes[:, i + 1]) for i, head in enumerate(predictor.lm_head)]
+            position_ids=torch.arange(codebooks, device=codes.device).repeat(frames)[None],
+            **packed(frame_starts, codebooks),
+        ).last_hidden_state
+        hidden_by_codebook = out.view(frames, codebooks, -1)
+        losses = []
+        for codebook, head in enumerate(predictor.lm_head, start=1):
+            losses.append(cross_entropy_sum(head(hidden_by_codebook[:, codebook]), codes[:, codebook]))
         return {"residual": torch.stack(losses).sum()}
 
     @cached_property
     def work(self) -> tuple[float, float, float, float]:
-        talker, predictor, books = self.talker, self.talker.code_predictor, len(self.sizes)
+        talker = self.talker
+        predictor = talker.code_predictor
+        codebooks = len(self.sizes)
         row = FlopCounter(is_trained(self.model.thinker))
         row.run(talker.text_projection, 1)
-        place = FlopCounter(row.trained)
-        pair = self.tally_layers(place)
-        frame = FlopCounter(place.trained)
+        position = FlopCounter(row.trained)
+        pair = self.count_layers(position)
+        frame = FlopCounter(position.trained)
         frame.run(talker.codec_head, 1)
-        frame.run(predictor.model.layers, books)
-        small = predictor.config
-        frame.attend(len(predictor.model.layers) * causal_pairs(books), small.num_attention_heads * small.head_dim)
+        frame.run(predictor.model.layers, codebooks)
+        width = predictor.config.num_attention_heads * predictor.config.head_dim
+        frame.attend(len(predictor.model.layers) * causal_pairs(codebooks), width)
         frame.run(predictor.lm_head, 1)
-        return row.flops, place.flops, pair.flops, frame.flops
+        return row.flops, position.flops, pair.flops, frame.flops
 
     def generate(
         self, states: torch.Tensor, ids: Ids, items: Sequence[MediaItem], options: Mapping[str, Any], sampling: Sampling
     ) -> torch.Tensor:
         device = states.device
-        heard, notes = self.asked(ids, items, options, device)
-        begin = len(heard.before) + PREFIX
-        rows = torch.cat([states[first : first + count] for first, count in heard.spans])
-        told = self.told(rows, [notes])
-        embeddings = self.with_marks(told[:begin], [notes], [begin])[None]
+        context, notes = self.generation_inputs(ids, items, options, device)
+        begin = len(context.before) + PREFIX
+        rows = torch.cat([states[first : first + count] for first, count in context.spans])
+        text = self.text_inputs(rows, [notes])
+        embeddings = self.with_marks(text[:begin], [notes], [begin])[None]
+
         vocabulary = self.settings.text_config.vocab_size
         reserved = range(vocabulary - RESERVED, vocabulary)
-        seen = np.append(heard.before[:-HEADER], np.full(HEADER + PREFIX, self.config.tts_pad_token_id))
-        with self.sound_told():
+        padding = np.full(HEADER + PREFIX, self.config.tts_pad_token_id)
+        input_ids = np.append(context.before[:-HEADER], padding)
+        with self.audio_config_set():
             result = self.generate_codes(
-                heard,
+                context,
                 options,
                 sampling,
                 inputs_embeds=embeddings,
                 attention_mask=torch.ones(embeddings.shape[:2], dtype=torch.int64, device=device),
-                talker_input_ids=torch.from_numpy(seen).long()[None].to(device),
-                trailing_text_hidden=told[None, begin:-1],
-                tts_pad_embed=told[None, -1:],
+                talker_input_ids=torch.from_numpy(input_ids).long()[None].to(device),
+                trailing_text_hidden=text[None, begin:-1],
+                tts_pad_embed=text[None, -1:],
                 eos_token_id=self.end_id,
                 suppress_tokens=[id for id in reserved if id != self.end_id],
                 output_hidden_states=True,
                 return_dict_in_generate=True,
             )
         frames = [step[-1] for step in result.hidden_states if step[-1] is not None]
-        none = torch.empty(0, len(self.sizes), dtype=torch.int64, device=device)
-        return torch.cat([none, *frames])
+        no_frames = torch.empty(0, len(self.sizes), dtype=torch.int64, device=device)
+        return torch.cat([no_frames, *frames])
 
     @contextmanager
-    def sound_told(self) -> Iterator[None]:
+    def audio_config_set(self) -> Iterator[None]:
         """Context manager: set the `audio_config` that `position_model` explains."""
-        is_told = hasattr(self.settings, "audio_config")
-        if not is_told:
+        is_set = hasattr(self.settings, "audio_config")
+        if not is_set:
             self.settings.audio_config = self.config.thinker_config.audio_config
         try:
             yield
         finally:
-            if not is_told:
+            if not is_set:
                 del self.settings.audio_config
 
     def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:

@@ -15,19 +15,19 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
 
 from omnizoo.modalities.base import Modality
-from omnizoo.modalities.files.decoding import CLIP_OPTIONS
+from omnizoo.modalities.files.decoding import VIDEO_OPTIONS
 from omnizoo.modalities.flop_count import FlopCounter
 from omnizoo.modalities.item import Ids, Inputs, MediaItem, MediaSize, NestedRun
 from omnizoo.modalities.media import BadMedia, Media
 from omnizoo.models.recipe import Options
 from omnizoo.recipes.shared.encoders import AudioTowerEncoder, EncoderSpec, boundaries, build_modalities, load_processor
 from omnizoo.recipes.shared.qwen_image import media_shapes, with_text_positions
-from omnizoo.recipes.shared.qwen_video import OWN_SOUND, VideoTower
+from omnizoo.recipes.shared.qwen_video import AUDIO_IN_VIDEO, QwenVideoEncoder
 
-MOST_WINDOWS = 4  # windows per part: longer audio is split, so that several ranks can encode it
+WINDOWS_PER_PART = 4  # windows per part: longer audio is split, so that several ranks can encode it
 
 
-class AudioTower(AudioTowerEncoder):
+class QwenAudioEncoder(AudioTowerEncoder):
     """Audio encoder of Qwen3-Omni: mel frames in chunks of one second, with 13 placeholder tokens each."""
 
     packs_items = True
@@ -43,59 +43,64 @@ class AudioTower(AudioTowerEncoder):
         self.max_seconds = max_seconds
 
     def frames_of(self, samples: int) -> int:
+        """Return the number of mel frames."""
         return samples // int(self.extractor.hop_length)
 
-    def places_of(self, frames: int) -> int:
+    def placeholders_of(self, frames: int) -> int:
         """Return the number of placeholder tokens, after three convolutions of stride 2 over each chunk."""
         return frames // self.chunk * -(-self.chunk // 8) - (-(frames % self.chunk) // 8)
 
     def measure(self, media: Media) -> MediaSize:
         samples = self.num_samples(media)
         if samples < self.extractor.n_fft:
-            raise BadMedia(f"{media.name} is {samples / self.rate:.3f} s long: too short for a single mel frame")
+            raise BadMedia(f"{media.name}: {samples / self.rate:.3f} s is too short for a mel frame")
         frames = self.frames_of(samples)
-        places = self.places_of(frames)
-        return MediaSize(places, cost=self.flops(frames, places), shape=(frames,))
+        placeholders = self.placeholders_of(frames)
+        return MediaSize(placeholders, cost=self.flops(frames, placeholders), shape=(frames,))
 
-    def flops(self, frames: int, places: int) -> float:
+    def flops(self, frames: int, placeholders: int) -> float:
         """Return the FLOPs of an audio clip.
 
         Convolutions run on full chunks, and attention on windows of several chunks.
         """
-        per_chunk, per_place, per_pair = self.unit_flops
-        window = self.window
-        full, rest = divmod(places, window)
-        return -(-frames // self.chunk) * per_chunk + places * per_place + (full * window**2 + rest**2) * per_pair
+        per_chunk, per_placeholder, per_pair = self.unit_flops
+        chunks = -(-frames // self.chunk)
+        full_windows, rest = divmod(placeholders, self.window)
+        pairs = full_windows * self.window**2 + rest**2
+        return chunks * per_chunk + placeholders * per_placeholder + pairs * per_pair
 
     @property
     def window(self) -> int:
         """Number of placeholder tokens that attend to each other."""
-        return -(-self.chunk // 8) * (self.frames_together // self.chunk)
+        return -(-self.chunk // 8) * (self.window_frames // self.chunk)
 
     @property
-    def frames_together(self) -> int:
+    def window_frames(self) -> int:
         """Number of frames in an attention window."""
         return int(self.tower.n_window_infer)
 
     @cached_property
     def unit_flops(self) -> tuple[float, float, float]:
         """FLOPs per chunk, per placeholder token and per pair of placeholder tokens."""
-        tower, bins, length = self.tower, self.extractor.feature_size, self.chunk
+        tower = self.tower
+        bins = self.extractor.feature_size
+        length = self.chunk
         chunk = FlopCounter()
         for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
-            bins, length = -(-bins // 2), -(-length // 2)
+            bins = -(-bins // 2)
+            length = -(-length // 2)
             chunk.multiply(convolution.weight, bins * length)
         chunk.run(tower.conv_out, length)
-        place = FlopCounter(chunk.trained)
-        place.run(tower.layers, 1)
-        pair = FlopCounter(place.trained)
+        placeholder = FlopCounter(chunk.trained)
+        placeholder.run(tower.layers, 1)
+        pair = FlopCounter(placeholder.trained)
         pair.attend(len(tower.layers), tower.config.d_model)
-        for projector in self.after:
-            place.run(projector, 1)
-        return chunk.flops, place.flops, pair.flops
+        for projector in self.projectors:
+            placeholder.run(projector, 1)
+        return chunk.flops, placeholder.flops, pair.flops
 
     @property
-    def after(self) -> Sequence[nn.Module]:
+    def projectors(self) -> Sequence[nn.Module]:
         """Modules after the layers."""
         return (self.tower.proj1, self.tower.proj2)
 
@@ -115,16 +120,18 @@ class AudioTower(AudioTowerEncoder):
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
         """Split audio between windows, because attention is within each window."""
-        pieces = inputs["mels"].split(MOST_WINDOWS * self.frames_together)
-        lengths = [(len(piece), self.count_placeholders({"mels": piece})) for piece in pieces]
-        sizes = [replace(size, num_placeholders=places, cost=self.flops(frames, places)) for frames, places in lengths]
-        return [(own, {"mels": piece.clone()}) for own, piece in zip(sizes, pieces, strict=True)]
+        parts: list[tuple[MediaSize, Inputs]] = []
+        for mels in inputs["mels"].split(WINDOWS_PER_PART * self.window_frames):
+            placeholders = self.count_placeholders({"mels": mels})
+            part_size = replace(size, num_placeholders=placeholders, cost=self.flops(len(mels), placeholders))
+            parts.append((part_size, {"mels": mels.clone()}))
+        return parts
 
     def dummy_input(self) -> Inputs:
         return {"mels": torch.zeros(1, self.extractor.feature_size)}
 
     def count_placeholders(self, inputs: Inputs) -> int:
-        return self.places_of(len(inputs["mels"]))
+        return self.placeholders_of(len(inputs["mels"]))
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Encode audio clips in chunks that are all padded to full length.
@@ -132,17 +139,17 @@ class AudioTower(AudioTowerEncoder):
         The tower would pad to the longest chunk of a call, and the features of a short chunk depend on its padding.
         With full chunks, the features of an item do not depend on the batch.
         """
-        places = [self.count_placeholders(item) for item in items]
+        placeholders = [self.count_placeholders(item) for item in items]
         padded = [self.chunks_of(item["mels"]) for item in items]
-        device, window = padded[0].device, self.window
+        device = padded[0].device
         # Only the last chunk of an item has positions that are padding.
         lengths = [len(chunks) * -(-self.chunk // 8) for chunks in padded]
         out = self.tower(
             padded_feature=torch.cat(padded).transpose(1, 2),
             chunk_lengths=torch.empty(0),  # only used to compute arguments that are passed here
-            valid_indices=first_rows(lengths, places, device),
-            cu_seqlens=boundaries([(n, window) for n in places], device),
-            max_seqlen=min(window, max(places)),
+            valid_indices=first_rows(lengths, placeholders, device),
+            cu_seqlens=boundaries([(count, self.window) for count in placeholders], device),
+            max_seqlen=min(self.window, max(placeholders)),
             return_dict=True,
         )
         features: torch.Tensor = out.last_hidden_state
@@ -152,11 +159,13 @@ class AudioTower(AudioTowerEncoder):
 def first_rows(lengths: Sequence[int], counts: Sequence[int], device: torch.device, step: int = 1) -> torch.Tensor:
     """Return the indices of the first `counts` rows of items that have `lengths` rows, or of every `step`-th."""
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
-    runs = [torch.arange(at, at + n, step, device=device) for at, n in zip(starts, counts, strict=True)]
-    return torch.cat(runs)
+    rows = []
+    for start, count in zip(starts, counts, strict=True):
+        rows.append(torch.arange(start, start + count, step, device=device))
+    return torch.cat(rows)
 
 
-class PooledAudioTower(AudioTower):
+class PooledAudioEncoder(QwenAudioEncoder):
     """Audio encoder of Qwen2.5-Omni: mel frames in chunks of two seconds, with attention within each chunk.
 
     Two rows of a chunk become one placeholder token. Audio is limited to the extractor's `chunk_length`, because the
@@ -172,7 +181,7 @@ class PooledAudioTower(AudioTower):
     def frames_of(self, samples: int) -> int:
         return -(-samples // int(self.extractor.hop_length))
 
-    def places_of(self, frames: int) -> int:
+    def placeholders_of(self, frames: int) -> int:
         return ((frames - 1) // 2 + 1) // 2
 
     @property
@@ -180,7 +189,7 @@ class PooledAudioTower(AudioTower):
         return self.chunk // 4
 
     @property
-    def frames_together(self) -> int:
+    def window_frames(self) -> int:
         return 4 * self.chunk
 
     @cached_property
@@ -189,15 +198,16 @@ class PooledAudioTower(AudioTower):
 
         A placeholder token has two rows, so a pair has four pairs of rows.
         """
-        tower, chunk = self.tower, FlopCounter()
+        tower = self.tower
+        chunk = FlopCounter()
         chunk.multiply(tower.conv1.weight, self.chunk)
         chunk.multiply(tower.conv2.weight, self.chunk // 2)
-        place = FlopCounter(chunk.trained)
-        place.run(tower.layers, 2)
-        pair = FlopCounter(place.trained)
+        placeholder = FlopCounter(chunk.trained)
+        placeholder.run(tower.layers, 2)
+        pair = FlopCounter(placeholder.trained)
         pair.attend(4 * len(tower.layers), tower.config.d_model)
-        place.run(tower.proj, 1)
-        return chunk.flops, place.flops, pair.flops
+        placeholder.run(tower.proj, 1)
+        return chunk.flops, placeholder.flops, pair.flops
 
     def prepare(self, media: Media) -> Inputs:
         """Return mel frames that are equal to those of the model's processor.
@@ -205,44 +215,49 @@ class PooledAudioTower(AudioTower):
         The processor pads with silence up to `chunk_length` and then removes the padding. Only the silence within reach
         of the last FFT windows matters.
         """
-        sound, extractor = self.read_samples(media), self.extractor
-        padded = np.pad(
-            sound, (0, max(0, min(extractor.n_fft + extractor.hop_length, extractor.n_samples - len(sound))))
-        )
-        return self.with_chunks(self.mels(padded)[: self.frames_of(len(sound))])
+        samples = self.read_samples(media)
+        reach = self.extractor.n_fft + self.extractor.hop_length
+        silence = max(0, min(reach, self.extractor.n_samples - len(samples)))
+        mels = self.mels(np.pad(samples, (0, silence)))
+        return self.with_chunks(mels[: self.frames_of(len(samples))])
 
     def with_chunks(self, mels: torch.Tensor) -> Inputs:
-        lengths = [len(piece) for piece in mels.split(self.chunk)]
+        """Return the inputs with the number of frames in each chunk."""
+        lengths = [len(chunk) for chunk in mels.split(self.chunk)]
         return {"mels": mels.clone(), "chunks": torch.tensor(lengths, dtype=torch.int32)}
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        return [
-            (own, self.with_chunks(part["mels"])) for own, part in super().split(size, inputs) if own.num_placeholders
-        ]
+        """Split audio between windows. Parts without placeholder tokens are dropped."""
+        parts = []
+        for part_size, part in super().split(size, inputs):
+            if part_size.num_placeholders:
+                parts.append((part_size, self.with_chunks(part["mels"])))
+        return parts
 
     def dummy_input(self) -> Inputs:
         return self.with_chunks(torch.zeros(4, self.extractor.feature_size))
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        chunk, device = self.chunk, items[0]["mels"].device
+        device = items[0]["mels"].device
+        chunk_rows = self.chunk // 2
         padded = [self.chunks_of(item["mels"]) for item in items]
         rows = [(len(item["mels"]) - 1) // 2 + 1 for item in items]  # after the convolutions
         # Only the last chunk of an item has rows that are padding.
-        lengths = [len(chunks) * chunk // 2 for chunks in padded]
+        lengths = [len(chunks) * chunk_rows for chunks in padded]
         out = self.tower(
             padded_feature=torch.cat(padded).transpose(1, 2),
             chunk_lengths=torch.cat([item["chunks"] for item in items]),
             valid_indices=first_rows(lengths, rows, device),
-            pool_indices=first_rows(rows, [n - 1 for n in rows], device, step=2),
-            cu_seqlens=boundaries([(n, chunk // 2) for n in rows], device),
-            max_seqlen=min(chunk // 2, max(rows)),
+            pool_indices=first_rows(rows, [count - 1 for count in rows], device, step=2),
+            cu_seqlens=boundaries([(count, chunk_rows) for count in rows], device),
+            max_seqlen=min(chunk_rows, max(rows)),
             return_dict=True,
         )
         features: torch.Tensor = out.last_hidden_state
         return features
 
 
-class ChunkTower(AudioTower):
+class ChunkedAudioEncoder(QwenAudioEncoder):
     """Audio encoder of Qwen3-ASR: the tower of Qwen3-Omni with other arguments and a separate projector."""
 
     kind = Qwen3ASRFeatureExtractor
@@ -256,7 +271,7 @@ class ChunkTower(AudioTower):
         return max(super().num_samples(media), int(self.extractor.min_length))
 
     @property
-    def after(self) -> Sequence[Any]:
+    def projectors(self) -> Sequence[Any]:
         return (self.model.get_submodule("model.multi_modal_projector"),)
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
@@ -264,70 +279,72 @@ class ChunkTower(AudioTower):
 
         The attention boundaries, which the tower would compute from these chunks, are passed for the original clips.
         """
-        places = [self.count_placeholders(item) for item in items]
+        placeholders = [self.count_placeholders(item) for item in items]
         chunks = torch.cat([self.chunks_of(item["mels"]) for item in items]).transpose(1, 2)
         is_audio = [self.chunks_of(torch.ones_like(item["mels"][:, :1])) for item in items]
         mask = torch.cat(is_audio).squeeze(-1).long()
         out = self.tower(
             input_features=chunks,
             input_features_mask=mask,
-            cu_seqlens=boundaries([(n, self.window) for n in places], chunks.device),
-            max_seqlen=min(self.window, max(places)),
+            cu_seqlens=boundaries([(count, self.window) for count in placeholders], chunks.device),
+            max_seqlen=min(self.window, max(placeholders)),
         )
-        projected: torch.Tensor = self.after[0](out.last_hidden_state)
+        projected: torch.Tensor = self.projectors[0](out.last_hidden_state)
         return projected
 
 
-class SoundingClips(VideoTower):
+class VideoWithAudioEncoder(QwenVideoEncoder):
     """Video encoder that can also encode the audio of videos.
 
     The option `use_audio_in_video` of a video in its row, or of all videos of a run, turns it on. Placeholder tokens of
-    frames and audio are then interleaved as in the model's processor. `build_thinker` sets `sound`.
+    frames and audio are then interleaved as in the model's processor. `build_thinker` sets `audio_modality`.
     """
 
-    item_options = (*CLIP_OPTIONS, OWN_SOUND)
-    may_sound = True
-    # Audio modality; a tuple prevents torch from registering its encoder as a submodule.
-    sound: tuple[Modality, ...] = ()
+    item_options = (*VIDEO_OPTIONS, AUDIO_IN_VIDEO)
+    supports_audio = True
+    # A tuple prevents torch from registering the encoder as a submodule.
+    audio_modality: tuple[Modality, ...] = ()
 
     def measure(self, media: Media) -> MediaSize:
         size = super().measure(media)
-        wanted = media.options.get(OWN_SOUND, self.use_audio_in_video)
-        if not isinstance(wanted, bool):
-            raise BadMedia(f"{media.name}: {OWN_SOUND} must be true or false, not {wanted!r}")
-        if not wanted:
+        uses_audio = media.options.get(AUDIO_IN_VIDEO, self.use_audio_in_video)
+        if not isinstance(uses_audio, bool):
+            raise BadMedia(f"{media.name}: {AUDIO_IN_VIDEO} must be true or false, not {uses_audio!r}")
+        if not uses_audio:
             return size
         if not isinstance(media.value, Path | bytes):
-            raise BadMedia(f"{media.name}: {OWN_SOUND}: frames given one by one have no sound; give the clip as a file")
-        (modality,) = self.sound
+            raise BadMedia(f"{media.name}: {AUDIO_IN_VIDEO}: a list of frames has no audio. Use a video file.")
+        (modality,) = self.audio_modality
         assert modality.encoder is not None
         try:
-            sound = modality.encoder.measure(replace(media, modality="audio"))
-        except BadMedia as bad:
-            raise BadMedia(f"{bad} ({OWN_SOUND})") from None
-        steps = int(size.shape[0])
-        times = np.arange(steps) * size.shape[3] * self.model.config.position_id_per_seconds
-        runs = self.turns(np.repeat(times, size.num_placeholders // steps), sound.num_placeholders)
-        return replace(size, layout=(modality.begin, *runs, modality.end), inside={"audio": sound})
+            audio_size = modality.encoder.measure(replace(media, modality="audio"))
+        except BadMedia as error:
+            raise BadMedia(f"{error} ({AUDIO_IN_VIDEO})") from None
 
-    def turns(self, times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
+        steps = int(size.shape[0])
+        step_times = np.arange(steps) * size.shape[3] * self.model.config.position_id_per_seconds
+        times = np.repeat(step_times, size.num_placeholders // steps)
+        runs = self.interleave(times, audio_size.num_placeholders)
+        return replace(size, layout=(modality.begin, *runs, modality.end), inside={"audio": audio_size})
+
+    def interleave(self, times: npt.NDArray[np.float64], num_audio: int) -> list[int | NestedRun]:
         """Return runs of placeholder tokens that interleave a video and its audio.
 
         Args:
             times: Time of each placeholder token of the video, in units of one placeholder token of audio.
-            heard: Number of placeholder tokens of the audio.
+            num_audio: Number of placeholder tokens of the audio.
         """
         raise NotImplementedError
 
 
-def in_chunks(times: npt.NDArray[np.float64], heard: int, chunk: int) -> list[int | NestedRun]:
+def interleave_chunks(times: npt.NDArray[np.float64], num_audio: int, chunk: int) -> list[int | NestedRun]:
     """Interleave by chunks of time, as Qwen2.5-Omni does: video of a chunk, then its audio.
 
     Args:
         chunk: Length of a chunk, in placeholder tokens of audio.
     """
 
-    def lengths(values: npt.NDArray[Any]) -> list[int]:
+    def count_by_chunk(values: npt.NDArray[Any]) -> list[int]:
         counts = [0]
         for value in values:
             if value >= len(counts) * chunk:
@@ -335,16 +352,21 @@ def in_chunks(times: npt.NDArray[np.float64], heard: int, chunk: int) -> list[in
             counts[-1] += 1
         return counts
 
-    seen, sounds = lengths(times), [NestedRun("audio", count) for count in lengths(np.arange(heard))]
-    turns = chain.from_iterable(zip_longest(seen, sounds))
-    return [run for run in turns if run is not None]
+    video_runs = count_by_chunk(times)
+    audio_runs = [NestedRun("audio", count) for count in count_by_chunk(np.arange(num_audio))]
+    runs = chain.from_iterable(zip_longest(video_runs, audio_runs))
+    return [run for run in runs if run is not None]
 
 
-def by_time(times: npt.NDArray[np.float64], heard: int) -> list[int | NestedRun]:
+def interleave_by_time(times: npt.NDArray[np.float64], num_audio: int) -> list[int | NestedRun]:
     """Interleave token by token in order of time, as Qwen3-Omni does. Video precedes audio of the same time."""
-    order = np.argsort(np.concatenate([times, np.arange(heard)]), kind="stable")
-    runs = [(is_sound, sum(1 for _ in run)) for is_sound, run in groupby((order >= len(times)).tolist())]
-    return [NestedRun("audio", count) if is_sound else count for is_sound, count in runs]
+    order = np.argsort(np.concatenate([times, np.arange(num_audio)]), kind="stable")
+    is_audio_token = (order >= len(times)).tolist()
+    runs: list[int | NestedRun] = []
+    for is_audio, tokens in groupby(is_audio_token):
+        count = len(list(tokens))
+        runs.append(NestedRun("audio", count) if is_audio else count)
+    return runs
 
 
 def build_thinker(
@@ -353,23 +375,24 @@ def build_thinker(
     """Build the encoders. The video encoder gets the modality that encodes the audio of videos."""
     modalities = build_modalities(specs, model, folder, options)
     video_encoder = modalities["video"].encoder
-    assert isinstance(video_encoder, SoundingClips)
-    video_encoder.sound = (modalities["audio"],)
+    assert isinstance(video_encoder, VideoWithAudioEncoder)
+    video_encoder.audio_modality = (modalities["audio"],)
     return modalities
 
 
 def thinker_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[Any]:
     """Return positions `[4, L]`: the position in the text, which separates samples, then time, height and width."""
     tokens = torch.from_numpy(ids).long()[None]
-    sounding = {bool(item.size.inside) for item in items if item.port.modality == "video"}
-    if len(sounding) > 1:
-        raise BadMedia(f"{OWN_SOUND}: some of its clips come with their sound and some do not; this model takes no mix")
-    family: Any = model
-    axes, _ = family.get_rope_index(
+    has_audio = {bool(item.size.inside) for item in items if item.port.modality == "video"}
+    if len(has_audio) > 1:
+        raise BadMedia(f"{AUDIO_IN_VIDEO}: the videos of a row must all use their audio, or none of them")
+    position_model: Any = model
+    axes, _ = position_model.get_rope_index(
         tokens,
         attention_mask=torch.ones_like(tokens),
-        use_audio_in_video=True in sounding,
+        use_audio_in_video=True in has_audio,
         **media_shapes(items),
     )
     positions = with_text_positions(axes)
-    return (positions.float() if axes.is_floating_point() else positions.int()).numpy()
+    dtype = torch.float32 if axes.is_floating_point() else torch.int32
+    return positions.to(dtype).numpy()

@@ -1,7 +1,7 @@
 """Encoders for images of Qwen models, their positions, and the insertion of features into the text.
 
-Features of deepstack models are concatenated over levels along the width, so that they are sent once. `enter_visual`
-splits them again.
+Features of deepstack models are concatenated over levels along the width, so that they are sent once.
+`merge_visual_features` splits them again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from omnizoo.recipes.shared.encoders import (
     HALF,
     ImageTowerEncoder,
     boundaries,
-    enter_features,
     interpolation_inputs,
     load_processor,
+    merge_features,
     read_interpolation,
 )
 
@@ -32,21 +32,21 @@ LEVELS = "deepstack_levels"  # keyword that carries deeper levels through the mo
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 KINDS = {"image": 1, "video": 2}  # token type ids of the models
 # Sizes for small copies: M-RoPE splits 8 frequencies in the same ratio as the 64 of published models.
-SHRINK_TEXT = {"rope_parameters": {"mrope_section": [4, 2, 2]}}
+SMALL_MROPE = {"rope_parameters": {"mrope_section": [4, 2, 2]}}
 # Two levels of deepstack and one more layer: features added after the last layer would not be attended to.
-SHRINK = {
-    "text_config": SHRINK_TEXT | {"num_hidden_layers": 3},
+SMALL_DEEPSTACK = {
+    "text_config": SMALL_MROPE | {"num_hidden_layers": 3},
     "vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
 }
-SHRINK_PARTIAL = {  # for rotary embedding of a part of each head
+SMALL_PARTIAL_ROTARY = {  # for rotary embedding of a part of each head
     "text_config": {"rope_parameters": {"partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}},
     "vision_config": {"num_position_embeddings": 16},
 }
 # One layer with windowed attention, and one with full attention.
-SHRINK_WINDOWS = {"fullatt_block_indexes": [1], "window_size": 56}
+SMALL_WINDOWS = {"fullatt_block_indexes": [1], "window_size": 56}
 
 
-class ImageTower(ImageTowerEncoder):
+class QwenImageEncoder(ImageTowerEncoder):
     """Image encoder of Qwen2-VL, and base class for later models.
 
     Images have `min_pixels` to `max_pixels`; None uses the setting of the folder's preprocessor. Patches have rotary
@@ -75,14 +75,17 @@ class ImageTower(ImageTowerEncoder):
             merge_size=vision.spatial_merge_size,
             temporal_patch_size=vision.temporal_patch_size,
         )
-        most = max_pixels or self.processor.size.longest_edge
-        least = min_pixels or min(self.processor.size.shortest_edge, most)
-        if least > most:
-            raise UserError(f"model.modalities: min_pixels {least} is above max_pixels {most} of {type(self).__name__}")
-        self.pixels = (least, most)
+        max_pixels = max_pixels or self.processor.size.longest_edge
+        min_pixels = min_pixels or min(self.processor.size.shortest_edge, max_pixels)
+        if min_pixels > max_pixels:
+            encoder = type(self).__name__
+            raise UserError(f"model.modalities: min_pixels {min_pixels} is above max_pixels {max_pixels} of {encoder}")
+        self.pixels = (min_pixels, max_pixels)
 
     def measure(self, media: Media) -> MediaSize:
-        return self.size_of(1, *self.resized(1, *image_size(media), media))
+        height, width = image_size(media)
+        resized_height, resized_width = self.resized(1, height, width, media)
+        return self.size_of(1, resized_height, resized_width)
 
     def resized(self, frames: int, height: int, width: int, media: Media) -> tuple[int, int]:
         """Return the height and width that the tower receives, after a check of the aspect ratio."""
@@ -90,26 +93,31 @@ class ImageTower(ImageTowerEncoder):
         return self.fit(frames, height, width)
 
     def fit(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width after resizing, as the model's own processor computes them."""
         fitted: tuple[int, int] = smart_resize(height, width, self.factor, *self.pixels)
         return fitted
 
     def size_of(self, steps: int, height: int, width: int) -> MediaSize:
-        grid = (steps, height // self.vision.patch_size, width // self.vision.patch_size)
-        patches = grid[1] * grid[2]  # patches attend within a step
-        places = patches // self.vision.spatial_merge_size**2
-        return MediaSize(steps * places, steps * self.flops(patches, places), shape=grid)
+        """Return the size of an item with `steps` steps of this height and width."""
+        rows = height // self.vision.patch_size
+        columns = width // self.vision.patch_size
+        patches = rows * columns  # patches attend within a step
+        placeholders = patches // self.vision.spatial_merge_size**2
+        cost = self.flops(patches, placeholders)
+        return MediaSize(steps * placeholders, steps * cost, shape=(steps, rows, columns))
 
     def prepare(self, media: Media) -> Inputs:
-        limits = dict(zip(("shortest_edge", "longest_edge"), self.pixels, strict=True))
+        min_pixels, max_pixels = self.pixels
+        limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         out = self.processor(images=read_image(media), size=limits, return_tensors="pt")
-        return self.with_places(out["pixel_values"], out["image_grid_thw"][0])
+        return self.with_positions(out["pixel_values"], out["image_grid_thw"][0])
 
     def dummy_input(self) -> Inputs:
         merge = self.vision.spatial_merge_size
         values = self.vision.in_channels * self.vision.temporal_patch_size * self.vision.patch_size**2
-        return self.with_places(torch.zeros(merge**2, values), torch.tensor([1, merge, merge]))
+        return self.with_positions(torch.zeros(merge**2, values), torch.tensor([1, merge, merge]))
 
-    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+    def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """Return the inputs with the positions of patches.
 
         Everything that depends on the grid is computed here: on the device, the tower would read it, which is a host
@@ -135,11 +143,12 @@ class ImageTower(ImageTowerEncoder):
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         pixels = torch.cat([item["pixels"] for item in items]).type(self.tower.dtype)
-        out = self.tower(pixels, **{"grid_thw": None} | self.tower_inputs(items), return_dict=True)
-        return torch.cat([out.pooler_output, *getattr(out, "deepstack_features", ())], 1)
+        tower_inputs = {"grid_thw": None} | self.tower_inputs(items)
+        output = self.tower(pixels, **tower_inputs, return_dict=True)
+        return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], 1)
 
 
-class InterpolatedTower(ImageTower):
+class InterpolatedImageEncoder(QwenImageEncoder):
     """Image encoder of Qwen3-VL and later, with a learned table of positions.
 
     The position of a patch is interpolated from the four nearest entries of the table.
@@ -151,21 +160,21 @@ class InterpolatedTower(ImageTower):
     }
     by_patch = ("pixels", "taps", "shares")
 
-    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+    def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         merge = self.vision.spatial_merge_size
         interpolation = interpolation_inputs(grid[None], self.tower, spatial_merge_size=merge)
-        return super().with_places(pixels, grid) | interpolation
+        return super().with_positions(pixels, grid) | interpolation
 
     def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
         return super().tower_inputs(items) | read_interpolation(items)
 
 
-class WindowedTower(ImageTower):
+class WindowedImageEncoder(QwenImageEncoder):
     """Image encoder of Qwen2.5-VL: most layers attend in windows, for which patches are reordered."""
 
     by_step = ("positions", "order", "windows")
 
-    def with_places(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
+    def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """Also return the order of patches in windows.
 
         `order [steps, placeholders]` is the window order of the placeholder tokens of each step, and `windows [steps,
@@ -177,24 +186,27 @@ class WindowedTower(ImageTower):
             step[None], vision.spatial_merge_size, vision.window_size, vision.patch_size
         )
         steps = int(grid[0])
-        each = {"order": order.int().repeat(steps, 1), "windows": ends.diff().int().repeat(steps, 1)}
-        return super().with_places(pixels, grid) | each
+        windows = {"order": order.int().repeat(steps, 1), "windows": ends.diff().int().repeat(steps, 1)}
+        return super().with_positions(pixels, grid) | windows
 
     def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
         """Also return the window order and the window boundaries, concatenated over all steps of all items."""
-        start, orders, device = 0, [], items[0]["order"].device
+        start = 0
+        orders = []
+        device = items[0]["order"].device
         for item in items:
-            steps, places = item["order"].shape
-            firsts = torch.arange(start, start + steps * places, places, device=device)
-            orders.append((item["order"] + firsts[:, None]).flatten())
-            start += steps * places
+            steps, placeholders = item["order"].shape
+            end = start + steps * placeholders
+            step_starts = torch.arange(start, end, placeholders, device=device)
+            orders.append((item["order"] + step_starts[:, None]).flatten())
+            start = end
         lengths = torch.cat([item["windows"].flatten() for item in items])
-        most = (self.vision.window_size // self.vision.patch_size) ** 2
+        window_patches = (self.vision.window_size // self.vision.patch_size) ** 2
         tower_inputs = super().tower_inputs(items)
         return tower_inputs | {
             "window_index": torch.cat(orders),
             "cu_window_seqlens": nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
-            "max_window_seqlen": min(most, tower_inputs["max_seqlen"]),
+            "max_window_seqlen": min(window_patches, tower_inputs["max_seqlen"]),
         }
 
 
@@ -205,7 +217,8 @@ def media_shapes(items: Sequence[MediaItem]) -> dict[str, torch.Tensor | None]:
         sizes = [item.size.shape for item in items if item.port.modality == modality]
         return torch.tensor(sizes) if sizes else None
 
-    videos, audio = shapes("video"), shapes("audio")
+    videos = shapes("video")
+    audio = shapes("audio")
     return {
         "image_grid_thw": shapes("image"),  # [images, 3], in patches
         "video_grid_thw": None if videos is None else videos[:, :3].long(),  # [videos, 3]
@@ -221,8 +234,8 @@ def visual_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem
         extra_inputs: Further arguments of the model's `get_rope_index`.
     """
     shapes = media_shapes(items)
-    core: Any = model.get_submodule("model")
-    axes, _ = core.get_rope_index(
+    inner_model: Any = model.get_submodule("model")
+    axes, _ = inner_model.get_rope_index(
         torch.from_numpy(ids).long()[None],
         mm_token_type_ids=token_kinds(ids, items),
         image_grid_thw=shapes["image_grid_thw"],
@@ -246,7 +259,9 @@ def with_text_positions(axes: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(axes.shape[-1])[None], axes[:, 0]])
 
 
-def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
+def merge_visual_features(
+    model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
+) -> dict[str, Any]:
     """Insert the features of images and videos.
 
     The first level goes into the embeddings. Deeper levels are passed on to later layers.
@@ -254,20 +269,24 @@ def enter_visual(model: PreTrainedModel, inputs: dict[str, Any], features: Mappi
     embeddings = inputs.get("inputs_embeds")
     if embeddings is None:
         embeddings = model.get_input_embeddings()(inputs["input_ids"])
+
     visual = [features[name] for name in KINDS]
     index = torch.cat([media_features.index for media_features in visual])
     values = torch.cat([media_features.values for media_features in visual])
     first, *deeper = (Features(level, index) for level in values.split(embeddings.shape[-1], 1))
     levels = [insert_features(torch.zeros_like(embeddings), level) for level in deeper]
     merged = inputs | {"input_ids": None, "inputs_embeds": insert_features(embeddings, first)}
-    return merged | {LEVELS: levels} if levels else merged
+    if levels:
+        merged[LEVELS] = levels
+    return merged
 
 
-def enter_with_sound(
+def merge_audio_visual_features(
     model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
 ) -> dict[str, Any]:
-    with_audio = enter_features(model, inputs, {"audio": features["audio"]})
-    return enter_visual(model, with_audio, features)
+    """Insert the features of audio, images and videos."""
+    with_audio = merge_features(model, inputs, {"audio": features["audio"]})
+    return merge_visual_features(model, with_audio, features)
 
 
 def deepstack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:

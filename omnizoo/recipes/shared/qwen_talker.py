@@ -19,7 +19,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.plugins import resolve
 from omnizoo.modalities.decoders.precomputed_speech import read_codes
 from omnizoo.modalities.files.audio import write_audio
-from omnizoo.modalities.files.decoding import SOUND_OPTIONS
+from omnizoo.modalities.files.decoding import AUDIO_OPTIONS
 from omnizoo.modalities.flop_count import FlopCounter, causal_pairs, weights_of
 from omnizoo.modalities.item import Ids, Inputs, MediaItem, MediaSize
 from omnizoo.modalities.media import BadMedia, Media
@@ -30,15 +30,16 @@ from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
 from omnizoo.recipes.shared.decoders import generate_arguments, seeded
 from omnizoo.recipes.shared.encoders import UsesModel
 from omnizoo.recipes.shared.qwen_image import media_shapes
-from omnizoo.recipes.shared.talker_inputs import Heard, Hearing
+from omnizoo.recipes.shared.talker_inputs import TalkerContext, TalkerFollower
 
 RATE = 24_000  # samples per second of the codecs' output
 # Defaults of the models' own `generate`.
-REPETITION_PENALTY, MOST_FRAMES = 1.05, 4096
+REPETITION_PENALTY = 1.05
+MAX_FRAMES = 4096
 OPTIONS = "model.modalities.speech.decoder.options"
 
 
-class Talker(UsesModel, Hearing):
+class Talker(UsesModel, TalkerFollower):
     """Base class of talkers, which speak with the voices that the model has.
 
     Args:
@@ -47,20 +48,22 @@ class Talker(UsesModel, Hearing):
         max_frames: Maximum number of frames of a response.
     """
 
-    item_options = ("speaker", *SOUND_OPTIONS)
+    item_options = ("speaker", *AUDIO_OPTIONS)
     values = ("codes",)
     speakers: Mapping[str, int]  # token id of each speaker
-    no_speakers: ClassVar[str] = ""  # advice in the error message if there are no speakers
+    no_speakers: ClassVar[str] = "It has no speakers."  # advice in the error message if there are no speakers
     end_id: int  # code that follows the last frame
     depth: int | None = None  # thinker layer whose hidden states are used; None: after the final norm
 
     def __init__(self, model: PreTrainedModel, speaker: str | None, codec: str | None, max_frames: int) -> None:
         super().__init__(model)
         config: Any = model.config
-        self.config, self.settings = config, config.talker_config
+        self.config = config
+        self.settings = config.talker_config
         if not isinstance(max_frames, int) or max_frames < 1:
-            raise UserError(f"{OPTIONS}.max_frames: {max_frames!r}; expected a whole number, at least 1")
-        self.speaker, self.max_frames = speaker, max_frames
+            raise UserError(f"{OPTIONS}.max_frames: expected an integer, at least 1, not {max_frames!r}")
+        self.speaker = speaker
+        self.max_frames = max_frames
         self.codec: Callable[..., Any] | None = None
         if codec is not None:
             self.codec = resolve(codec, f"{OPTIONS}.codec", "a function (samples, samples per second) -> codes")
@@ -72,14 +75,13 @@ class Talker(UsesModel, Hearing):
         Args:
             attending: Submodels that run over packed sequences.
         """
-        self.speakers, self.sizes = {name.lower(): id for name, id in speakers.items()}, sizes
+        self.speakers = {name.lower(): id for name, id in speakers.items()}
+        self.sizes = sizes
         if self.speaker is not None and str(self.speaker).lower() not in self.speakers:
-            raise UserError(
-                f"{OPTIONS}.speaker: {self.speaker!r} is no voice of this model; expected one of {self.voices}"
-            )
+            raise UserError(f"{OPTIONS}.speaker: the model has no voice {self.speaker!r}. Use one of {self.voices}.")
         if attention_name(self.model) == PACKED:
-            for part in attending:
-                part.config._attn_implementation = PACKED
+            for submodel in attending:
+                submodel.config._attn_implementation = PACKED
 
     @property
     def talker(self) -> Any:
@@ -87,29 +89,32 @@ class Talker(UsesModel, Hearing):
 
     @property
     def voices(self) -> str:
+        """Names of the speakers, for error messages."""
         return ", ".join(self.speakers) or "none"
 
     def measure(self, media: Media) -> MediaSize:
         frames = len(self.read_codes(media))
         self.voice(media.options.get("speaker"), media.name)
-        return MediaSize(0, 0.0, frames + 1, frames * (len(self.sizes) - 1))
+        residual_codebooks = len(self.sizes) - 1
+        return MediaSize(
+            num_placeholders=0, cost=0.0, targets=frames + 1, num_residual_targets=frames * residual_codebooks
+        )
 
     def read_codes(self, media: Media) -> Any:
+        """Return the codes `[frames, codebooks]` of an item."""
         return read_codes(media, self.sizes, self.max_frames, self.codec, RATE)
 
-    def voice(self, given: Any, what: str) -> str:
-        """Return the name of a speaker as a key of `speakers`; `self.speaker` if `given` is None."""
-        given = given if given is not None else self.speaker
-        if given is None and len(self.speakers) == 1:
+    def voice(self, speaker: Any, what: str) -> str:
+        """Return a speaker's name as a key of `speakers`; `self.speaker` is the default. Errors begin with `what`."""
+        speaker = speaker if speaker is not None else self.speaker
+        if speaker is None and len(self.speakers) == 1:
             return next(iter(self.speakers))
-        if given is None:
-            raise BadMedia(f"{what} has no `speaker`; expected one of {self.voices}, or options.speaker for all rows")
-        if not isinstance(given, str) or given.lower() not in self.speakers:
-            raise BadMedia(
-                f"{what} has the speaker {given!r}, which the model does not know; expected one of {self.voices}"
-                + ("" if self.speakers else self.no_speakers)
-            )
-        return given.lower()
+        if speaker is None:
+            raise BadMedia(f"{what}: no `speaker`. Use one of {self.voices}, or set options.speaker for all rows.")
+        if not isinstance(speaker, str) or speaker.lower() not in self.speakers:
+            advice = f"Use one of {self.voices}." if self.speakers else self.no_speakers
+            raise BadMedia(f"{what}: the model has no speaker {speaker!r}. {advice}")
+        return speaker.lower()
 
     def prepare(self, media: Media) -> Inputs:
         voice = self.speakers[self.voice(media.options.get("speaker"), media.name)]
@@ -117,45 +122,50 @@ class Talker(UsesModel, Hearing):
 
     def locate_item(self, ids: Ids, items: Sequence[MediaItem], item: MediaItem, answers: int) -> MediaItem:
         assert item.answer is not None
-        heard = self.hear(ids, [i for i in items if i.answer is None], item.answer, answers, item.media.name)
+        inputs_of_thinker = [other for other in items if other.answer is None]
+        context = self.find_context(ids, inputs_of_thinker, item.answer, answers, item.media.name)
         frames = item.targets - 1
-        notes = self.notes(heard, frames)
-        size = replace(
-            item.size, num_placeholders=heard.rows, cost=self.flops(heard.rows, len(notes["source"]), frames)
-        )
-        return replace(item, spans=tuple(heard.spans), size=size, notes=notes)
+        notes = self.notes(context, frames)
+        cost = self.flops(context.rows, len(notes["source"]), frames)
+        size = replace(item.size, num_placeholders=context.rows, cost=cost)
+        return replace(item, spans=tuple(context.spans), size=size, notes=notes)
 
     @contextmanager
     def capture(self) -> Iterator[list[torch.Tensor]]:
         """Context manager: capture the thinker's embeddings and its hidden states at `depth`."""
-        kept: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
         language: Any = language_model(self.model)
         depth = len(language.layers) if self.depth is None else self.depth
         last = language if depth >= len(language.layers) else language.layers[max(depth - 1, 0)]
 
-        def first(module: nn.Module, args: Any) -> None:
-            kept[:] = [args[0]]
+        def capture_embeddings(module: nn.Module, args: Any) -> None:
+            states[:] = [args[0]]
 
-        def then(module: nn.Module, args: Any, out: Any) -> None:
-            hidden = out if isinstance(out, torch.Tensor) else out[0]
-            kept.append(hidden if depth else kept[0])
+        def capture_hidden(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output if isinstance(output, torch.Tensor) else output[0]
+            states.append(hidden if depth else states[0])
 
-        handles = [language.layers[0].register_forward_pre_hook(first), last.register_forward_hook(then)]
+        handles = [
+            language.layers[0].register_forward_pre_hook(capture_embeddings),
+            last.register_forward_hook(capture_hidden),
+        ]
         try:
-            yield kept
+            yield states
         finally:
             for handle in handles:
                 handle.remove()
 
     @cached_property
     def media_ids(self) -> list[int]:
+        """Ids of the placeholder tokens of all modalities."""
         thinker = self.config.thinker_config
         return [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
 
     def is_media(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return a mask of the placeholder tokens."""
         return torch.isin(ids, self.constants(self.media_ids, ids.device))
 
-    def told(self, rows: torch.Tensor, items: Sequence[Inputs]) -> torch.Tensor:
+    def text_inputs(self, rows: torch.Tensor, items: Sequence[Inputs]) -> torch.Tensor:
         """Return the text embeddings at each position of the talker's sequences, `[positions, width]`."""
         raise NotImplementedError
 
@@ -167,7 +177,7 @@ class Talker(UsesModel, Hearing):
         """Embed codes: `[frames, codebooks]` -> `[frames, codebooks, width]`."""
         raise NotImplementedError
 
-    def enter(self, embeddings: torch.Tensor) -> torch.Tensor:
+    def layer_inputs(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Return the inputs of the talker's layers, from the sums of text and code embeddings."""
         return embeddings
 
@@ -190,86 +200,97 @@ class Talker(UsesModel, Hearing):
             ends: Position of the first frame of each item.
         """
         marks = [self.marks(item) for item in items]
-        places = [
-            torch.arange(end - len(own), end, device=embeddings.device) for end, own in zip(ends, marks, strict=True)
-        ]
+        positions = []
+        for end, item_marks in zip(ends, marks, strict=True):
+            positions.append(torch.arange(end - len(item_marks), end, device=embeddings.device))
         values = self.talker.get_input_embeddings()(torch.cat(marks))
-        return embeddings.index_add(0, torch.cat(places), values.to(embeddings.dtype))
+        return embeddings.index_add(0, torch.cat(positions), values.to(embeddings.dtype))
 
     def constants(self, ids: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return ids as a tensor on the device, without a host sync."""
         return to_device(torch.tensor(ids), device)
 
     def loss(self, rows: torch.Tensor, items: Sequence[Inputs]) -> dict[str, torch.Tensor]:
         if self.talker.model.config._attn_implementation != PACKED:
-            raise UserError("model.attention: speech is learnt in packed sequences; leave the key at `auto`")
+            raise UserError("model.attention: speech is trained with packed attention only. Set it to auto.")
         device = rows.device
-        lengths, frames = [len(item["source"]) for item in items], [len(item["codes"]) for item in items]
+        lengths = [len(item["source"]) for item in items]
+        frames = [len(item["codes"]) for item in items]
         ends = np.cumsum(lengths).tolist()
-        begins = [end - n for end, n in zip(ends, frames, strict=True)]  # position of the first frame of each item
+        begins = [end - count for end, count in zip(ends, frames, strict=True)]  # position of the first frame
         codes = torch.cat([item["codes"] for item in items])
         spoken = self.embed(codes)
-        embeddings = self.with_marks(self.told(rows, items), items, begins)
-        places = [torch.arange(begin, end, device=device) for begin, end in zip(begins, ends, strict=True)]
-        embeddings = embeddings.index_add(0, torch.cat(places), spoken.sum(1).to(embeddings.dtype))
-        counted = torch.cat([torch.arange(n, device=device) for n in lengths])
+
+        embeddings = self.with_marks(self.text_inputs(rows, items), items, begins)
+        frame_positions = _concatenated_ranges(begins, ends, device)
+        embeddings = embeddings.index_add(0, frame_positions, spoken.sum(1).to(embeddings.dtype))
+        text_positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         axes = torch.cat([item["positions"] for item in items], 1).view(torch.float64).float()
+        boundaries = to_device(torch.tensor([0, *ends], dtype=torch.int32), device)
         hidden = self.talker.model(
-            inputs_embeds=self.enter(embeddings)[None],
-            position_ids=torch.cat([counted[None], axes])[:, None],
-            **packed(to_device(torch.tensor([0, *ends], dtype=torch.int32), device), max(lengths)),
+            inputs_embeds=self.layer_inputs(embeddings)[None],
+            position_ids=torch.cat([text_positions[None], axes])[:, None],
+            **packed(boundaries, max(lengths)),
         ).last_hidden_state[0]
+
         # The position before a frame predicts this frame; the position of the last frame predicts `end_id`.
-        before = [torch.arange(begin - 1, end, device=device) for begin, end in zip(begins, ends, strict=True)]
-        last = self.constants([self.end_id], device)
-        wanted = torch.cat([part for item in items for part in (item["codes"][:, 0], last)])
-        logits = self.talker.codec_head(hidden.index_select(0, torch.cat(before)))
-        predicting = hidden.index_select(0, torch.cat([place[:-1] for place in before]))
-        return {"": cross_entropy_sum(logits, wanted), **self.further_losses(predicting, spoken, codes)}
+        before_begins = [begin - 1 for begin in begins]
+        end_code = self.constants([self.end_id], device)
+        targets = torch.cat([part for item in items for part in (item["codes"][:, 0], end_code)])
+        logits = self.talker.codec_head(hidden.index_select(0, _concatenated_ranges(before_begins, ends, device)))
+        before_ends = [end - 1 for end in ends]
+        predicting = hidden.index_select(0, _concatenated_ranges(before_begins, before_ends, device))
+        return {"": cross_entropy_sum(logits, targets), **self.further_losses(predicting, spoken, codes)}
 
     @cached_property
     def work(self) -> tuple[float, float, float, float]:
         """FLOPs per thinker row, per position, per pair of positions, and in addition per frame."""
         raise NotImplementedError
 
-    def tally_layers(self, place: FlopCounter) -> FlopCounter:
+    def count_layers(self, position: FlopCounter) -> FlopCounter:
         """Add the talker's layers to the FLOPs of a position, and return the FLOPs of a pair of positions."""
         text = self.talker.model.config
         for name, parameter, is_multiplied in weights_of(self.talker.model):
             if is_multiplied:
                 share = text.num_experts_per_tok / text.num_experts if "experts" in name.split(".") else 1
-                place.multiply(parameter, share)
-        pair, layers = FlopCounter(place.trained), self.talker.model.layers
+                position.multiply(parameter, share)
+        layers = self.talker.model.layers
+        pair = FlopCounter(position.trained)
         pair.attend(len(layers), text.num_attention_heads * layers[0].self_attn.head_dim)
         return pair
 
-    def flops(self, rows: int, places: int, frames: int) -> float:
-        per_row, per_place, per_pair, per_frame = self.work
-        return rows * per_row + places * per_place + causal_pairs(places) * per_pair + frames * per_frame
+    def flops(self, rows: int, positions: int, frames: int) -> float:
+        """Return the FLOPs of a response, from its numbers of thinker rows, talker positions and frames."""
+        per_row, per_position, per_pair, per_frame = self.work
+        pairs = causal_pairs(positions)
+        return rows * per_row + positions * per_position + pairs * per_pair + frames * per_frame
 
-    def asked(
+    def generation_inputs(
         self, ids: Ids, items: Sequence[MediaItem], options: Mapping[str, Any], device: torch.device
-    ) -> tuple[Heard, Inputs]:
+    ) -> tuple[TalkerContext, Inputs]:
         """Return the talker's context for a conversation that ends in the response, and its inputs with the voice.
 
         The inputs have a frame for each text token of the response except the first, one for its end, and one more.
         """
         try:
-            heard = self.hear(ids, items, -1, None, "the answer")
-            voice = self.speakers[self.voice(options.get("speaker"), "--speaker: the answer")]
-        except BadMedia as bad:
-            raise UserError(str(bad)) from None
-        notes = {name: tensor.to(device) for name, tensor in self.notes(heard, heard.text + 1).items()}
-        return heard, notes | {"voice": torch.tensor([voice], device=device)}
+            context = self.find_context(ids, items, -1, None, "response")
+            voice = self.speakers[self.voice(options.get("speaker"), "--speaker")]
+        except BadMedia as error:
+            raise UserError(str(error)) from None
+        notes = {name: tensor.to(device) for name, tensor in self.notes(context, context.text + 1).items()}
+        return context, notes | {"voice": torch.tensor([voice], device=device)}
 
-    def generate_codes(self, heard: Heard, options: Mapping[str, Any], sampling: Sampling, **inputs: Any) -> Any:
+    def generate_codes(
+        self, context: TalkerContext, options: Mapping[str, Any], sampling: Sampling, **inputs: Any
+    ) -> Any:
         """Return the result of the talker's own `generate`."""
         renamed = {"audio_seqlens": "audio_feature_lengths", "second_per_grids": "video_second_per_grid"}
-        for name, shapes in media_shapes(heard.items).items():
+        for name, shapes in media_shapes(context.items).items():
             if shapes is not None:
                 inputs[renamed.get(name, name)] = shapes.to(inputs["inputs_embeds"].device)
         with seeded(sampling):
             return self.talker.generate(
-                max_new_tokens=options.get("max_frames") or MOST_FRAMES,
+                max_new_tokens=options.get("max_frames") or MAX_FRAMES,
                 repetition_penalty=REPETITION_PENALTY,
                 **generate_arguments(sampling),
                 **inputs,
@@ -283,3 +304,9 @@ def packed(starts: torch.Tensor, longest: int) -> dict[str, Any]:
     """Return arguments that pass sequence boundaries to packed attention."""
     lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     return {"use_cache": False, **lengths}
+
+
+def _concatenated_ranges(starts: Sequence[int], ends: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the integers from each start up to, but not including, its end, concatenated."""
+    ranges = [torch.arange(start, end, device=device) for start, end in zip(starts, ends, strict=True)]
+    return torch.cat(ranges)

@@ -32,7 +32,7 @@ class TurnTokens:
 
 
 @dataclass(frozen=True)
-class Heard:
+class TalkerContext:
     """The part of a conversation that the talker receives."""
 
     spans: list[tuple[int, int]]  # (first token, count): the context, then the response
@@ -42,10 +42,13 @@ class Heard:
 
     @property
     def rows(self) -> int:
+        """Number of tokens in the spans."""
         return sum(count for _, count in self.spans)
 
 
-class Hearing(Follower):
+class TalkerFollower(Follower):
+    """Base class of talkers: finds the tokens that a talker receives and their positions."""
+
     config: Any  # config of the model
     settings: Any  # config of the talker
     turns: TurnTokens  # turn tokens of the model's chat template
@@ -64,7 +67,9 @@ class Hearing(Follower):
         """The model whose `get_rope_index` returns the positions of the talker's sequence."""
         raise NotImplementedError
 
-    def hear(self, ids: Ids, items: Sequence[MediaItem], answer: int, answers: int | None, what: str) -> Heard:
+    def find_context(
+        self, ids: Ids, items: Sequence[MediaItem], answer: int, answers: int | None, what: str
+    ) -> TalkerContext:
         """Return the part of a conversation that the talker receives for one response.
 
         Args:
@@ -75,44 +80,53 @@ class Hearing(Follower):
         Raises:
             BadMedia: If the response is not found, has no text or follows no prompt.
         """
-        starts = places_of(ids, self.turns.start)
-        ends = [*starts[1:].tolist(), len(ids)]
-        roles = [int(ids[start + 1]) if start + 1 < len(ids) else -1 for start in starts]
-        turns = list(zip(starts.tolist(), ends, roles, strict=True))
+        turns = self.find_turns(ids)
         responses = [(start, end) for start, end, role in turns if role == self.turns.assistant]
         if not responses or (answers is not None and len(responses) != answers):
-            count = "the messages" if answers is None else f"{answers} messages"
+            expected = "at least 1" if answers is None else answers
             raise BadMedia(
-                f"{what}: {count} of the assistant are {len(responses)} turns of it in what the chat template "
-                "writes; speech needs a template that begins each as the published one does"
+                f"{what}: the chat template rendered {len(responses)} assistant turns, but expected {expected}. "
+                "Speech needs a template that begins each turn like the published one."
             )
-        start, end = responses[answer]
-        stops = places_of(ids[start + HEADER : end], self.turns.end)
-        stop = start + HEADER + int(stops[0]) if len(stops) else end
-        if stop <= start + HEADER:
-            raise BadMedia(f"{what} is an answer without text: there is nothing to say aloud")
-        said = self.spans_before(turns, start)
-        if not said:
-            raise BadMedia(f"{what} is an answer to nothing: no message of the user is before it")
-        within = [
-            item
-            for item in items
-            if item.spans and any(first <= item.spans[0][0] < first + count for first, count in said)
-        ]
-        for item in within:
-            self.check_item(item, what)
-        before = np.concatenate([*(ids[first : first + count] for first, count in said), ids[start : start + HEADER]])
-        return Heard([*said, (start, stop - start)], before, within, stop - start - HEADER)
 
-    def notes(self, heard: Heard, frames: int) -> Inputs:
+        start, end = responses[answer]
+        text_start = start + HEADER
+        turn_ends = token_positions(ids[text_start:end], self.turns.end)
+        stop = text_start + int(turn_ends[0]) if len(turn_ends) else end
+        if stop <= text_start:
+            raise BadMedia(f"{what}: the response has no text to speak")
+        context_spans = self.spans_before(turns, start)
+        if not context_spans:
+            raise BadMedia(f"{what}: no user message precedes the response")
+
+        context_items = [item for item in items if _starts_within(item, context_spans)]
+        for item in context_items:
+            self.check_item(item, what)
+        context_ids = [ids[first : first + count] for first, count in context_spans]
+        return TalkerContext(
+            spans=[*context_spans, (start, stop - start)],
+            before=np.concatenate([*context_ids, ids[start:text_start]]),
+            items=context_items,
+            text=stop - text_start,
+        )
+
+    def find_turns(self, ids: Ids) -> list[tuple[int, int, int]]:
+        """Return (first token, end, token id of the role) of each turn of a conversation."""
+        starts = token_positions(ids, self.turns.start).tolist()
+        ends = [*starts[1:], len(ids)]
+        roles = [int(ids[start + 1]) if start + 1 < len(ids) else -1 for start in starts]
+        return list(zip(starts, ends, roles, strict=True))
+
+    def notes(self, context: TalkerContext, frames: int) -> Inputs:
         """Return the source row and the rotary positions of each position of the talker's sequence."""
-        text = np.arange(heard.rows - heard.text, heard.rows)
+        text = np.arange(context.rows - context.text, context.rows)
         trailing = np.full(frames, PAD)
         spoken = np.append(text[1:], EOS)[:frames]
         trailing[: len(spoken)] = spoken
-        source = np.concatenate([np.arange(len(heard.before)), self.prefix, text[:1], trailing])
-        ids = np.append(heard.before, np.full(len(source) - len(heard.before), PAD, np.int32))
-        positions = torch.from_numpy(thinker_positions(self.position_model, ids, heard.items))[1:].double()
+        source = np.concatenate([np.arange(len(context.before)), self.prefix, text[:1], trailing])
+        padding = np.full(len(source) - len(context.before), PAD, np.int32)
+        ids = np.append(context.before, padding)
+        positions = torch.from_numpy(thinker_positions(self.position_model, ids, context.items))[1:].double()
         return {
             "source": torch.from_numpy(source).long(),
             # The bits of fp64 as integers: floats would be cast to the dtype of the model.
@@ -120,10 +134,19 @@ class Hearing(Follower):
         }
 
     def dummy_input(self) -> Inputs:
-        heard = Heard([(0, HEADER + 1)], np.full(HEADER, PAD, np.int32), [], 1)
+        context = TalkerContext(spans=[(0, HEADER + 1)], before=np.full(HEADER, PAD, np.int32), items=[], text=1)
         codes = torch.zeros(1, len(self.sizes), dtype=torch.int64)
-        return {"codes": codes, "voice": torch.zeros(1, dtype=torch.int64), **self.notes(heard, 1)}
+        return {"codes": codes, "voice": torch.zeros(1, dtype=torch.int64), **self.notes(context, 1)}
 
 
-def places_of(ids: Ids, token: int | None) -> npt.NDArray[np.int64]:
+def _starts_within(item: MediaItem, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether the first placeholder token of an item is in one of the spans."""
+    if not item.spans:
+        return False
+    position = item.spans[0][0]
+    return any(first <= position < first + count for first, count in spans)
+
+
+def token_positions(ids: Ids, token: int | None) -> npt.NDArray[np.int64]:
+    """Return the positions of a token id; none if the id is None."""
     return np.flatnonzero(ids == (-1 if token is None else token))

@@ -20,7 +20,7 @@ BILINEAR, BICUBIC = 2, 3
 DEFAULTS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 
 
-class TensorPictures:
+class TensorImageProcessor:
     """Image processor with the settings of the model's folder.
 
     Args:
@@ -39,25 +39,32 @@ class TensorPictures:
         known = {name: value for name, value in settings.items() if name in defaults}
         self.settings = {**defaults, **known, **overrides}
         for name, value in self.settings.items():
-            where = f"model.modalities.{modality}.encoder.options" if name in overrides else file
+            source = f"model.modalities.{modality}.encoder.options" if name in overrides else file
             if not isinstance(value, type(defaults[name])) or (name.startswith("max_") and value < 1):
-                raise UserError(f"{where}: {name} is {value!r}; expected something like {defaults[name]!r}")
+                raise UserError(f"{source}: {name} is {value!r}. Use a value such as {defaults[name]!r}.")
         if not (self.settings["do_resize"] and self.settings["do_rescale"]):
-            raise UserError(f"{file}: do_resize and do_rescale have to be true: the model was trained on such images")
-        self.mean, self.std = (
-            torch.tensor(self.settings[name], dtype=torch.float32).expand(3).view(3, 1, 1)
-            for name in ("image_mean", "image_std")
-        )
+            raise UserError(
+                f"{file}: do_resize or do_rescale is false, but the model was trained with both. Set both to true."
+            )
+        self.mean = self._by_channel("image_mean")
+        self.std = self._by_channel("image_std")
+
+    def _by_channel(self, name: str) -> torch.Tensor:
+        """Return a setting with one number, or one per channel, as `[3, 1, 1]`."""
+        return torch.tensor(self.settings[name], dtype=torch.float32).expand(3).view(3, 1, 1)
 
     def read(self, media: Media) -> torch.Tensor:
+        """Return the uint8 pixels `[3, H, W]` of an image."""
         return to_bytes(read_image(media))
 
     def resize(self, pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Resize uint8 pixels with the filter of the settings."""
         return resize(pixels, height, width, self.settings["resample"])
 
     def tiles(self, pixels: torch.Tensor, size: tuple[int, int], grid: tuple[int, int], edge: int) -> torch.Tensor:
         """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return them `[N, 3, edge, edge]`."""
-        (height, width), (rows, columns) = size, grid
+        height, width = size
+        rows, columns = grid
         padded = pad(self.resize(pixels, height, width), (0, columns * edge - width, 0, rows * edge - height))
         return padded.view(3, rows, edge, columns, edge).permute(1, 3, 0, 2, 4).flatten(0, 1)
 
@@ -66,10 +73,14 @@ class TensorPictures:
         factor: float = self.settings["rescale_factor"]
         if not self.settings["do_normalize"]:
             return pixels * factor
-        return (pixels.float() - self.mean * (1 / factor)) / (self.std * (1 / factor))
+        mean = self.mean * (1 / factor)
+        std = self.std * (1 / factor)
+        return (pixels.float() - mean) / std
 
     def values_in(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Convert uint8 pixels to floats, with every operation in `dtype`."""
         factor: float = self.settings["rescale_factor"]
         scaled = pixels.to(dtype) * factor
-        return (scaled - self.mean.to(dtype)) / self.std.to(dtype) if self.settings["do_normalize"] else scaled
+        if not self.settings["do_normalize"]:
+            return scaled
+        return (scaled - self.mean.to(dtype)) / self.std.to(dtype)

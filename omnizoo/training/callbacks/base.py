@@ -13,7 +13,9 @@ from typing import Any, Literal
 from omnizoo.reporting.run_folder import Metrics
 
 Request = Literal["stop", "save"] | None
-EXPECTED = "a subclass of omnizoo.Callback with on_start, on_step, on_evaluation, on_save or on_end (docs/callbacks.md)"
+EXPECTED = (
+    "a subclass of omnizoo.Callback with on_start, on_step, on_evaluation, on_save or on_end (docs/how-to/callbacks.md)"
+)
 REQUESTS: dict[str, tuple[Any, ...]] = {  # allowed return values of each method
     "on_start": (None, "stop"),
     "on_step": (None, "stop"),
@@ -83,22 +85,63 @@ class Callback:
 
     Return "stop" to end the run after the current step has been finished and saved. `on_evaluation` may also return
     "save", to save a checkpoint of the evaluated step. An exception in a callback ends the run on all ranks.
+
+    Example:
+        >>> class StopAtLoss(omnizoo.Callback):
+        ...     def on_step(self, event):
+        ...         return "stop" if event.metrics["loss"] < 0.1 else None
     """
 
     def on_start(self, event: StartEvent) -> Request:
+        """Called before the first step of this process.
+
+        Args:
+            event: Folders, config and step of the run.
+
+        Returns:
+            None, or "stop".
+        """
         return None
 
     def on_step(self, event: StepEvent) -> Request:
+        """Called after each step.
+
+        Args:
+            event: The step and its metrics.
+
+        Returns:
+            None, or "stop".
+        """
         return None
 
     def on_evaluation(self, event: EvaluationEvent) -> Request:
+        """Called after each evaluation.
+
+        Args:
+            event: The step and the metrics of the evaluation.
+
+        Returns:
+            None, "stop", or "save" to save a checkpoint of this step.
+        """
         return None
 
     def on_save(self, event: SaveEvent) -> Request:
+        """Called after each checkpoint, once it is complete.
+
+        Args:
+            event: The step and the path of the checkpoint.
+
+        Returns:
+            None, or "stop".
+        """
         return None
 
     def on_end(self, event: EndEvent) -> None:
-        return None
+        """Called when the run ends, even if it failed.
+
+        Args:
+            event: The last step, and the outcome of the run.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to store in checkpoints, so that a resumed run behaves like an uninterrupted one.

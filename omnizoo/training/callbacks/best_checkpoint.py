@@ -25,11 +25,14 @@ def check_metrics(config: Config, known: Collection[str]) -> None:
         UserError: If a metric is not in `known`.
     """
     early_stop = config.evaluation.early_stop
-    wanted = {"checkpoint.best": config.checkpoint.best}
-    wanted |= {"evaluation.early_stop.metric": early_stop.metric if early_stop else None}
-    for key, metric in wanted.items():
+    metrics = {"checkpoint.best": config.checkpoint.best}
+    if early_stop is not None:
+        metrics["evaluation.early_stop.metric"] = early_stop.metric
+    for key, metric in metrics.items():
         if metric is not None and metric not in known:
-            raise UserError(f"{key} is {metric}, which evaluations of this run do not have: {', '.join(sorted(known))}")
+            raise UserError(
+                f"{key}: {metric} is not a metric of this run's evaluations. Use one of {', '.join(sorted(known))}."
+            )
 
 
 class BestCheckpoint(Logger):
@@ -40,7 +43,16 @@ class BestCheckpoint(Logger):
     """
 
     def __init__(self, metric: str, run: str, higher: bool = False) -> None:
-        self._metric, self._run, self._higher = metric, run, higher
+        """Prepare the callback.
+
+        Args:
+            metric: Name of a metric of evaluations.
+            run: Id of the run.
+            higher: Whether higher values are better.
+        """
+        self._metric = metric
+        self._run = run
+        self._higher = higher
         self._saved: Best | None = None
         self._candidate: Best | None = None  # best evaluation whose checkpoint is not complete yet; saving may fail
 
@@ -64,7 +76,8 @@ class BestCheckpoint(Logger):
         return "save"
 
     def on_save(self, event: SaveEvent) -> None:
-        self._saved, self._candidate = self._candidate or self._saved, None
+        self._saved = self._candidate or self._saved
+        self._candidate = None
         if self._saved is not None:
             write_best(event.path.parent, self._saved)
 
@@ -77,5 +90,6 @@ class BestCheckpoint(Logger):
             self._saved = Best(self._run, self._metric, state["value"], state["step"])
 
 
-def is_better(value: float, bar: float, higher: bool) -> bool:
-    return value > bar if higher else value < bar
+def is_better(value: float, threshold: float, higher: bool) -> bool:
+    """Whether `value` is above the threshold, if higher values are better, or else below it."""
+    return value > threshold if higher else value < threshold

@@ -26,6 +26,8 @@ from omnizoo.training.callbacks.base import (
 
 @dataclass
 class CallbackEntry:
+    """A callback with its name in the config and in checkpoints."""
+
     callback: Callback
     key: str  # config key, or argument of `train`
     name: str  # class name as in the config; empty for built-in callbacks
@@ -55,11 +57,20 @@ class Callbacks:
     """All callbacks of a run, in the order in which they are called. Only rank 0 has any."""
 
     def __init__(self, entries: Sequence[CallbackEntry], active: bool) -> None:
-        self._entries, self.active = list(entries), active
+        """Store the callbacks.
+
+        Args:
+            entries: The callbacks, in the order in which they are called.
+            active: Whether this is rank 0.
+        """
+        self._entries = list(entries)
+        self.active = active
         self.warn: Callable[[str, OSError], None] | None = None  # reports a logger that cannot write
-        self.stopped_by: str | None = None
-        self.failure: str | None = None
-        self._save, self._ended, self._step = False, False, 0
+        self.stopped_by: str | None = None  # name of the first callback that requested to stop
+        self.failure: str | None = None  # message about the first callback that failed
+        self._save = False  # whether a callback requested a checkpoint
+        self._ended = False
+        self._step = 0  # last finished step
 
     @property
     def wants_to_stop(self) -> bool:
@@ -78,13 +89,16 @@ class Callbacks:
         self._call("on_start", event)
 
     def step(self, step: int, metrics: Metrics) -> None:
+        """Call `on_step`."""
         self._step = step
         self._call("on_step", StepEvent(step, MappingProxyType(dict(metrics))))
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
+        """Call `on_evaluation`."""
         self._call("on_evaluation", EvaluationEvent(step, MappingProxyType(dict(metrics))))
 
     def save(self, step: int, path: Path) -> None:
+        """Call `on_save`."""
         self._call("on_save", SaveEvent(step, path))
 
     def end(self, outcome: Literal["done", "stopped", "failed"], error: str | None = None) -> None:
@@ -100,58 +114,64 @@ class Callbacks:
         """
         states: dict[str, Any] = {}
         for entry, name in self._named():
-            with self._noting_failure(entry, "state_dict"):
+            with self._storing_failure(entry, "state_dict"):
                 state = entry.callback.state_dict()
                 if not isinstance(state, dict):
-                    raise TypeError(f"returned {state!r:.80}; expected a dict")
+                    raise TypeError(f"returned {state!r:.80} instead of a dict")
                 json.dumps(state)
                 if state:
                     states[name] = state
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore the states of callbacks from a checkpoint. Callbacks without a state in it start new."""
         for entry, name in self._named():
             if name in states:
-                with self._noting_failure(entry, "load_state_dict"):
+                with self._storing_failure(entry, "load_state_dict"):
                     entry.callback.load_state_dict(states[name])
 
     def _named(self) -> Iterator[tuple[CallbackEntry, str]]:
         """Yield each callback with a name that does not depend on its position. Repeated names get a number."""
-        seen: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for entry in self._entries:
             name = entry.name or entry.stored_key or entry.key
-            seen[name] = seen.get(name, 0) + 1
-            yield entry, name if seen[name] == 1 else f"{name}#{seen[name]}"
+            counts[name] = counts.get(name, 0) + 1
+            if counts[name] > 1:
+                name = f"{name}#{counts[name]}"
+            yield entry, name
 
-    def _call(self, moment: str, event: Any) -> None:
+    def _call(self, method: str, event: Any) -> None:
+        """Call a method of all callbacks that have not failed, and store their requests."""
         for entry in self._entries:
             if entry.failed:
                 continue
-            unwritten: OSError | None = None
-            with self._noting_failure(entry, moment):
+            write_error: OSError | None = None
+            with self._storing_failure(entry, method):
                 try:
-                    request = getattr(entry.callback, moment)(event)
+                    request = getattr(entry.callback, method)(event)
                 except OSError as error:
                     if not isinstance(entry.callback, Logger):
                         raise
-                    request, unwritten = None, error
-                if not any(request is known or request == known for known in REQUESTS[moment]):
-                    raise TypeError(f"returned {request!r:.80}; expected {' or '.join(map(repr, REQUESTS[moment]))}")
+                    request = None
+                    write_error = error
+                if not any(request is allowed or request == allowed for allowed in REQUESTS[method]):
+                    expected = " or ".join(repr(allowed) for allowed in REQUESTS[method])
+                    raise TypeError(f"returned {request!r:.80} instead of {expected}")
                 self._save |= request == "save"
                 if request == "stop" and self.stopped_by is None:
                     self.stopped_by = str(entry)
-            if unwritten is not None and moment == "on_start":
-                raise UserError(f"{entry}.{moment}: {named_line(unwritten)}") from unwritten
-            if unwritten is not None and self.warn is not None:
-                self.warn(str(entry), unwritten)
+            if write_error is not None and method == "on_start":
+                raise UserError(f"{entry}.{method}: {named_line(write_error)}") from write_error
+            if write_error is not None and self.warn is not None:
+                self.warn(str(entry), write_error)
 
     @contextmanager
-    def _noting_failure(self, entry: CallbackEntry, moment: str) -> Iterator[None]:
+    def _storing_failure(self, entry: CallbackEntry, method: str) -> Iterator[None]:
         """Context manager: record an error of a callback. The run ends after all other callbacks have been called."""
         try:
             yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename != __file__]
-            where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+            location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
             entry.failed = True
-            self.failure = self.failure or f"{entry}.{moment} failed: {named_line(error)}{where}"
+            self.failure = self.failure or f"{entry}.{method} failed: {named_line(error)}{location}"

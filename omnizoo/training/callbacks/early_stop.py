@@ -11,24 +11,43 @@ class EarlyStop(Callback):
     """Requests to stop after `patience` evaluations in a row without an improvement of more than `min_delta`."""
 
     def __init__(self, metric: str, patience: int, min_delta: float, higher: bool = False) -> None:
-        self._metric, self._patience, self._min_delta, self._higher = metric, patience, min_delta, higher
+        """Prepare the callback.
+
+        Args:
+            metric: Name of a metric of evaluations.
+            patience: Number of evaluations without improvement after which the run stops.
+            min_delta: Minimum change that counts as an improvement.
+            higher: Whether higher values are better.
+        """
+        self._metric = metric
+        self._patience = patience
+        self._min_delta = min_delta
+        self._higher = higher
         self._best: float | None = None
-        self._waited = 0
+        self._waited = 0  # evaluations since the last improvement
 
     def on_start(self, event: StartEvent) -> Request:
-        return self._verdict()
+        return self._request()
 
     def on_evaluation(self, event: EvaluationEvent) -> Request:
         value = event.metrics[self._metric]
-        is_first = self._best is None
-        bar = 0.0 if self._best is None else self._best + (self._min_delta if self._higher else -self._min_delta)
-        if value is not None and math.isfinite(value) and (is_first or is_better(value, bar, self._higher)):
-            self._best, self._waited = value, 0
+        if value is not None and self._is_improvement(value):
+            self._best = value
+            self._waited = 0
         else:
             self._waited += 1
-        return self._verdict()
+        return self._request()
 
-    def _verdict(self) -> Request:
+    def _is_improvement(self, value: float) -> bool:
+        """Whether a value is finite, and the first one or better than the best one by more than `min_delta`."""
+        if not math.isfinite(value):
+            return False
+        if self._best is None:
+            return True
+        delta = self._min_delta if self._higher else -self._min_delta
+        return is_better(value, self._best + delta, self._higher)
+
+    def _request(self) -> Request:
         return "stop" if self._waited >= self._patience else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -36,4 +55,5 @@ class EarlyStop(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["metric"] == self._metric:
-            self._best, self._waited = state["best"], state["waited"]
+            self._best = state["best"]
+            self._waited = state["waited"]

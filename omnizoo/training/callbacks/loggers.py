@@ -22,9 +22,13 @@ def built_in_loggers(config: Config, run: RunFolder) -> list[CallbackEntry]:
 
     Loggers that write to the run folder share the key `log.dir`, so a full disk causes only one warning.
     """
-    wandb = [] if config.log.wandb is None else [CallbackEntry(WandbLogger(config.log.wandb, run), "log.wandb", "")]
-    tensorboard = [TensorBoardLogger(run.tensorboard)] if config.log.tensorboard else []
-    return [*wandb, *(CallbackEntry(logger, "log.dir", "") for logger in (*tensorboard, ReportLogger(run)))]
+    entries = []
+    if config.log.wandb is not None:
+        entries.append(CallbackEntry(WandbLogger(config.log.wandb, run), "log.wandb", ""))
+    if config.log.tensorboard:
+        entries.append(CallbackEntry(TensorBoardLogger(run.tensorboard), "log.dir", ""))
+    entries.append(CallbackEntry(ReportLogger(run), "log.dir", ""))
+    return entries
 
 
 class TensorBoardLogger(Logger):
@@ -44,7 +48,8 @@ class TensorBoardLogger(Logger):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
             from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
             from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         self._folder.mkdir(parents=True, exist_ok=True)
         seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{rest:09d}"
@@ -58,7 +63,10 @@ class TensorBoardLogger(Logger):
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def on_step(self, event: StepEvent) -> None:
-        values = [self._summary.Value(tag=k, simple_value=v) for k, v in event.metrics.items() if v is not None]
+        values = []
+        for name, value in event.metrics.items():
+            if value is not None:
+                values.append(self._summary.Value(tag=name, simple_value=value))
         self._add(step=event.step, summary=self._summary(value=values))
 
     def on_end(self, event: EndEvent) -> None:
@@ -73,17 +81,20 @@ class WandbLogger(Logger):
             import wandb
         except ModuleNotFoundError as error:
             raise UserError(
-                f"log.wandb is {project!r} but wandb is not installed: `pip install omnizoo[wandb]`, or unset it"
+                f"log.wandb: {project!r}, but wandb is not installed. Run `pip install omnizoo[wandb]`, or unset "
+                "log.wandb."
             ) from error
-        self._wandb, self._project, self._folder = wandb, project, run
+        self._wandb = wandb
+        self._project = project
+        self._folder = run
 
     def on_start(self, event: StartEvent) -> None:
-        name = self._folder.wandb_id
-        if event.step == 0 or not name.exists():
-            replace_file(name, uuid.uuid4().hex[:8])
+        id_file = self._folder.wandb_id
+        if event.step == 0 or not id_file.exists():
+            replace_file(id_file, uuid.uuid4().hex[:8])
         self._run: Any = self._wandb.init(
             project=self._project,
-            id=name.read_text(),
+            id=id_file.read_text(),
             name=self._folder.root.name,
             resume="allow",
             dir=str(self._folder.root),

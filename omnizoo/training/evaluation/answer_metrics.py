@@ -11,7 +11,7 @@ from omnizoo.config.plugins import check_call, resolve
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.evaluation import MetricSettings
 
-EXPECTED = "a function of an omnizoo.Answer that gives a number, or None to leave the answer out"
+EXPECTED = "a function of an omnizoo.Answer that returns a number, or None to exclude the response"
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,29 @@ def exact_match(answer: Answer) -> bool | None:
 
 @dataclass(frozen=True)
 class Metric:
-    part: MetricSettings
-    key: str
+    """A metric on responses, with its settings. Checks the return values of plugins."""
+
+    settings: MetricSettings
+    key: str  # config key, for messages
     function: Callable[..., Any]
 
-    def of(self, answer: Answer) -> float | None:
-        """Return the score of a response; None if the metric leaves it out.
+    def score(self, answer: Answer) -> float | None:
+        """Return the score of a response; None if the metric excludes it.
 
         Raises:
             UserError: If the function fails or does not return a finite number. The message names metric and row.
         """
-        who = f"{self.key}: {self.part.kind}"
+        kind = self.settings.kind
         try:
-            value = self.function(answer, **self.part.options)
+            value = self.function(answer, **self.settings.options)
         except (Exception, SystemExit) as error:
-            raise UserError(f"{who} failed on {answer.where}: {named_line(error)}") from error
+            raise UserError(
+                f"{self.key}: {kind} failed on {answer.where}: {named_line(error)}. Fix the metric or the row."
+            ) from error
         if value is None:
             return None
         if not isinstance(value, bool | int | float) or not math.isfinite(value):
-            raise UserError(f"{who} gave {value!r:.80} for {answer.where}; expected {EXPECTED}")
+            raise UserError(f"{self.key}: {kind} returned {value!r:.80} for {answer.where}. Expected {EXPECTED}.")
         return float(value)
 
 
@@ -71,14 +75,16 @@ def build_metrics(config: Config) -> list[Metric]:
         UserError: If a metric cannot be imported, or does not accept its options.
     """
     metrics = []
-    for i, part in enumerate(config.evaluation.metrics):
+    for i, settings in enumerate(config.evaluation.metrics):
+        if not settings.is_of_answers:
+            continue
         key = f"evaluation.metrics.{i}"
-        if part.is_of_answers:
-            function = exact_match if part.kind == "exact_match" else resolve(part.kind, key, EXPECTED)
-            if not callable(function):
-                raise UserError(f"{key}: {part.kind} is a {type(function).__name__}; expected {EXPECTED}")
-            check_call(function, part.kind, key, [None], part.options)
-            metrics.append(Metric(part, key, function))
+        kind = settings.kind
+        function = exact_match if kind == "exact_match" else resolve(kind, key, EXPECTED)
+        if not callable(function):
+            raise UserError(f"{key}: {kind} is a {type(function).__name__}. Expected {EXPECTED}.")
+        check_call(function, kind, key, [None], settings.options)
+        metrics.append(Metric(settings, key, function))
     return metrics
 
 
@@ -99,12 +105,12 @@ def measure(
     means: dict[str, float | None] = {}
     failures = []
     for metric in metrics:
-        name = metric.part.label
+        name = metric.settings.label
         means[name] = None
         scores = []
         try:
             for answer, record in answers:
-                score = metric.of(answer)
+                score = metric.score(answer)
                 record.setdefault("metrics", {})[name] = score
                 if score is not None:
                     scores.append(score)

@@ -12,6 +12,7 @@ from omnizoo.checkpoint.resume import StartingPoint, best_checkpoint, resolve_ch
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
 from omnizoo.parallel.errors import sync_errors
+from omnizoo.reporting.plural import plural
 from omnizoo.reporting.run_folder import RunFolder, replace_file
 from omnizoo.training.evaluation.held_out import Evaluator, read_parts
 from omnizoo.training.evaluation.responses import check_samples
@@ -33,7 +34,8 @@ def find_weights(config: Config, folder: Path | None, best: bool) -> Path | None
     if folder is None:
         folder = Path(config.checkpoint.dir or Path(config.log.dir) / "checkpoints")
         if not checkpoints(folder):
-            return resolve_checkpoint(Path(config.model.init_from)) if config.model.init_from else None
+            init_from = config.model.init_from
+            return resolve_checkpoint(Path(init_from)) if init_from else None
     return resolve_checkpoint(folder)
 
 
@@ -60,7 +62,7 @@ def evaluate_run(
         UserError: If there is no held-out data, or the checkpoint, the model or a metric cannot be used.
     """
     if not config.data.eval_sources:
-        raise UserError("data.eval_sources is empty: there is nothing to evaluate on; name held-out data there")
+        raise UserError("data.eval_sources: not set, so there is no data to evaluate on. Set it to held-out data.")
     config = config.changed(evaluation={"every": config.evaluation.every or 1})
     with joined_world(config, on_failure, has_loader=False) as (config, mesh):
         losses_of_rows(config)
@@ -71,37 +73,42 @@ def evaluate_run(
         assert reader is not None
         check_rows([reader], mesh)
         packs = sync_errors(mesh, lambda: read_parts(reader, mesh))
-        source = mesh.from_first(
-            sync_errors(mesh, lambda: find_weights(config, folder, best) if mesh.is_first else None)
-        )
-        setup = set_up_training(bundle, mesh, StartingPoint("", source, weights_only=True), has_optimizer=False)
+        local_checkpoint = sync_errors(mesh, lambda: find_weights(config, folder, best) if mesh.is_first else None)
+        checkpoint: Path | None = mesh.from_first(local_checkpoint)
+        start = StartingPoint("", checkpoint, weights_only=True)
+        setup = set_up_training(bundle, mesh, start, has_optimizer=False)
 
-        step = (step_of(source) or 0) if source is not None else 0
+        step = 0
+        if checkpoint is not None:
+            step = step_of(checkpoint) or 0
         run = RunFolder(out or Path(config.log.dir) / "eval" / f"step_{step:08d}")
         evaluator = Evaluator(setup.objective, setup.balancer, packs, reader, run)
         metrics = evaluator.losses()
         records = []
         if evaluator.sampler is not None:
-            responses = evaluator.sampler.take(step, run)
+            responses = evaluator.sampler.respond(step, run)
             if responses.failures:
                 raise UserError(responses.failures[0])
             metrics |= responses.metrics
             records = responses.records
         if mesh.is_first:
-            about = {"checkpoint": None if source is None else str(source), "step": step, **metrics}
-            replace_file(run.root / "metrics.json", json.dumps(about, indent=2) + "\n")
+            name = None if checkpoint is None else str(checkpoint)
+            results = {"checkpoint": name, "step": step, **metrics}
+            replace_file(run.root / "metrics.json", json.dumps(results, indent=2) + "\n")
             replace_file(run.samples, "".join(json.dumps(record) + "\n" for record in records))
-            show(source, metrics, evaluator.totals.packs, records, run)
+            print_results(checkpoint, metrics, evaluator.totals.packs, len(records), run)
     return 0
 
 
-def show(
-    source: Path | None, found: dict[str, float | None], packs: int, records: list[dict[str, object]], run: RunFolder
+def print_results(
+    checkpoint: Path | None, metrics: dict[str, float | None], num_packs: int, num_prompts: int, run: RunFolder
 ) -> None:
+    """Print the metrics of an evaluation, and where they were written."""
     table = Table.grid(padding=(0, 2))
-    for name, value in found.items():
+    for name, value in metrics.items():
         table.add_row(name, "-" if value is None else f"{value:.4f}")
+    source = checkpoint or "initial weights"
     console = Console(soft_wrap=True)
-    console.print(f"{source or 'initial weights'}: {packs} pack(s), {len(records)} question(s)", highlight=False)
+    console.print(f"{source}: {plural(num_packs, 'pack')}, {plural(num_prompts, 'prompt')}", highlight=False)
     console.print(table)
     console.print(f"written to {run.root}", highlight=False)

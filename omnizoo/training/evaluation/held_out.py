@@ -19,6 +19,7 @@ from omnizoo.data.loading.reader import Reader
 from omnizoo.data.packing.pack import Pack
 from omnizoo.ops.precision import keep_precision
 from omnizoo.parallel.mesh import Mesh
+from omnizoo.reporting.plural import plural
 from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.evaluation.responses import Sampler
 from omnizoo.training.local_batch import LocalBatch
@@ -30,34 +31,47 @@ from omnizoo.training.recorder import Recorder
 class TokenAccuracy(Loss):
     """The share of text targets that have the highest logit, a weighted mean over targets."""
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         return batch.sum((logits.argmax(-1) == batch.targets).double())
 
 
 def token_metrics(config: Config) -> list[NamedLoss]:
     """Return the metrics of `evaluation.metrics` that are computed with the losses. Their names begin with a slash."""
-    return [
-        NamedLoss(
-            TokenAccuracy(), "evaluation.metrics", metric.kind, metric.label.removeprefix("eval"), 0.0, "of_logits"
+    metrics = []
+    for settings in config.evaluation.metrics:
+        if settings.is_of_answers:
+            continue
+        metric = NamedLoss(
+            loss=TokenAccuracy(),
+            key="evaluation.metrics",
+            kind=settings.kind,
+            name=settings.label.removeprefix("eval"),
+            weight=0.0,
+            method="from_logits",
         )
-        for metric in config.evaluation.metrics
-        if not metric.is_of_answers
-    ]
+        metrics.append(metric)
+    return metrics
 
 
-def add_up(totals: Sequence[StepTotals]) -> StepTotals:
-    def together(name: str) -> Any:
-        values = [getattr(each, name) for each in totals]
+def sum_totals(totals: Sequence[StepTotals]) -> StepTotals:
+    """Return the sum of the totals of several parts of the held-out data."""
+    sums: dict[str, Any] = {}
+    for field in fields(StepTotals):
+        values = [getattr(part, field.name) for part in totals]
         if isinstance(values[0], dict):
-            return {key: sum(value.get(key, 0) for value in values) for each in values for key in each}
-        return sum(values)
-
-    return StepTotals(**{field.name: together(field.name) for field in fields(StepTotals)})
+            keys = dict.fromkeys(key for value in values for key in value)
+            sums[field.name] = {key: sum(value.get(key, 0) for value in values) for key in keys}
+        else:
+            sums[field.name] = sum(values)
+    return StepTotals(**sums)
 
 
 def read_parts(reader: Reader, mesh: Mesh) -> dict[str, list[Pack]]:
     """Return this rank's packs of held-out data by source. `reader` reads the held-out sources."""
-    return {name: read_held_out(own, mesh.rank, mesh.layout.world) for name, own in held_out_parts(reader).items()}
+    packs = {}
+    for name, part_reader in held_out_parts(reader).items():
+        packs[name] = read_held_out(part_reader, mesh.rank, mesh.layout.world)
+    return packs
 
 
 class Evaluator:
@@ -83,19 +97,21 @@ class Evaluator:
         Raises:
             UserError: If the held-out data has no targets.
         """
-        self.objective, self.folder, self.config = objective, folder, objective.config
+        self.objective = objective
+        self.folder = folder
+        self.config = objective.config
         self.sampler: Sampler | None = None
         # Short name of the source -> data; the name is empty if all sources are evaluated together.
         self.parts = {source: balancer(LoadedStep(loaded), micro_batch=1) for source, loaded in packs.items()}
         if reader is None:
             return
-        self.totals = add_up([part.totals for part in self.parts.values()])
+        self.totals = sum_totals([part.totals for part in self.parts.values()])
         if not self.totals.has_targets:
             paths = ", ".join(source.name for source in self.config.data.eval_sources)
             raise UserError(
-                f"data.eval_sources ({paths}): {self.totals.packs} pack(s) of {self.totals.tokens} tokens hold nothing "
-                "the model is to predict, so there is no held-out loss; give rows with an answer, or set "
-                "evaluation.every: 0"
+                f"data.eval_sources: {paths}: no targets in {plural(self.totals.packs, 'pack')} of "
+                f"{self.totals.tokens} tokens, so there is no held-out loss. Add rows with a response, or set "
+                "evaluation.every: 0."
             )
         if self.config.evaluation.samples:
             self.sampler = Sampler(objective, reader)
@@ -111,24 +127,25 @@ class Evaluator:
         if self.sampler is None:
             return metrics
         with self.objective.phases("evaluation"):
-            responses = self.sampler.take(step, self.folder)
+            responses = self.sampler.respond(step, self.folder)
         recorder.samples(responses.records)
         for failure in responses.failures:
-            recorder.say(f"warning: step {step}: {failure}; this evaluation lacks the metric")
+            recorder.print(f"warning: step {step}: {failure} The metric is missing in this evaluation.")
         return metrics | responses.metrics
 
     def metric_names(self) -> set[str]:
         """Return the names of all metrics that an evaluation returns."""
         names = {metric.label for metric in self.config.evaluation.metrics if metric.is_of_answers}
         for source, counts in self._loss_counts().items():
-            names |= {_key(source), *(_key(source, term) for term, count in counts.items() if count)}
+            names.add(_key(source))
+            names.update(_key(source, term) for term, count in counts.items() if count)
         return names
 
     def _loss_counts(self) -> dict[str, dict[str, float]]:
         """Return the loss counts by source; under an empty name, those of all sources together."""
         totals = {"": self.totals} | {source: part.totals for source, part in self.parts.items()}
         with self.objective.measuring(token_metrics(self.config)):
-            return {source: self.objective.loss_counts(of_source) for source, of_source in totals.items()}
+            return {source: self.objective.loss_counts(source_totals) for source, source_totals in totals.items()}
 
     @torch.no_grad()
     def losses(self) -> dict[str, float | None]:
@@ -136,7 +153,8 @@ class Evaluator:
 
         Terms without held-out targets are left out. Collective: all ranks must call it.
         """
-        objective, counts = self.objective, self._loss_counts()
+        objective = self.objective
+        counts = self._loss_counts()
         sums = {(source, term): 0.0 for source in self.parts for term in counts[source]}
         weights: dict[str, float] = {}
         objective.model.eval()
@@ -152,33 +170,42 @@ class Evaluator:
         objective.model.train()
         objective.router_stats.reset()
         totals = dict(zip(sums, objective.mesh.sum(list(sums.values())), strict=True))
-        whole = {name: sum(total for (_, term), total in totals.items() if term == name) for name in counts[""]}
-        metrics = _means("", whole, counts[""], weights)
-        for source in self.parts if "" not in self.parts else ():
-            own = {name: totals[source, name] for name in counts[source]}
-            metrics |= _means(source, own, counts[source], weights)
+
+        sums_of_all = dict.fromkeys(counts[""], 0.0)
+        for (_, name), total in totals.items():
+            sums_of_all[name] += total
+        metrics = _means("", sums_of_all, counts[""], weights)
+        if "" not in self.parts:  # the sources are evaluated separately
+            for source in self.parts:
+                source_sums = {term: totals[source, term] for term in counts[source]}
+                metrics |= _means(source, source_sums, counts[source], weights)
         return metrics
 
     def describe(self) -> str:
         """Return a description of the held-out data and of the evaluation interval, for the start-up table."""
-        config, evaluation = self.config, self.config.evaluation
-        paths = "\n".join(source.name for source in config.data.eval_sources)
+        config = self.config
+        evaluation = config.evaluation
         if not config.data.eval_sources:
             return "none"
+        paths = "\n".join(source.name for source in config.data.eval_sources)
         if not evaluation.every:
-            return f"not read, since evaluation.every is 0: {paths}"
-        when = f"every {evaluation.every} steps"
+            return f"not evaluated, because evaluation.every is 0: {paths}"
+
+        amount = plural(self.totals.packs, "pack")
+        if self.totals.packs < evaluation.packs:
+            amount += f" (all available; evaluation.packs is {evaluation.packs})"
+        if evaluation.samples:
+            amount += f", {plural(evaluation.samples, 'prompt')}"
+        interval = f"every {evaluation.every} steps"
         if evaluation.every > config.train.steps:
-            when += f", which is never in a run of {config.train.steps}"
-        packs = self.totals.packs
-        few = "" if packs >= evaluation.packs else f" (all there is; evaluation.packs is {evaluation.packs})"
-        prompts = f", {evaluation.samples} question(s)" if evaluation.samples else ""
-        return f"{packs} pack(s){few}{prompts}, {when}: {paths}"
+            interval += f", so never in a run of {config.train.steps}"
+        return f"{amount}, {interval}: {paths}"
 
 
 def _means(
     source: str, sums: Mapping[str, float], counts: Mapping[str, float], weights: Mapping[str, float]
 ) -> dict[str, float | None]:
+    """Return the metrics of a source: the mean of each loss term that has targets, and their weighted sum."""
     means = {name: total / counts[name] for name, total in sums.items() if counts[name]}
     loss = sum(weights.get(name, 0.0) * mean for name, mean in means.items())
     return {_key(source): loss, **{_key(source, name): mean for name, mean in means.items()}}

@@ -35,24 +35,27 @@ from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.evaluation.answer_metrics import Answer, build_metrics, measure
 from omnizoo.training.objective import LanguageObjective
 
-LOOKED_AT = 1000  # rows of each source that are searched for prompts, in addition to evaluation.samples
+SEARCHED_ROWS = 1000  # rows of each source that are searched for prompts, in addition to evaluation.samples
+GIB = 2**30
 
 
 @dataclass(frozen=True)
 class HeldOutRow:
     """A held-out row whose prompt the model responds to."""
 
-    name: str  # short name of the source
+    source_name: str  # short name of the source
     source: RowSource
-    shape: SourceSchema  # schema of the source
-    row: int  # number of the row in the source
+    schema: SourceSchema  # schema of the source
+    number: int  # number of the row in the source
 
     @property
     def where(self) -> str:
-        return self.source.where(self.row)
+        """Name of the row, for messages."""
+        return self.source.where(self.number)
 
     def find(self, name: str) -> Path | bytes:
-        return self.source.find(self.row, name)
+        """Return the media file `name` of the row."""
+        return self.source.find(self.number, name)
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,15 @@ class Sampler:
 
     def __init__(self, objective: LanguageObjective, reader: Reader) -> None:
         """Choose the prompts. Collective: all ranks must call it. `reader` reads the held-out sources."""
-        self.config, self.model, self.mesh = objective.config, objective.model, objective.mesh
+        self.config = objective.config
+        self.model = objective.model
+        self.mesh = objective.mesh
         self.tokenizer = reader.renderer.tokenizer
         self.metrics = build_metrics(self.config)
-        self.questions = sync_errors(self.mesh, lambda: choose_rows(reader) if self.mesh.is_first else [])
-        self.count: int = self.mesh.from_first(len(self.questions))
+        self.rows = sync_errors(self.mesh, lambda: choose_rows(reader) if self.mesh.is_first else [])
+        self.num_rows: int = self.mesh.from_first(len(self.rows))  # `rows` is empty on ranks other than 0
 
-    def take(self, step: int, run: RunFolder) -> Sampled:
+    def respond(self, step: int, run: RunFolder) -> Sampled:
         """Generate the responses of one evaluation. Collective: all ranks must call it.
 
         Args:
@@ -83,43 +88,61 @@ class Sampler:
             run: The run folder, where generated media are written.
         """
         mesh = self.mesh
-        copy = whole_copy(self.model, self.config, mesh)
-        writer = sync_errors(
-            mesh, lambda: None if copy is None else chat_model_from(copy, self.config.model, self.tokenizer)
-        )
-        answers, records = [], []
-        for number in range(self.count):  # a collective after each response keeps other ranks from timing out
-            if writer is not None:
-                answer, record = self._ask(writer, self.questions[number], run, run.items_of(step) / str(number))
-                records.append({"step": step, "number": number, **record})
+        full_model = whole_copy(self.model, self.config, mesh)  # None on ranks other than 0
+
+        def build() -> ChatModel | None:
+            if full_model is None:
+                return None
+            return chat_model_from(full_model, self.config.model, self.tokenizer)
+
+        chat_model = sync_errors(mesh, build)
+
+        answers = []
+        records = []
+        for number in range(self.num_rows):
+            if chat_model is not None:
+                media_folder = run.items_of(step) / str(number)
+                answer, record = self._respond_to(self.rows[number], chat_model, run, media_folder)
+                record = {"step": step, "number": number, **record}
+                records.append(record)
                 if answer is not None:
-                    answers.append((answer, records[-1]))
-            mesh.sum([0.0])
+                    answers.append((answer, record))
+            mesh.sum([0.0])  # a collective after each response keeps other ranks from timing out
         metrics, failures = mesh.from_first(measure(self.metrics, answers))  # only rank 0 has responses
         return Sampled(metrics, failures, records)
 
-    def _ask(
-        self, writer: ChatModel, asked: HeldOutRow, run: RunFolder, items: Path
+    def _respond_to(
+        self, held_out: HeldOutRow, chat_model: ChatModel, run: RunFolder, media_folder: Path
     ) -> tuple[Answer | None, dict[str, Any]]:
         """Return the response, None if it failed, and its record for samples.jsonl."""
         evaluation = self.config.evaluation
-        record: dict[str, Any] = {"source": asked.name, "row": asked.where}
-        generator = torch.Generator(writer.model.device).manual_seed(self.config.train.seed)
+        record: dict[str, Any] = {"source": held_out.source_name, "row": held_out.where}
+        generator = torch.Generator(chat_model.model.device).manual_seed(self.config.train.seed)
         sampling = Sampling(evaluation.temperature, generator=generator)
         try:
-            row = asked.source.read(asked.row)
-            question = writer.renderer.question(row, asked.find, asked.shape)
+            row = held_out.source.read(held_out.number)
+            question = chat_model.renderer.question(row, held_out.find, held_out.schema)
             record |= {"question": question.shown, "expected": question.expected}
-            pieces = writer.answer(question.prompt, sampling, evaluation.max_tokens)
-            files = {}
+            pieces = chat_model.answer(question.prompt, sampling, evaluation.max_tokens)
+            files = []
+            media = []
             for i, piece in enumerate(pieces):
                 if piece.modality != "text":
-                    files[Path(writer.save(piece, items / str(i)))] = piece.modality
+                    file = Path(chat_model.save(piece, media_folder / str(i)))
+                    files.append(file)
+                    media.append({"modality": piece.modality, "file": str(file.relative_to(run.root))})
         except (BadRow, BadMedia, UserError, OSError) as error:
             return None, record | {"error": " ".join(str(error).split())}
-        text = writer.text(pieces)
-        media = [{"modality": modality, "file": str(file.relative_to(run.root))} for file, modality in files.items()]
-        answer = Answer(question.shown, text, question.expected, list(files), row, asked.where)
+
+        text = chat_model.text(pieces)
+        answer = Answer(
+            question=question.shown,
+            text=text,
+            expected=question.expected,
+            files=files,
+            row=row,
+            where=held_out.where,
+        )
         return answer, record | {"answer": text, "items": media}
 
 
@@ -132,25 +155,28 @@ def choose_rows(reader: Reader) -> list[HeldOutRow]:
     count = reader.config.evaluation.samples
     reasons: list[str] = []
 
-    def usable(number: int, name: str, source: RowSource) -> Iterator[HeldOutRow]:
-        for row in range(min(len(source), LOOKED_AT + count)):
-            asked = HeldOutRow(name, source, reader.renderer.shape(number), row)
+    def rows_with_prompt(source_number: int, name: str, source: RowSource) -> Iterator[HeldOutRow]:
+        for number in range(min(len(source), SEARCHED_ROWS + count)):
+            held_out = HeldOutRow(name, source, reader.renderer.shape(source_number), number)
             try:
-                reader.renderer.question(source.read(row), asked.find, asked.shape)
+                reader.renderer.question(source.read(number), held_out.find, held_out.schema)
             except (BadRow, BadMedia) as reason:
-                reasons.append(f"{asked.where}: {reason}")
+                reasons.append(f"{held_out.where}: {reason}")
                 continue
-            yield asked
+            yield held_out
 
-    specs = reader.config.data.sources
-    named = zip(short_names(specs), reader.sources, strict=True)
-    lines = [usable(number, name, source) for number, (name, source) in enumerate(named)]
-    in_turn = (asked for turn in itertools.zip_longest(*lines) for asked in turn if asked is not None)
-    chosen = list(itertools.islice(in_turn, count))
-    if not chosen:
-        why = f"; {reasons[0]}" if reasons else ""
-        raise UserError(f"evaluation.samples: no row of data.eval_sources can be put to the model as a question{why}")
-    return chosen
+    names = short_names(reader.config.data.sources)
+    rows_by_source = []
+    for source_number, (name, source) in enumerate(zip(names, reader.sources, strict=True)):
+        rows_by_source.append(rows_with_prompt(source_number, name, source))
+    in_turn = (row for turn in itertools.zip_longest(*rows_by_source) for row in turn if row is not None)
+    rows = list(itertools.islice(in_turn, count))
+    if not rows:
+        reason = f": {reasons[0]}" if reasons else ""
+        raise UserError(
+            f"evaluation.samples: {count}, but no row of data.eval_sources has a prompt{reason}. Set it to 0."
+        )
+    return rows
 
 
 def check_samples(model: nn.Module, mesh: Mesh, config: Config) -> None:
@@ -166,20 +192,29 @@ def check_samples(model: nn.Module, mesh: Mesh, config: Config) -> None:
     if not config.evaluation.samples:
         return
     if is_own_module(config.model):
-        raise UserError("evaluation.samples: a module of your own is not asked: it has no cache; set it to 0")
+        raise UserError(
+            f"evaluation.samples: {config.evaluation.samples}, but model.module has no KV cache, which generation "
+            "needs. Set it to 0."
+        )
     adapter = config.model.adapter
     if adapter is not None and adapter.base is not None:
         raise UserError(
-            f"evaluation.samples: the base is held as {adapter.base} (model.adapter.base), and cannot be merged; set "
-            "it to 0"
+            f"evaluation.samples: {config.evaluation.samples}, but the adapter cannot be merged into a base in "
+            f"{adapter.base} (model.adapter.base). Set it to 0."
         )
-    itemsize = MASTER_DTYPE[config.train.precision].itemsize
-    whole = sum(parameter.numel() for parameter in model.parameters()) * itemsize
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_host(mesh.device) else 1
-    held, there = ranks * held_bytes(model, config) // mesh.layout.fsdp, total_memory(mesh.device)
-    if whole + held > there:
+    _check_copy_fits(model, mesh, config)
+
+
+def _check_copy_fits(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    """Raise a `UserError` if a full copy of the model does not fit in the memory of rank 0's device."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    copy_bytes = num_parameters * MASTER_DTYPE[config.train.precision].itemsize
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_host(mesh.device) else 1
+    training_bytes = num_sharing * held_bytes(model, config) // mesh.layout.fsdp
+    available = total_memory(mesh.device)
+    if copy_bytes + training_bytes > available:
         raise UserError(
-            f"evaluation.samples: a whole copy of the model takes {whole / 2**30:,.1f} GiB on the first rank besides "
-            f"the {held / 2**30:,.1f} GiB of training, and there are {there / 2**30:,.1f} GiB; set it to 0, and ask "
-            "an export"
+            f"evaluation.samples: a full copy of the model needs {copy_bytes / GIB:,.1f} GiB on rank 0, next to "
+            f"{training_bytes / GIB:,.1f} GiB of training state, but the device has {available / GIB:,.1f} GiB. Set it "
+            "to 0, and generate from an exported model."
         )

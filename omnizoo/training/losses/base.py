@@ -37,8 +37,16 @@ KINDS = {
     "orpo": "omnizoo.training.losses.preference:ORPO",
     "simpo": "omnizoo.training.losses.preference:SimPO",
 }
-VIEWS = {"of_logits": 2, "of_hidden": 3, "of_routers": 2}  # method -> number of arguments; a loss overrides one of them
-EXPECTED = "a subclass of omnizoo.Loss with one of of_logits(logits, batch), of_hidden(hidden, head, batch), of_routers"
+INPUT_KINDS = {  # method -> number of arguments; a loss overrides one of them
+    "from_logits": 2,
+    "from_hidden": 3,
+    "from_routers": 2,
+}
+EXPECTED = (
+    "a subclass of omnizoo.Loss with one of from_logits(logits, batch), from_hidden(hidden, head, batch), "
+    "from_routers(records, batch)"
+)
+COUNT_EXPECTED = "a number >= 0 that depends only on the totals of the step, which are known before the forward pass"
 
 
 @dataclass(frozen=True)
@@ -53,22 +61,29 @@ class NextStep:
 class Loss:
     """Base class of losses.
 
-    The constructor takes the `options` of the config. A subclass overrides exactly one of `of_logits`, `of_hidden` and
-    `of_routers`, which determines the inputs of the loss. This method returns the loss summed over this rank's part of
-    a micro-batch: a scalar tensor with its graph, 0 if the part has no targets.
+    The constructor takes the `options` of the config. A subclass overrides exactly one of `from_logits`, `from_hidden`
+    and `from_routers`, which determines the inputs of the loss. This method returns the loss summed over this rank's
+    part of a micro-batch: a scalar tensor with its graph, 0 if the part has no targets.
 
     A rank may have any part of a pack. The result is the same for every layout only if it is a sum over targets or over
     tokens. `batch.sum(values)` returns such a sum, given one value per target.
 
+    Example:
+        >>> class FocalLoss(omnizoo.Loss):
+        ...     def from_logits(self, logits, batch):
+        ...         losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
+        ...         return batch.sum((1 - (-losses).exp()) ** 2 * losses)
+
     Attributes:
         metrics: Names of additional values to report.
-        measured: The sum of each metric over this rank's part of the micro-batch, set by each call.
-        needs: Names of per-token values that samples must have in `batch.columns`, such as those of `omnizoo.Rollout`.
+        metric_sums: The sum of each metric over this rank's part of the micro-batch, set by each call.
+        required_columns: Names of per-token values that samples must have in `batch.columns`, such as those of
+            `omnizoo.Rollout`.
     """
 
     metrics: ClassVar[Sequence[str]] = ()
-    measured: dict[str, torch.Tensor]
-    needs: Sequence[str] = ()
+    metric_sums: dict[str, torch.Tensor]
+    required_columns: Sequence[str] = ()
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         """Prepare the loss. Called once before the first step, on all ranks.
@@ -86,20 +101,39 @@ class Loss:
 
         Args:
             totals: Totals of the step over all ranks.
+
+        Returns:
+            A number of at least 0.
         """
         return totals.weight
 
-    def count_of(self, metric: str, totals: StepTotals) -> float:
-        """Return the denominator of a metric, given the totals of the step. Default: that of the loss."""
+    def metric_count(self, metric: str, totals: StepTotals) -> float:
+        """Return the denominator of a metric. Default: that of the loss.
+
+        Args:
+            metric: A name in `metrics`.
+            totals: Totals of the step over all ranks.
+
+        Returns:
+            A number of at least 0.
+        """
         return self.count(totals)
 
     def begin_step(self, step: NextStep) -> None:
-        """Prepare for a step or an evaluation. Called before its first micro-batch, on all ranks, without gradients."""
+        """Prepare for a step or an evaluation. Called before its first micro-batch, on all ranks, without gradients.
+
+        Args:
+            step: The micro-batches of this rank.
+        """
 
     def prepare(self, batch: LocalBatch) -> None:
-        """Prepare for a micro-batch. Called before the forward pass of the model, on all ranks."""
+        """Prepare for a micro-batch. Called before the forward pass of the model, on all ranks.
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        Args:
+            batch: This rank's part of the micro-batch.
+        """
+
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """Return the loss, given logits.
 
         Args:
@@ -111,7 +145,7 @@ class Loss:
         """
         raise NotImplementedError
 
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
+    def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
         """Return the loss, given hidden states. For losses that compute only a few logits at a time.
 
         Args:
@@ -125,7 +159,7 @@ class Loss:
         """
         raise NotImplementedError
 
-    def of_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
+    def from_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
         """Return the loss, given the outputs of MoE routers.
 
         Args:
@@ -147,50 +181,59 @@ class NamedLoss:
     kind: str
     name: str  # name of the loss term
     weight: float
-    method: str  # the method `of_...` that the class overrides; the first if there are several
+    method: str  # the method `from_...` that the class overrides; the first if there are several
 
     @property
-    def view(self) -> str:
-        """Name of the method `of_...` to call. Built-in losses with several methods choose one in `set_up`."""
-        return getattr(self.loss, "view", self.method)
+    def input_kind(self) -> str:
+        """Name of the method `from_...` to call. Built-in losses with several methods choose one in `set_up`."""
+        return getattr(self.loss, "input_kind", self.method)
 
     @property
     def who(self) -> str:
+        """Config key and kind of the loss, for messages."""
         return f"{self.key}.kind: {self.kind}"
 
-    def measured(self) -> dict[str, torch.Tensor]:
+    def metric_sums(self) -> dict[str, torch.Tensor]:
         """Return the sums of the metrics in the last call. Raises a `UserError` if one is missing."""
-        found = getattr(self.loss, "measured", {})
+        sums = getattr(self.loss, "metric_sums", {})
         for metric in self.loss.metrics:
-            if metric not in found:
+            if metric not in sums:
                 raise UserError(
-                    f"{self.who}: {self.view} leaves no {metric!r} in `measured`, which it has in `metrics`"
+                    f"{self.who}: {metric!r} is in `metrics`, but not in `metric_sums` after {self.input_kind}. "
+                    f"Set it in {self.input_kind}."
                 )
-        return {f"{self.name}/{metric}": found[metric].detach() for metric in self.loss.metrics}
+        return {f"{self.name}/{metric}": sums[metric].detach() for metric in self.loss.metrics}
 
     def count(self, totals: StepTotals) -> float:
-        wanted = "expected a number >= 0 that is known from the step's totals, before the forward pass"
+        """Return the denominator of the loss. Raises a `UserError` if it is not a finite number of at least 0."""
         try:
             count = self.loss.count(totals)
         except CODE_ERRORS as error:
-            raise UserError(f"{self.who}: count(totals) fails: {named_line(error)}; {wanted}") from error
-        if type(count) not in (int, float) or not math.isfinite(count) or count < 0:
-            shown = f"a {type(count).__name__}" if type(count) not in (int, float) else count
-            raise UserError(f"{self.who}: count(totals) is {shown}; {wanted}")
+            raise UserError(
+                f"{self.who}: count(totals) raised {named_line(error)}. Expected {COUNT_EXPECTED}."
+            ) from error
+        if type(count) not in (int, float):
+            raise UserError(f"{self.who}: count(totals) returned a {type(count).__name__}. Expected {COUNT_EXPECTED}.")
+        if not math.isfinite(count) or count < 0:
+            raise UserError(f"{self.who}: count(totals) returned {count}. Expected {COUNT_EXPECTED}.")
         return count
 
     def metric_counts(self, totals: StepTotals) -> dict[str, float]:
-        return {f"{self.name}/{metric}": self.loss.count_of(metric, totals) for metric in self.loss.metrics}
+        """Return the denominator of each metric by name."""
+        return {f"{self.name}/{metric}": self.loss.metric_count(metric, totals) for metric in self.loss.metrics}
 
-    def sum(self, *seen: Any) -> torch.Tensor:
-        total = getattr(self.loss, self.view)(*seen)
-        if not isinstance(total, torch.Tensor) or total.ndim or not total.is_floating_point():
-            is_tensor = isinstance(total, torch.Tensor)
-            shown = f"a tensor {list(total.shape)} of {total.dtype}" if is_tensor else f"a {type(total).__name__}"
-            raise UserError(
-                f"{self.who}: {self.view} gives {shown}; expected the sum: a tensor of floats, no dimension"
-            )
-        return total
+    def sum(self, *inputs: Any) -> torch.Tensor:
+        """Call the loss with the inputs of `input_kind`. Raises a `UserError` if the result is not a float scalar."""
+        total = getattr(self.loss, self.input_kind)(*inputs)
+        if isinstance(total, torch.Tensor) and total.ndim == 0 and total.is_floating_point():
+            return total
+        result = f"a {type(total).__name__}"
+        if isinstance(total, torch.Tensor):
+            result = f"a tensor {list(total.shape)} of {total.dtype}"
+        raise UserError(
+            f"{self.who}: {self.input_kind} returned {result}. Expected the sum of the loss: a float tensor without "
+            "dimensions."
+        )
 
 
 def build_losses(config: Config) -> list[NamedLoss]:
@@ -199,7 +242,7 @@ def build_losses(config: Config) -> list[NamedLoss]:
     Raises:
         UserError: If a loss cannot be imported, or its options or methods do not match the contract.
     """
-    return [_build(f"train.losses.{i}", part) for i, part in enumerate(config.train.losses)]
+    return [_build(f"train.losses.{i}", settings) for i, settings in enumerate(config.train.losses)]
 
 
 def losses_of_rows(config: Config) -> list[NamedLoss]:
@@ -210,40 +253,58 @@ def losses_of_rows(config: Config) -> list[NamedLoss]:
     """
     losses = build_losses(config)
     for loss in losses:
-        if loss.loss.needs:
+        columns = loss.loss.required_columns
+        if columns:
             raise UserError(
-                f"{loss.who} needs {', '.join(loss.loss.needs)} of each sample, which rows do not have; it is for "
-                "omnizoo.Engine (docs/rl.md)"
+                f"{loss.who} requires the columns {', '.join(columns)}, which rows do not have. Use this loss with "
+                "omnizoo.Engine (docs/how-to/rl.md)."
             )
     return losses
 
 
 def name_loss(name: str, loss: Loss) -> NamedLoss:
     """Return a loss that was built in Python, with a name and weight 1."""
-    return NamedLoss(loss, "extra_losses", name, name, 1.0, _views(type(loss))[0])
+    return NamedLoss(
+        loss=loss,
+        key="extra_losses",
+        kind=name,
+        name=name,
+        weight=1.0,
+        method=_overridden(type(loss))[0],
+    )
 
 
-def _views(loss_class: type[Loss]) -> list[str]:
-    """Return the methods `of_...` that a class overrides."""
-    return [view for view in VIEWS if getattr(loss_class, view) is not getattr(Loss, view)]
+def _overridden(loss_class: type[Loss]) -> list[str]:
+    """Return the methods `from_...` that a class overrides."""
+    return [method for method in INPUT_KINDS if getattr(loss_class, method) is not getattr(Loss, method)]
 
 
-def _build(key: str, part: LossSettings) -> NamedLoss:
-    kind = part.kind
-    found = resolve_class(KINDS.get(kind, kind), f"{key}.kind", Loss, EXPECTED)
-    views = _views(found)
-    if len(views) != 1 and kind not in KINDS:
-        has = " and ".join(views) if views else "none of them"
-        raise UserError(f"{key}.kind: {kind} has {has}; expected {EXPECTED}")
-    options = {name: to_tuple(value) for name, value in part.options.items()}
-    check_call(found, kind, f"{key}.options", [], options)
+def _build(key: str, settings: LossSettings) -> NamedLoss:
+    """Build the loss at the config key `key`, and check that it matches the contract of `Loss`."""
+    kind = settings.kind
+    loss_class = resolve_class(KINDS.get(kind, kind), f"{key}.kind", Loss, EXPECTED)
+    methods = _overridden(loss_class)
+    if len(methods) != 1 and kind not in KINDS:
+        listed = " and ".join(methods) if methods else "none of the methods"
+        raise UserError(f"{key}.kind: {kind} has {listed}. Expected {EXPECTED}.")
+
+    options = {name: to_tuple(value) for name, value in settings.options.items()}
+    check_call(loss_class, kind, f"{key}.options", [], options)
     try:
-        loss: Loss = found(**options)
+        loss: Loss = loss_class(**options)
     except UserError:
         raise
     except CODE_ERRORS as error:
-        raise UserError(f"{key}.options: {kind} does not take them: {named_line(error)}") from error
-    calls = {views[0]: VIEWS[views[0]], "set_up": 3, "count": 1}
-    for method, arguments in calls.items():
-        check_call(getattr(loss, method), f"{kind}.{method}", f"{key}.kind", [None] * arguments, {})
-    return NamedLoss(loss, key, kind, part.label, part.weight, views[0])
+        raise UserError(f"{key}.options: {kind} raised {named_line(error)}. Change the options.") from error
+
+    num_arguments = {methods[0]: INPUT_KINDS[methods[0]], "set_up": 3, "count": 1}
+    for method, count in num_arguments.items():
+        check_call(getattr(loss, method), f"{kind}.{method}", f"{key}.kind", [None] * count, {})
+    return NamedLoss(
+        loss=loss,
+        key=key,
+        kind=kind,
+        name=settings.label,
+        weight=settings.weight,
+        method=methods[0],
+    )

@@ -34,17 +34,21 @@ class KTO(ReferenceLoss):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.beta, self.weights, self.baseline = beta, (desirable_weight, undesirable_weight), baseline
+        self.beta = beta
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
+        self.baseline = baseline
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
-        self.policy, self.total = ScoringModel(model, self), mesh.total
+        self.policy = ScoringModel(model, self)
+        self.total = mesh.total
         self.kl = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def count(self, totals: StepTotals) -> float:
         return totals.desirable + totals.undesirable
 
-    def count_of(self, metric: str, totals: StepTotals) -> float:
+    def metric_count(self, metric: str, totals: StepTotals) -> float:
         counts = {"rewards/desirable": totals.desirable, "rewards/undesirable": totals.undesirable}
         return counts.get(metric, self.count(totals))
 
@@ -53,19 +57,29 @@ class KTO(ReferenceLoss):
         if self.baseline == "zero":
             return
         assert step.kto_baseline is not None
-        moved = torch.zeros_like(self.kl)
+        log_ratio = torch.zeros_like(self.kl)
         for batch in step.kto_baseline.micro_batches:
             local = step.local(batch)
-            moved += (self.policy.sums(local) - self.reference.sums(local)).sum() / self.sharing
-        self.kl = (self.total(moved) / max(1, step.kto_baseline.totals.mismatched)).clamp(min=0)
+            log_ratio += (self.policy.sums(local) - self.reference.sums(local)).sum() / self.num_sharing
+        num_pairs = max(1, step.kto_baseline.totals.mismatched)
+        self.kl = (self.total(log_ratio) / num_pairs).clamp(min=0)
 
-    def of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        apart = sums[0] - self.of_reference
-        good, bad = apart[batch.samples_by_role["desirable"]], apart[batch.samples_by_role["undesirable"]]
-        losses = [
-            weight * (1 - torch.sigmoid(self.beta * (sign * (each - self.kl)))).sum()
-            for weight, sign, each in zip(self.weights, (1, -1), (good, bad), strict=True)
-        ]
-        judged = len(good) + len(bad)
-        measured = (self.beta * good.sum(), self.beta * bad.sum(), judged * self.kl)
-        return losses[0] + losses[1], dict(zip(self.metrics, measured, strict=True))
+    def loss_of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        log_ratios = sums[0] - self.reference_scores
+        desirable = log_ratios[batch.samples_by_role["desirable"]]
+        undesirable = log_ratios[batch.samples_by_role["undesirable"]]
+
+        desirable_loss = self.desirable_weight * self._losses(desirable, 1).sum()
+        undesirable_loss = self.undesirable_weight * self._losses(undesirable, -1).sum()
+
+        num_responses = len(desirable) + len(undesirable)
+        metric_sums = {
+            "rewards/desirable": self.beta * desirable.sum(),
+            "rewards/undesirable": self.beta * undesirable.sum(),
+            "kl": num_responses * self.kl,
+        }
+        return desirable_loss + undesirable_loss, metric_sums
+
+    def _losses(self, log_ratios: torch.Tensor, sign: int) -> torch.Tensor:
+        """Return the loss of each response, `[responses]`. `sign` is 1 for desirable and -1 for undesirable ones."""
+        return 1 - torch.sigmoid(self.beta * (sign * (log_ratios - self.kl)))

@@ -28,59 +28,75 @@ class LogProbabilityLoss(HeadLoss):
         super().__init__(**options)
         self.temperature = temperature
 
-    def of_tokens(self, each: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        """Return the sum of the loss, given the log-probabilities `each` of this rank's targets, `[targets]`."""
+    def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        """Return the sum of the loss, given the log-probabilities `scores` of this rank's targets, `[targets]`."""
         raise NotImplementedError
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
-        self.sharing, self.add_up = mesh.layout.sp, partial(mesh.sum_along, "sp")
+        self.num_sharing = mesh.layout.sp  # ranks that have tokens of the same responses
+        self.sum_over_sp = partial(mesh.sum_along, "sp")
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        return self.of_tokens(log_probabilities(self.tempered(logits), batch.targets), batch)
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        scores = log_probabilities(self.scale_logits(logits), batch.targets)
+        return self.loss_of_tokens(scores, batch)
 
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
-        tempered = Logits(lambda rows: self.tempered(head(rows)), head.linear)
-        return self.of_tokens(in_chunks(hidden, tempered, batch.targets), batch)
+    def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
+        scaled_head = Logits(lambda rows: self.scale_logits(head(rows)), head.linear)
+        scores = score_in_chunks(hidden, scaled_head, batch.targets)
+        return self.loss_of_tokens(scores, batch)
 
-    def tempered(self, logits: torch.Tensor) -> torch.Tensor:
+    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits divided by the temperature."""
         return logits if self.temperature == 1 else logits / self.temperature
 
-    def sums_of(self, values: torch.Tensor, sample_of_value: torch.Tensor, num_samples: int) -> torch.Tensor:
+    def sum_by_sample(self, values: torch.Tensor, sample_of_value: torch.Tensor, num_samples: int) -> torch.Tensor:
         """Sum `values [K, N]` by sample over the ranks of the sequence-parallel group. Returns `[K, samples]`.
 
         Collective: all ranks of the group must call it. Gradients reach only the values of this rank. The sums are
         computed in fp64, because they have many summands and losses depend on their differences.
         """
         values = values.double()
-        own = values.new_zeros(len(values), num_samples).index_add(1, sample_of_value, values)
-        return self.add_up(own.detach().clone()) + (own - own.detach())
+        local_sums = values.new_zeros(len(values), num_samples).index_add(1, sample_of_value, values)
+        return self.sum_over_sp(local_sums.detach().clone()) + (local_sums - local_sums.detach())
 
 
-def in_chunks(hidden: torch.Tensor, head: Logits, targets: torch.Tensor) -> torch.Tensor:
+def score_in_chunks(hidden: torch.Tensor, head: Logits, targets: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of `targets [N]`, one chunk of logits at a time. Backward recomputes the logits."""
-    rows = ROWS if head.linear is None else max(1, CHUNK // len(head.linear.weight))
-    return by_rows(lambda some, wanted: log_probabilities(head(some), wanted), hidden, targets, rows)
+    chunk_rows = ROWS
+    if head.linear is not None:
+        chunk_rows = max(1, CHUNK // len(head.linear.weight))
+
+    def score(hidden_rows: torch.Tensor, row_targets: torch.Tensor) -> torch.Tensor:
+        return log_probabilities(head(hidden_rows), row_targets)
+
+    return by_rows(score, hidden, targets, chunk_rows)
 
 
 class ResponseLoss(LogProbabilityLoss):
     """Base class of losses on the log-probabilities of complete responses, which are sums over their tokens."""
 
-    def of_tokens(self, each: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        """Return the sum of the loss, given the log-probabilities `each` of this rank's targets, `[targets]`.
+    def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        """Return the sum of the loss, given the log-probabilities `scores` of this rank's text targets, `[targets]`.
 
         Each rank of a sequence-parallel group returns an equal share of the loss of their responses.
         """
-        scores, samples = gather_scores(each, batch)
+        dtype = scores.dtype
+        all_scores, samples = gather_scores(scores, batch)
         if batch.preferences is None:
-            self.measured = {name: each.new_zeros(()) for name in self.metrics}
-            return 0 * scores.sum().to(each.dtype)
-        total, measured = self.of_sums(self.sums_of(scores, samples, batch.num_samples), batch)
-        self.measured = {name: value.detach().to(each.dtype) / self.sharing for name, value in measured.items()}
-        # The value is an equal share of the total. The gradient is not divided: it has only this rank's tokens.
-        return total.detach().to(each.dtype) / self.sharing + (total - total.detach()).to(each.dtype)
+            self.metric_sums = {name: scores.new_zeros(()) for name in self.metrics}
+            return 0 * all_scores.sum().to(dtype)
 
-    def of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        sums = self.sum_by_sample(all_scores, samples, batch.num_samples)
+        total, metric_sums = self.loss_of_sums(sums, batch)
+        self.metric_sums = {}
+        for name, value in metric_sums.items():
+            self.metric_sums[name] = value.detach().to(dtype) / self.num_sharing
+        # The value is an equal share of the total. The gradient is not divided: it has only this rank's tokens.
+        share = total.detach().to(dtype) / self.num_sharing
+        return share + (total - total.detach()).to(dtype)
+
+    def loss_of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and its metrics, summed over complete responses.
 
         Args:
@@ -90,20 +106,21 @@ class ResponseLoss(LogProbabilityLoss):
         raise NotImplementedError
 
 
-def gather_scores(each: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_scores(text_scores: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities of all targets of this rank, those of text and those of decoders.
 
     Args:
-        each: Log-probabilities of the text targets.
+        text_scores: Log-probabilities of the text targets.
         batch: Contains the likelihoods that decoders reported.
 
     Returns:
         Log-probabilities and the number of values that each of them covers, `[2, N]`, float64; and the number of the
         sample of each, `[N]`.
     """
-    values = [torch.stack([each.double(), torch.ones_like(each, dtype=torch.float64)])]
+    ones = torch.ones_like(text_scores, dtype=torch.float64)
+    scores = [torch.stack([text_scores.double(), ones])]
     samples = [batch.sample_of_target]
-    for _, likely in sorted(batch.likely.items()):
-        values.append(torch.stack([likely.log_likelihood.double(), likely.values.double()]))
-        samples.append(batch.columns["sample_of_token"][likely.index])
-    return torch.cat(values, 1), torch.cat(samples)
+    for _, likelihood in sorted(batch.likely.items()):
+        scores.append(torch.stack([likelihood.log_likelihood.double(), likelihood.values.double()]))
+        samples.append(batch.columns["sample_of_token"][likelihood.index])
+    return torch.cat(scores, 1), torch.cat(samples)

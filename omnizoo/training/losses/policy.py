@@ -14,7 +14,9 @@ from omnizoo.config.errors import UserError
 from omnizoo.training.local_batch import LocalBatch
 from omnizoo.training.losses.log_probability import LogProbabilityLoss
 
-ADVANTAGE, OLD, REFERENCE = "advantage", "old", "reference"
+ADVANTAGE = "advantage"
+OLD = "old"
+REFERENCE = "reference"
 
 
 class Policy(LogProbabilityLoss):
@@ -29,47 +31,57 @@ class Policy(LogProbabilityLoss):
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
-        self.clip_low, self.clip_high, self.beta = clip_low, clip_high, beta
-        self.needs = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.beta = beta
+        self.required_columns = (ADVANTAGE, OLD, REFERENCE) if beta else (ADVANTAGE, OLD)
 
-    def of_tokens(self, each: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         if OLD not in batch.columns:  # only dummy packs, on all ranks of the sequence-parallel group
-            self.measured = {name: each.new_zeros(()) for name in self.metrics}
-            return 0 * each.sum()
-        wide = each.double()
-        parts = 1 / self.lengths(batch) if self.is_by_answer else torch.ones_like(wide)
-        total, measured = self.of_rollouts(wide - batch.columns[OLD], batch, parts)
-        reference_kl = torch.zeros_like(wide)
-        if REFERENCE in batch.columns:
-            reference_kl = divergence(batch.columns[REFERENCE] - wide)
-        if self.beta:
-            total = total + self.beta * (reference_kl * parts).sum()
-        sums = [(value.detach() * parts).sum().to(each.dtype) for value in (*measured, reference_kl)]
-        self.measured = dict(zip(self.metrics, sums, strict=True))
-        return total.to(each.dtype)
+            self.metric_sums = {name: scores.new_zeros(()) for name in self.metrics}
+            return 0 * scores.sum()
+        dtype = scores.dtype
+        scores = scores.double()
+        token_weights = torch.ones_like(scores)
+        if self.is_by_answer:
+            token_weights = 1 / self.lengths(batch)
+        total, token_metrics = self.loss_of_ratios(scores - batch.columns[OLD], batch, token_weights)
 
-    def of_rollouts(
-        self, log_ratio: torch.Tensor, batch: LocalBatch, parts: torch.Tensor
+        reference_kl = torch.zeros_like(scores)
+        if REFERENCE in batch.columns:
+            reference_kl = divergence(batch.columns[REFERENCE] - scores)
+        if self.beta:
+            total = total + self.beta * (reference_kl * token_weights).sum()
+
+        self.metric_sums = {}
+        for name, values in zip(self.metrics, [*token_metrics, reference_kl], strict=True):
+            self.metric_sums[name] = (values.detach() * token_weights).sum().to(dtype)
+        return total.to(dtype)
+
+    def loss_of_ratios(
+        self, log_ratio: torch.Tensor, batch: LocalBatch, token_weights: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the sum of the loss and the metrics of each target, both without the divergence from the reference.
 
         Args:
             log_ratio: Log-ratio of new to old probability of each target, `[targets]`.
             batch: This rank's part of the micro-batch.
-            parts: Weight of each target in sums, `[targets]`.
+            token_weights: Weight of each target in sums, `[targets]`.
         """
         raise NotImplementedError
 
     def lengths(self, batch: LocalBatch) -> torch.Tensor:
         """Return the number of targets in the sample of each target, over all ranks that have them, `[targets]`."""
         ones = torch.ones_like(batch.columns[OLD])[None]
-        return self.sums_of(ones, batch.sample_of_target, batch.num_samples)[0, batch.sample_of_target]
+        lengths = self.sum_by_sample(ones, batch.sample_of_target, batch.num_samples)[0]
+        return lengths[batch.sample_of_target]
 
-    def clipped(self, ratio: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def clip_loss(self, ratio: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the clipped loss, and 1 where it is clipped and has no gradient, else 0."""
-        free = ratio * advantage
-        bound = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage
-        return -torch.minimum(free, bound), (bound < free).double()
+        unclipped = ratio * advantage
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage
+        is_clipped = clipped < unclipped
+        return -torch.minimum(unclipped, clipped), is_clipped.double()
 
 
 class GRPO(Policy):
@@ -83,23 +95,30 @@ class GRPO(Policy):
 
     def __init__(self, aggregation: str = "token", length: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        if (length is None) == (aggregation == "constant"):
-            expected = "expected a number of tokens" if length is None else "it is for aggregation: constant"
-            raise UserError(f"length: {length} with aggregation: {aggregation}; {expected}")
-        self.length, self.is_by_answer = length, aggregation == "sample"
+        if aggregation == "constant" and length is None:
+            raise UserError("length: not set, but aggregation is constant. Set length to a number of tokens.")
+        if aggregation != "constant" and length is not None:
+            raise UserError(
+                f"length: {length} has no effect with aggregation: {aggregation}. Remove it, or set aggregation: "
+                "constant."
+            )
+        self.length = length
+        self.is_by_answer = aggregation == "sample"
 
     def count(self, totals: StepTotals) -> float:
-        return self.count_of("", totals) if self.length is None else totals.answers * self.length
+        if self.length is None:
+            return self.metric_count("", totals)
+        return totals.answers * self.length
 
-    def count_of(self, metric: str, totals: StepTotals) -> float:
+    def metric_count(self, metric: str, totals: StepTotals) -> float:
         return totals.answers if self.is_by_answer else totals.targets.get(TEXT, 0)
 
-    def of_rollouts(
-        self, log_ratio: torch.Tensor, batch: LocalBatch, parts: torch.Tensor
+    def loss_of_ratios(
+        self, log_ratio: torch.Tensor, batch: LocalBatch, token_weights: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         ratio = log_ratio.exp()
-        loss, is_clipped = self.clipped(ratio, batch.columns[ADVANTAGE])
-        return (loss * parts).sum(), [ratio, is_clipped, divergence(log_ratio)]
+        loss, is_clipped = self.clip_loss(ratio, batch.columns[ADVANTAGE])
+        return (loss * token_weights).sum(), [ratio, is_clipped, divergence(log_ratio)]
 
 
 class GSPO(Policy):
@@ -114,17 +133,21 @@ class GSPO(Policy):
     def count(self, totals: StepTotals) -> float:
         return totals.answers
 
-    def of_rollouts(
-        self, log_ratio: torch.Tensor, batch: LocalBatch, parts: torch.Tensor
+    def loss_of_ratios(
+        self, log_ratio: torch.Tensor, batch: LocalBatch, token_weights: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         values = torch.stack([log_ratio, batch.columns[ADVANTAGE], torch.ones_like(log_ratio)])
-        sums = self.sums_of(values, batch.sample_of_target, batch.num_samples)
-        log_ratio, advantage = sums[:2] / sums[2].clamp(min=1)  # a sample without targets has an advantage of 0
+        sums = self.sum_by_sample(values, batch.sample_of_target, batch.num_samples)
+        num_targets = sums[2].clamp(min=1)  # a sample without targets has an advantage of 0
+        log_ratio, advantage = sums[:2] / num_targets
+
         ratio = log_ratio.exp()
-        loss, is_clipped = self.clipped(ratio, advantage)
-        measured = [value[batch.sample_of_target] for value in (ratio, is_clipped, divergence(log_ratio))]
+        loss, is_clipped = self.clip_loss(ratio, advantage)
+        sample_metrics = (ratio, is_clipped, divergence(log_ratio))
+        token_metrics = [values[batch.sample_of_target] for values in sample_metrics]
         total = loss.sum()  # equal on all ranks of the sequence-parallel group
-        return total.detach() / self.sharing + (total - total.detach()), measured
+        share = total.detach() / self.num_sharing
+        return share + (total - total.detach()), token_metrics
 
 
 def divergence(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -141,7 +164,8 @@ class LogProbabilityRecorder(LogProbabilityLoss):
     PLACE: ClassVar[str] = "place"
     values: torch.Tensor  # set by the caller before the forward passes
 
-    def of_tokens(self, each: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         if self.PLACE in batch.columns:
-            self.values[batch.columns[self.PLACE].long()] = each.to(self.values.dtype)
-        return each.new_zeros(())
+            index = batch.columns[self.PLACE].long()
+            self.values[index] = scores.to(self.values.dtype)
+        return scores.new_zeros(())

@@ -26,26 +26,36 @@ class PairLoss(ResponseLoss):
 
     metrics: ClassVar[Sequence[str]] = ("rewards/chosen", "rewards/rejected", "margin", "accuracy")
     is_normalized = True
-    of_reference: torch.Tensor | float = 0.0  # [samples], log-probabilities by the reference, which are subtracted
+    reference_scores: torch.Tensor | float = 0.0  # [samples], log-probabilities by the reference; they are subtracted
 
     def __init__(self, beta: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
         self.beta = beta
 
-    def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """Return the loss of each pair, `[pairs]`, given the log-probabilities of both responses, `[pairs]` each."""
         raise NotImplementedError
 
     def count(self, totals: StepTotals) -> float:
         return totals.pairs
 
-    def of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        each = sums[0] - self.of_reference
-        each = each / sums[1].clamp(min=1) if self.is_normalized else each
-        chosen, rejected = each[batch.samples_by_role["chosen"]], each[batch.samples_by_role["chosen"] + 1]
-        good, bad = self.beta * chosen, self.beta * rejected
-        measured = (good.sum(), bad.sum(), (good - bad).sum(), (good > bad).double().sum())
-        return self.of_pairs(chosen, rejected).sum(), dict(zip(self.metrics, measured, strict=True))
+    def loss_of_sums(self, sums: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        scores = sums[0] - self.reference_scores
+        if self.is_normalized:
+            scores = scores / sums[1].clamp(min=1)
+        chosen_samples = batch.samples_by_role["chosen"]
+        chosen = scores[chosen_samples]
+        rejected = scores[chosen_samples + 1]
+
+        chosen_rewards = self.beta * chosen
+        rejected_rewards = self.beta * rejected
+        metric_sums = {
+            "rewards/chosen": chosen_rewards.sum(),
+            "rewards/rejected": rejected_rewards.sum(),
+            "margin": (chosen_rewards - rejected_rewards).sum(),
+            "accuracy": (chosen_rewards > rejected_rewards).double().sum(),
+        }
+        return self.pair_losses(chosen, rejected).sum(), metric_sums
 
 
 class DPO(ReferenceLoss, PairLoss):
@@ -67,17 +77,21 @@ class DPO(ReferenceLoss, PairLoss):
     ) -> None:
         super().__init__(**options)
         if label_smoothing and loss != "sigmoid":
-            raise UserError(f"label_smoothing: {label_smoothing:g} is for the loss sigmoid, not for {loss}")
-        self.loss, self.label_smoothing = loss, label_smoothing
+            raise UserError(
+                f"label_smoothing: {label_smoothing:g} cannot be combined with loss: {loss}. Use loss: sigmoid, or set "
+                "label_smoothing to 0."
+            )
+        self.loss = loss
+        self.label_smoothing = label_smoothing
         self.is_normalized = loss == "ipo" if length_normalized is None else length_normalized
 
-    def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        apart = chosen - rejected
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        margin = chosen - rejected
         if self.loss == "ipo":
-            return (apart - 1 / (2 * self.beta)).square()
+            return (margin - 1 / (2 * self.beta)).square()
         if self.loss == "hinge":
-            return F.relu(1 - self.beta * apart)
-        return unlikeliness(self.beta * apart, self.label_smoothing)
+            return F.relu(1 - self.beta * margin)
+        return preference_nll(self.beta * margin, self.label_smoothing)
 
 
 class SimPO(PairLoss):
@@ -88,10 +102,12 @@ class SimPO(PairLoss):
 
     def __init__(self, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, **options: Any) -> None:
         super().__init__(beta, **options)
-        self.gamma, self.label_smoothing = gamma, label_smoothing
+        self.gamma = gamma
+        self.label_smoothing = label_smoothing
 
-    def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        return unlikeliness(self.beta * (chosen - rejected) - self.gamma, self.label_smoothing)
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        margin = self.beta * (chosen - rejected) - self.gamma
+        return preference_nll(margin, self.label_smoothing)
 
 
 class ORPO(PairLoss):
@@ -100,11 +116,16 @@ class ORPO(PairLoss):
     The loss is the negative log-likelihood of the chosen response plus `beta` times the odds ratio loss of the pair.
     """
 
-    def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        log_odds = [answer - torch.log(-torch.expm1(answer)) for answer in (chosen, rejected)]
-        return -chosen + self.beta * unlikeliness(log_odds[0] - log_odds[1])
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        log_odds_ratio = _log_odds(chosen) - _log_odds(rejected)
+        return -chosen + self.beta * preference_nll(log_odds_ratio)
 
 
-def unlikeliness(apart: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def _log_odds(log_probability: torch.Tensor) -> torch.Tensor:
+    """Return log(p / (1 - p)), given log p."""
+    return log_probability - torch.log(-torch.expm1(log_probability))
+
+
+def preference_nll(margin: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Return the negative log-likelihood of the preferences, if the share `label_smoothing` of them is wrong."""
-    return -(1 - label_smoothing) * F.logsigmoid(apart) - label_smoothing * F.logsigmoid(-apart)
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)

@@ -30,7 +30,9 @@ class ReferenceCache:
     """
 
     def __init__(self, folder: str, identity: str, writes: bool, key: str) -> None:
-        self.folder, self.writes, self.key = Path(folder) / identity, writes, f"{key}: {folder}"
+        self.folder = Path(folder) / identity
+        self.writes = writes
+        self.key = f"{key}: {folder}"
         self.writer: Any = None
         self.values: dict[str, float] = {"": 0.0}  # an empty key marks samples that are not responses
         try:
@@ -38,11 +40,16 @@ class ReferenceCache:
             for file in sorted(self.folder.glob(f"*{SUFFIX}")):
                 self.values |= read_file(file)
         except OSError as error:
-            raise UserError(f"{self.key}: {error.strerror or error}") from None
+            raise UserError(
+                f"{self.key}: cannot be read: {error.strerror or error}. Choose a folder that can be read and written."
+            ) from None
 
     def add(self, keys: Sequence[str], values: Sequence[float]) -> None:
-        each = zip(keys, values, strict=True)
-        new = {key: value for key, value in each if key not in self.values and math.isfinite(value)}
+        """Add the finite values of new keys, and write them to disk if this rank writes."""
+        new = {}
+        for key, value in zip(keys, values, strict=True):
+            if key not in self.values and math.isfinite(value):
+                new[key] = value
         self.values |= new
         if not new or not self.writes:
             return
@@ -53,16 +60,19 @@ class ReferenceCache:
             self.writer.write_batch(pa.record_batch([list(new), list(new.values())], schema=SCHEMA))
             self.file.flush()
         except OSError as error:
-            raise UserError(f"{self.key}: cannot be written to: {error.strerror or error}") from None
+            raise UserError(
+                f"{self.key}: cannot be written: {error.strerror or error}. Free some space or choose another folder."
+            ) from None
 
 
 def read_file(file: Path) -> dict[str, float]:
     """Return the values of a file. The end may be missing if the run that wrote it was killed."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     with file.open("rb") as stream:
         try:
             for batch in pa.ipc.open_stream(stream):
-                found |= zip(*(column.to_pylist() for column in batch.columns), strict=True)
+                keys, scores = (column.to_pylist() for column in batch.columns)
+                values |= zip(keys, scores, strict=True)
         except (pa.ArrowInvalid, OSError):  # the last batch or the header is incomplete
             pass
-    return found
+    return values

@@ -23,7 +23,7 @@ from omnizoo.parallel.mesh import Mesh
 from omnizoo.parallelize.parallelize import parallelize_model
 from omnizoo.training.local_batch import LocalBatch, run_model
 from omnizoo.training.losses.base import NextStep
-from omnizoo.training.losses.log_probability import ResponseLoss, gather_scores, in_chunks
+from omnizoo.training.losses.log_probability import ResponseLoss, gather_scores, score_in_chunks
 from omnizoo.training.losses.reference_cache import ReferenceCache
 
 
@@ -31,8 +31,11 @@ class ScoringModel:
     """Computes log-probabilities of responses with a model, without gradients and dropout, for `loss`."""
 
     def __init__(self, model: nn.Module, loss: "ReferenceLoss") -> None:
-        self.model, self.loss = model, loss
-        self.head = Head(model, f"train.losses: {loss.kind}") if loss.view == "of_hidden" else None
+        self.model = model
+        self.loss = loss
+        self.head: Head | None = None
+        if loss.input_kind == "from_hidden":
+            self.head = Head(model, f"train.losses: {loss.kind}")
 
     @torch.no_grad()
     def sums(self, batch: LocalBatch) -> torch.Tensor:
@@ -42,22 +45,24 @@ class ScoringModel:
         """
         is_training = self.model.training
         self.model.eval()
-        each = self._each(batch)
+        text_scores = self._text_scores(batch)
         self.model.train(is_training)
         if batch.preferences is None:
-            return each.new_zeros(0, dtype=torch.float64)
-        scores, samples = gather_scores(each, batch)
-        return self.loss.sums_of(scores[:1], samples, batch.num_samples)[0]
+            return text_scores.new_zeros(0, dtype=torch.float64)
+        scores, samples = gather_scores(text_scores, batch)
+        return self.loss.sum_by_sample(scores[:1], samples, batch.num_samples)[0]
 
-    def _each(self, batch: LocalBatch) -> torch.Tensor:
+    def _text_scores(self, batch: LocalBatch) -> torch.Tensor:
+        """Run the model, and return the log-probabilities of this rank's text targets, `[targets]`."""
         if self.head is None:
-            return log_probabilities(run_model(self.model, batch)[0], batch.targets)
-        found: list[torch.Tensor] = []
+            logits, _ = run_model(self.model, batch)
+            return log_probabilities(logits, batch.targets)
+        results: list[torch.Tensor] = []
 
-        def work(hidden: torch.Tensor, head: Logits) -> None:
-            found.append(in_chunks(hidden, head, batch.targets))
+        def score(hidden: torch.Tensor, head: Logits) -> None:
+            results.append(score_in_chunks(hidden, head, batch.targets))
 
-        with self.head.doing(work) as anchor:
+        with self.head.doing(score) as anchor:
             logits, _ = run_model(self.model, batch)
         try:
             anchor(logits)
@@ -65,8 +70,8 @@ class ScoringModel:
             if self.loss.chunked:
                 raise
             self.head = None
-            return self._each(batch)
-        return found[0]
+            return self._text_scores(batch)
+        return results[0]
 
 
 class Reference:
@@ -78,24 +83,34 @@ class Reference:
     """
 
     def __init__(self, loss: "ReferenceLoss", model: nn.Module, mesh: Mesh, config: Config) -> None:
-        self.loss, self.kind, self.folder, self.policy, self.mesh = loss, loss.kind, loss.folder, model, mesh
+        self.loss = loss
+        self.kind = loss.kind
+        self.folder = loss.folder
+        self.policy = model
+        self.mesh = mesh
         adapter = attached(model)
         self.is_base = adapter is not None and not adapter.saved and self.folder is None
-        self.config, self.is_known = self._of_reference(config), False
+        self.config = self._reference_config(config)
+        self.is_step_cached = False  # whether the cache has all responses of the current step
         self.cache: ReferenceCache | None = None
-        folder = loss.cache_folder
-        if folder is not None:
-            identity = sync_errors(mesh, lambda: base_identity(self.config) if mesh.is_first else "")
-            # A quantized base has different log-probabilities, so its cache is separate.
-            held = config.model.adapter.base if self.is_base and config.model.adapter else None
-            name = "-".join(filter(None, (mesh.from_first(identity), config.train.precision, held)))
-            key = f"train.losses: {self.kind}: reference_cache"
-            self.cache = sync_errors(mesh, lambda: ReferenceCache(folder, name, mesh.sp_rank == 0, key))
+        if loss.cache_folder is not None:
+            self.cache = self._open_cache(loss.cache_folder, config)
         if self.cache is None:
-            _ = self.asked
+            _ = self.scorer
+
+    def _open_cache(self, folder: str, config: Config) -> ReferenceCache:
+        """Open the cache of this reference in `folder`. Collective: all ranks must call it."""
+        mesh = self.mesh
+        identity = sync_errors(mesh, lambda: base_identity(self.config) if mesh.is_first else "")
+        name = f"{mesh.from_first(identity)}-{config.train.precision}"
+        # A quantized base has different log-probabilities, so its cache is separate.
+        if self.is_base and config.model.adapter and config.model.adapter.base:
+            name += f"-{config.model.adapter.base}"
+        key = f"train.losses: {self.kind}: reference_cache"
+        return sync_errors(mesh, lambda: ReferenceCache(folder, name, mesh.sp_rank == 0, key))
 
     @cached_property
-    def asked(self) -> ScoringModel:
+    def scorer(self) -> ScoringModel:
         """The reference model. Build it before a step begins: the step's random numbers must not depend on it."""
         model = self.policy if self.is_base else self._copy()
         return ScoringModel(model, self.loss)
@@ -108,12 +123,16 @@ class Reference:
         """
         if self.cache is None:
             return
-        others = step.kto_baseline.micro_batches if step.kto_baseline else []
-        preferences = [batch.preferences for batch in (*step.batches, *others) if batch.preferences is not None]
-        num_misses = sum(key not in self.cache.values for each in preferences for key in each.keys)
-        self.is_known = not self.mesh.sum([num_misses])[0]
-        if not self.is_known:
-            _ = self.asked
+        batches = list(step.batches)
+        if step.kto_baseline:
+            batches += step.kto_baseline.micro_batches
+        num_misses = 0
+        for batch in batches:
+            if batch.preferences is not None:
+                num_misses += sum(key not in self.cache.values for key in batch.preferences.keys)
+        self.is_step_cached = not self.mesh.sum([num_misses])[0]
+        if not self.is_step_cached:
+            _ = self.scorer
 
     def sums(self, batch: LocalBatch) -> torch.Tensor:
         """Return the reference's log-probabilities of complete responses, `[samples]`. Collective.
@@ -121,16 +140,17 @@ class Reference:
         Call it before the forward pass of the trained model: with an adapter, both may be the same module.
         """
         preferences = batch.preferences
-        if self.cache is not None and self.is_known:
-            found = [] if preferences is None else [self.cache.values[key] for key in preferences.keys]
-            return torch.tensor(found, dtype=torch.float64, device=self.mesh.device)
+        if self.cache is not None and self.is_step_cached:
+            keys = [] if preferences is None else preferences.keys
+            cached = [self.cache.values[key] for key in keys]
+            return torch.tensor(cached, dtype=torch.float64, device=self.mesh.device)
         with adapter_disabled(self.policy) if self.is_base else nullcontext():
-            sums = self.asked.sums(batch)
+            sums = self.scorer.sums(batch)
         if self.cache is not None and preferences is not None:
             self.cache.add(preferences.keys, sums.tolist())
         return sums
 
-    def _of_reference(self, config: Config) -> Config:
+    def _reference_config(self, config: Config) -> Config:
         """Return the config of the run, with the reference in place of the trained model."""
         if not self.is_base and self.folder is None and config.model.init_from is not None:
             raise UserError(
@@ -143,26 +163,41 @@ class Reference:
         return config.model_copy(update={"model": spec, "optimizer": OptimizerSection()})
 
     def _copy(self) -> nn.Module:
+        """Build and shard the reference. Raises a `UserError` if its vocabulary or its media do not match the model."""
         copy = build_model(self.config.model, self.config.train.precision).requires_grad_(False)
-        own, other = (vocabulary_size(each) for each in (self.policy, copy))
-        if own != other:
-            raise UserError(f"train.losses: the reference {self.folder} has {other} tokens, and the model {own}")
-        has = [", ".join(map(str, media_model(each).ports)) or "no media" for each in (self.policy, copy)]
-        if has[0] != has[1]:
-            raise UserError(f"train.losses: the reference {self.folder} has {has[1]}, and the model {has[0]}")
+        num_tokens = vocabulary_size(self.policy)
+        reference_tokens = vocabulary_size(copy)
+        if num_tokens != reference_tokens:
+            raise UserError(
+                f"train.losses: the reference {self.folder} has a vocabulary of {reference_tokens} tokens, but the "
+                f"model has {num_tokens}. Choose a reference with the vocabulary of the model."
+            )
+        ports = _listed_ports(self.policy)
+        reference_ports = _listed_ports(copy)
+        if ports != reference_ports:
+            raise UserError(
+                f"train.losses: the reference {self.folder} has {reference_ports}, but the model has {ports}. "
+                "Choose a reference with the encoders and decoders of the model."
+            )
         parallelize_model(copy, self.mesh, self.config)
         return copy.eval()
+
+
+def _listed_ports(model: nn.Module) -> str:
+    """Return the ports of a model, for messages."""
+    return ", ".join(str(port) for port in media_model(model).ports) or "no media"
 
 
 class ReferenceLoss(ResponseLoss):
     """A loss on responses that compares the model with a reference."""
 
     kind: ClassVar[str]  # name in the config
-    of_reference: torch.Tensor | float  # [samples], log-probabilities of the current micro-batch by the reference
+    reference_scores: torch.Tensor | float  # [samples], log-probabilities of the current micro-batch by the reference
 
     def __init__(self, reference: str | None = None, reference_cache: str | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.folder, self.cache_folder = reference, reference_cache
+        self.folder = reference
+        self.cache_folder = reference_cache
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
         super().set_up(model, mesh, config)
@@ -172,4 +207,4 @@ class ReferenceLoss(ResponseLoss):
         self.reference.begin_step(step)
 
     def prepare(self, batch: LocalBatch) -> None:
-        self.of_reference = self.reference.sums(batch)
+        self.reference_scores = self.reference.sums(batch)

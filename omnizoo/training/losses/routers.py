@@ -38,28 +38,35 @@ def balance_sum(
         packs: Number of packs in the micro-batch.
         sum_shares: All-reduce over the sequence-parallel group.
     """
-    member = pack_of_token.unsqueeze(0) == torch.arange(packs, device=pack_of_token.device).unsqueeze(1)  # [P, T]
-    choices = 0
-    loads, probabilities = [], []
+    pack_numbers = torch.arange(packs, device=pack_of_token.device)
+    is_in_pack = pack_of_token.unsqueeze(0) == pack_numbers.unsqueeze(1)  # [P, T]
+    choices_per_token = 0
+    loads = []
+    probabilities = []
     for record in records:
         logits = at_least_fp32(record.logits)
-        chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)  # without a graph: counts have no gradient
+        membership = is_in_pack.to(logits.dtype)
+        is_chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)  # without a graph: counts have no gradient
         # Sums are matmuls: deterministic on every device, and exact for counts below 2^24.
-        loads.append((member.to(logits.dtype) @ chosen).to(torch.int64))
-        probabilities.append(member.to(logits.dtype) @ logits.softmax(1))
-        choices = record.index.shape[1]
+        loads.append((membership @ is_chosen).to(torch.int64))
+        probabilities.append(membership @ logits.softmax(1))
+        choices_per_token = record.index.shape[1]
+
     load = sum_shares(torch.stack(loads).sum(0))  # [P, E]
     probability = torch.stack(probabilities).sum(0)
-    tokens = load.sum(1, keepdim=True) / choices  # tokens of each pack times layers, over all ranks
-    fraction, mean = load / tokens.clamp(min=1), probability / tokens.clamp(min=1)
-    return (fraction.to(mean.dtype) * mean).sum() * load.shape[1]
+    num_tokens = load.sum(1, keepdim=True) / choices_per_token  # tokens of each pack times layers, over all ranks
+    load_share = load / num_tokens.clamp(min=1)
+    mean_probability = probability / num_tokens.clamp(min=1)
+    return (load_share.to(mean_probability.dtype) * mean_probability).sum() * load.shape[1]
 
 
 def router_z_sum(records: Sequence[RouterRecord], pack_of_token: torch.Tensor) -> torch.Tensor:
     """Return the squared log-sum-exp of router logits, summed over tokens and layers. Dummy packs are excluded."""
     total = torch.zeros((), device=pack_of_token.device)
+    is_counted = pack_of_token >= 0
     for record in records:
-        total = total + (at_least_fp32(record.logits).logsumexp(1).square() * (pack_of_token >= 0)).sum()
+        squares = at_least_fp32(record.logits).logsumexp(1).square()
+        total = total + (squares * is_counted).sum()
     return total
 
 
@@ -67,23 +74,23 @@ class Balance(Loss):
     """Load-balancing loss, which favors an even use of experts; a mean over packs."""
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        self.add_up = partial(mesh.sum_along, "sp")
+        self.sum_over_sp = partial(mesh.sum_along, "sp")
 
     def count(self, totals: StepTotals) -> float:
         return totals.packs
 
-    def of_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
-        return balance_sum(records, batch.pack_of_token, batch.num_packs, self.add_up)
+    def from_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
+        return balance_sum(records, batch.pack_of_token, batch.num_packs, self.sum_over_sp)
 
 
 class RouterZ(Loss):
     """Router z-loss, which keeps router logits small; a mean over tokens and layers."""
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        self.layers = len(routers(model))
+        self.num_layers = len(routers(model))
 
     def count(self, totals: StepTotals) -> float:
-        return totals.tokens * self.layers
+        return totals.tokens * self.num_layers
 
-    def of_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
+    def from_routers(self, records: Sequence[RouterRecord], batch: LocalBatch) -> torch.Tensor:
         return router_z_sum(records, batch.pack_of_token)

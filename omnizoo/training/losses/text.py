@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from omnizoo.config.schema import Config
 from omnizoo.models.interfaces.lm_head import Logits
 from omnizoo.ops.loss.cross_entropy import cross_entropy_sum
-from omnizoo.ops.loss.linear_cross_entropy import linear_cross_entropy_sum, most_logits
+from omnizoo.ops.loss.linear_cross_entropy import linear_cross_entropy_sum, max_logits
 from omnizoo.parallel.mesh import Mesh
 from omnizoo.training.local_batch import LocalBatch
 from omnizoo.training.losses.base import Loss
@@ -29,8 +29,9 @@ class HeadLoss(Loss):
         if chunked is None:
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             tokens = config.train.micro_batch * config.data.pack_tokens // mesh.layout.sp
-            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > most_logits(mesh.device)
-        self.view = "of_hidden" if chunked else "of_logits"
+            limit = max_logits(mesh.device)
+            chunked = isinstance(head, nn.Linear) and tokens * head.out_features > limit
+        self.input_kind = "from_hidden" if chunked else "from_logits"  # read by `NamedLoss`
 
 
 class CrossEntropy(HeadLoss):
@@ -38,14 +39,15 @@ class CrossEntropy(HeadLoss):
 
     def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
-        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
 
-    def of_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         return cross_entropy_sum(logits, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss)
 
-    def of_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
+    def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
         if head.linear is None:
-            return self.of_logits(head(hidden), batch)
+            return self.from_logits(head(hidden), batch)
         return linear_cross_entropy_sum(
             hidden, head.linear, batch.targets, batch.loss_weights, self.label_smoothing, self.z_loss
         )
@@ -59,5 +61,5 @@ def fall_back_to_logits(loss: Loss) -> bool:
     """
     if not isinstance(loss, HeadLoss) or loss.chunked:
         return False
-    loss.view = "of_logits"
+    loss.input_kind = "from_logits"
     return True

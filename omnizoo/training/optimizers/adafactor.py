@@ -14,7 +14,8 @@ import torch
 from omnizoo.ops.device import is_host
 from omnizoo.parallel.fsdp.sharded_tensors import local_shard, sum_over_shards, zeros_reduced
 
-PIECE, PIECE_ON_HOST = 2**22, 2**18  # elements per piece; on the CPU, a piece fits in its cache
+PIECE = 2**22  # elements per piece
+PIECE_ON_HOST = 2**18  # fits in the cache of a CPU
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -44,33 +45,44 @@ class Adafactor(torch.optim.Optimizer):
         Each all-reduce covers all parameters that are sharded over the same ranks. Updates overwrite
         the gradients, to save memory.
         """
-        members = [
-            _Member(p, group, self._state(p))
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        parameters = [m.parameter for m in members]
+        members = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    members.append(_Member(p, group, self._state(p)))
+        parameters = [member.parameter for member in members]
+        count = len(members)
+
+        row_sums = [member.row_sum() for member in members]
+        column_sums = [member.column_sum() for member in members]
+        squares = [_square(p) for p in parameters]
         sums = sum_over_shards(
-            [*(m.row_sum() for m in members), *(m.column_sum() for m in members), *(_square(p) for p in parameters)],
+            [*row_sums, *column_sums, *squares],
             [*parameters, *parameters, *parameters],
-            [*([(-1,)] * len(members)), *([(-2,)] * len(members)), *([None] * len(members))],
+            [*([(-1,)] * count), *([(-2,)] * count), *([None] * count)],
         )
-        rows, columns, sizes = (sums[i * len(members) : (i + 1) * len(members)] for i in range(3))
-        for m, row, column in zip(members, rows, columns, strict=True):
-            m.add(row, column)
-        totals = sum_over_shards([m.row_total() for m in members], parameters, [(-2,)] * len(members))
-        squares = [m.update(total) for m, total in zip(members, totals, strict=True)]
-        lengths = sum_over_shards(squares, parameters, [None] * len(members))
-        for m, length, size in zip(members, lengths, sizes, strict=True):
-            m.move(length, size)
+        row_sums = sums[:count]
+        column_sums = sums[count : 2 * count]
+        squared_norms = sums[2 * count :]
+        for member, row_sum, column_sum in zip(members, row_sums, column_sums, strict=True):
+            member.update_moment(row_sum, column_sum)
+
+        row_totals = sum_over_shards([member.row_total() for member in members], parameters, [(-2,)] * count)
+        update_squares = []
+        for member, row_total in zip(members, row_totals, strict=True):
+            update_squares.append(member.normalize_gradient(row_total))
+        update_norms = sum_over_shards(update_squares, parameters, [None] * count)
+        for member, update_norm, squared_norm in zip(members, update_norms, squared_norms, strict=True):
+            member.apply_update(update_norm, squared_norm)
 
     def _state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state of a parameter, which is created in its first step."""
         state: dict[str, torch.Tensor] = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
             if p.ndim > 1:
-                state["row_var"], state["col_var"] = zeros_reduced(p, -1), zeros_reduced(p, -2)
+                state["row_var"] = zeros_reduced(p, -1)
+                state["col_var"] = zeros_reduced(p, -2)
             else:
                 state["variance"] = torch.zeros_like(p)
         return state
@@ -86,11 +98,13 @@ class _Member:
 
     @property
     def gradient(self) -> torch.Tensor:
+        """The local shard of the gradient, which `normalize_gradient` turns into the update."""
         assert self.parameter.grad is not None
         return local_shard(self.parameter.grad)
 
     @property
-    def factored(self) -> bool:
+    def is_factored(self) -> bool:
+        """Whether the second moment is stored as a product of a column and a row vector."""
         return self.parameter.ndim > 1
 
     @property
@@ -100,65 +114,77 @@ class _Member:
         return torch.finfo(self.parameter.dtype).eps if eps is None else eps
 
     def row_sum(self) -> torch.Tensor:
-        if not self.factored:
-            return self._nothing()
-        return torch.cat([some.square().sum(-1, keepdim=True) for some in _pieces(self.gradient)], -2)
+        """Return the sum of squared gradients of each row; empty if the moment is not factored."""
+        if not self.is_factored:
+            return self._empty()
+        sums = [piece.square().sum(-1, keepdim=True) for piece in _pieces(self.gradient)]
+        return torch.cat(sums, -2)
 
     def column_sum(self) -> torch.Tensor:
-        if not self.factored:
-            return self._nothing()
-        return torch.stack([some.square().sum(-2, keepdim=True) for some in _pieces(self.gradient)]).sum(0)
+        """Return the sum of squared gradients of each column; empty if the moment is not factored."""
+        if not self.is_factored:
+            return self._empty()
+        sums = [piece.square().sum(-2, keepdim=True) for piece in _pieces(self.gradient)]
+        return torch.stack(sums).sum(0)
 
     def row_total(self) -> torch.Tensor:
-        return local_shard(self.state["row_var"]).sum(-2, keepdim=True) if self.factored else self._nothing()
+        """Return the sum of the row vector of the second moment; empty if the moment is not factored."""
+        if not self.is_factored:
+            return self._empty()
+        return local_shard(self.state["row_var"]).sum(-2, keepdim=True)
 
-    def _nothing(self) -> torch.Tensor:
+    def _empty(self) -> torch.Tensor:
         return self.gradient.new_empty(0)
 
-    def add(self, row: torch.Tensor, column: torch.Tensor) -> None:
+    def update_moment(self, row_sum: torch.Tensor, column_sum: torch.Tensor) -> None:
         """Update the second moment, given the sums of squared gradients over all ranks."""
         self.state["step"] += 1
-        share = float(self.state["step"]) ** self.group["beta2_decay"]
-        if self.factored:
-            m, n = self.parameter.shape[-2:]
-            local_shard(self.state["row_var"]).lerp_(row / n, share)
-            local_shard(self.state["col_var"]).lerp_(column / m, share)
+        new_weight = float(self.state["step"]) ** self.group["beta2_decay"]
+        if self.is_factored:
+            num_rows, num_columns = self.parameter.shape[-2:]
+            local_shard(self.state["row_var"]).lerp_(row_sum / num_columns, new_weight)
+            local_shard(self.state["col_var"]).lerp_(column_sum / num_rows, new_weight)
         else:
-            local_shard(self.state["variance"]).lerp_(self.gradient.square(), share)
+            local_shard(self.state["variance"]).lerp_(self.gradient.square(), new_weight)
 
-    def update(self, row_total: torch.Tensor) -> torch.Tensor:
+    def normalize_gradient(self, row_total: torch.Tensor) -> torch.Tensor:
         """Divide the gradient by the root of the second moment, in place. Returns the squared norm of the result."""
-        if not self.factored:
+        if not self.is_factored:
             variance = local_shard(self.state["variance"])
             return self.gradient.mul_(variance.clamp(min=self.eps**2).rsqrt_()).square().sum()
         mean = (row_total / self.parameter.shape[-2]).clamp(min=self.eps)
-        columns, squares = local_shard(self.state["col_var"]), [self.gradient.new_zeros(())]
-        for some, rows in zip(
-            _pieces(self.gradient), _pieces(local_shard(self.state["row_var"]), self.gradient), strict=True
-        ):
+        columns = local_shard(self.state["col_var"])
+        gradient_pieces = _pieces(self.gradient)
+        row_pieces = _pieces(local_shard(self.state["row_var"]), self.gradient)
+        squares = [self.gradient.new_zeros(())]
+        for piece, rows in zip(gradient_pieces, row_pieces, strict=True):
             variance = rows * columns / mean
-            squares.append(some.mul_(variance.clamp_(min=self.eps**2).rsqrt_()).square().sum())
+            inverse_root = variance.clamp_(min=self.eps**2).rsqrt_()
+            squares.append(piece.mul_(inverse_root).square().sum())
         return torch.stack(squares).sum()
 
-    def move(self, length: torch.Tensor, size: torch.Tensor) -> None:
+    def apply_update(self, update_norm: torch.Tensor, parameter_norm: torch.Tensor) -> None:
         """Apply weight decay and the update.
 
         Args:
-            length: Squared norm of the full update.
-            size: Squared norm of the full parameter.
+            update_norm: Squared norm of the full update.
+            parameter_norm: Squared norm of the full parameter.
         """
-        lr, root = self.group["lr"], math.sqrt(self.parameter.numel())
-        relative = min(lr, float(self.state["step"]) ** -0.5)
-        scale = (size.sqrt() / root).clamp(min=self.group["eps"][1]) * relative
-        here = local_shard(self.parameter)
-        here.mul_(1 - lr * self.group["weight_decay"])
-        here.sub_(self.gradient.mul_(scale / (length.sqrt() / (root * self.group["d"])).clamp(min=1.0)))
+        lr = self.group["lr"]
+        root = math.sqrt(self.parameter.numel())
+        relative_step = min(lr, float(self.state["step"]) ** -0.5)
+        scale = (parameter_norm.sqrt() / root).clamp(min=self.group["eps"][1]) * relative_step
+        clipping = (update_norm.sqrt() / (root * self.group["d"])).clamp(min=1.0)
+        shard = local_shard(self.parameter)
+        shard.mul_(1 - lr * self.group["weight_decay"])
+        shard.sub_(self.gradient.mul_(scale / clipping))
 
 
 def _square(parameter: torch.Tensor) -> torch.Tensor:
-    here = local_shard(parameter)
-    pieces = _pieces(here) if here.ndim > 1 else (here,)
-    return torch.stack([here.new_zeros(()), *(some.square().sum() for some in pieces)]).sum()
+    """Return the sum of squares of the local shard."""
+    shard = local_shard(parameter)
+    pieces = _pieces(shard) if shard.ndim > 1 else (shard,)
+    return torch.stack([shard.new_zeros(()), *(piece.square().sum() for piece in pieces)]).sum()
 
 
 def _pieces(matrix: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -167,5 +193,10 @@ def _pieces(matrix: torch.Tensor, like: torch.Tensor | None = None) -> tuple[tor
     The number of rows per piece is that of `like` (default: `matrix`), so that pieces of both tensors match.
     """
     like = matrix if like is None else like
-    most, rows = PIECE_ON_HOST if is_host(like.device) else PIECE, like.shape[-2]
-    return matrix.split(max(1, most * rows // max(1, like.numel())), -2) if rows else (matrix,)
+    num_rows = like.shape[-2]
+    if not num_rows:
+        return (matrix,)
+    num_elements = PIECE_ON_HOST if is_host(like.device) else PIECE
+    piece_rows = max(1, num_elements * num_rows // max(1, like.numel()))
+    pieces: tuple[torch.Tensor, ...] = matrix.split(piece_rows, -2)
+    return pieces

@@ -36,11 +36,13 @@ class AdamWBf16(torch.optim.Optimizer):
         names: Mapping[torch.Tensor, str] | None = None,
         seed: int = 0,
     ) -> None:
-        self._names, self._seed = names or {}, seed
+        self._names = names or {}
+        self._seed = seed
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters. Needs no collectives."""
         number = 0
         for group in self.param_groups:
             for p in group["params"]:
@@ -56,50 +58,58 @@ class AdamWBf16(torch.optim.Optimizer):
                 self._update(p, group, state, self._names.get(p, str(number)))
 
     def _update(self, p: torch.Tensor, group: Mapping[str, Any], state: Mapping[str, torch.Tensor], name: str) -> None:
+        """Update the local shard of a parameter and of its moments, some rows at a time."""
         assert p.grad is not None
-        tensors = [local_shard(p), local_shard(p.grad), *(local_shard(state[moment]) for moment in MOMENTS)]
-        if not tensors[0].numel():
+        shard = local_shard(p)
+        if not shard.numel():
             return
-        rows, columns = places(p)
+        tensors = [shard, local_shard(p.grad), *(local_shard(state[moment]) for moment in MOMENTS)]
+        rows, columns = global_indices(p)
         step = int(state["step"])
-        keys = [self._key(name, step, what) for what in (*MOMENTS, "weight")]
+        beta1, beta2 = group["betas"]
+        wide = torch.promote_types(shard.dtype, torch.float32)
+        first_key, second_key, weight_key = (self._key(name, step, tensor) for tensor in (*MOMENTS, "weight"))
         matrices = [tensor.view(len(rows), len(columns)) for tensor in tensors]
-        height = max(1, (PIECE_ON_HOST if is_host(tensors[0].device) else PIECE) // len(columns))
+        num_elements = PIECE_ON_HOST if is_host(shard.device) else PIECE
+        height = max(1, num_elements // len(columns))
         for begin in range(0, len(rows), height):
-            weight, grad, first, second = (matrix[begin : begin + height] for matrix in matrices)
-            at = rows[begin : begin + height], columns
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            beta1, beta2 = group["betas"]
-            m = first.to(wide).lerp_(grad.to(wide), 1 - beta1)
-            v = second.to(wide).mul_(beta2).addcmul_(grad.to(wide), grad.to(wide), value=1 - beta2)
-            first.copy_(round_to_bf16(m, *at, keys[0]))
-            second.copy_(round_to_bf16(v, *at, keys[1]))
-            moved = weight.to(wide) if weight.dtype != wide else weight
-            moved.mul_(1 - group["lr"] * group["weight_decay"])
-            root = v.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-            moved.addcdiv_(m, root, value=-group["lr"] / (1 - beta1**step))
-            if moved is not weight:
-                weight.copy_(round_to_bf16(moved, *at, keys[2]))
+            piece = slice(begin, begin + height)
+            weight, grad, first, second = (matrix[piece] for matrix in matrices)
+            piece_rows = rows[piece]
+            wide_grad = grad.to(wide)
+            m = first.to(wide).lerp_(wide_grad, 1 - beta1)
+            v = second.to(wide).mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
+            first.copy_(round_to_bf16(m, piece_rows, columns, first_key))
+            second.copy_(round_to_bf16(v, piece_rows, columns, second_key))
 
-    def _key(self, name: str, step: int, what: str) -> int:
-        digest = hashlib.blake2b(f"{self._seed}/{name}/{step}/{what}".encode(), digest_size=4).digest()
+            wide_weight = weight.to(wide) if weight.dtype != wide else weight
+            wide_weight.mul_(1 - group["lr"] * group["weight_decay"])
+            root = v.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+            wide_weight.addcdiv_(m, root, value=-group["lr"] / (1 - beta1**step))
+            if wide_weight is not weight:
+                weight.copy_(round_to_bf16(wide_weight, piece_rows, columns, weight_key))
+
+    def _key(self, name: str, step: int, tensor: str) -> int:
+        """Return the key of the random numbers that round a tensor (a moment or the weight) of a parameter."""
+        digest = hashlib.blake2b(f"{self._seed}/{name}/{step}/{tensor}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big")
 
 
-def places(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def global_indices(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row and column indices, int32, of the local shard in the full tensor, viewed as a matrix.
 
     The columns are the last dim of the tensor, and the rows are all other dims.
     """
-    here, offsets = local_shard(tensor), offsets_of(tensor)
-    device = here.device
+    shard = local_shard(tensor)
+    offsets = offsets_of(tensor)
 
-    def along(dim: int) -> torch.Tensor:
-        return torch.arange(offsets[dim], offsets[dim] + here.shape[dim], dtype=torch.int32, device=device)
+    def indices_along(dim: int) -> torch.Tensor:
+        end = offsets[dim] + shard.shape[dim]
+        return torch.arange(offsets[dim], end, dtype=torch.int32, device=shard.device)
 
-    if here.ndim == 0:
-        return torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    rows = torch.zeros(1, dtype=torch.int32, device=device)
-    for dim in range(here.ndim - 1):
-        rows = (rows[:, None] * tensor.shape[dim] + along(dim)).flatten()
-    return rows, along(here.ndim - 1)
+    rows = torch.zeros(1, dtype=torch.int32, device=shard.device)
+    if shard.ndim == 0:
+        return rows, torch.zeros_like(rows)
+    for dim in range(shard.ndim - 1):
+        rows = (rows[:, None] * tensor.shape[dim] + indices_along(dim)).flatten()
+    return rows, indices_along(shard.ndim - 1)

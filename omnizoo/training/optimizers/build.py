@@ -30,13 +30,16 @@ from omnizoo.training.optimizers.adamw import ShardAdamW
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
 BF16 = "adamw_bf16"  # `adamw` with `optimizer.moments: bf16`; not a kind that the config can set
-TALKING = ("muon", "adafactor")  # optimizers whose update needs collectives
+COLLECTIVE_KINDS = ("muon", "adafactor")  # optimizers whose update needs collectives
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
+ParameterGroups = dict[tuple[float, float, bool], list[nn.Parameter]]  # by (weight decay, relative rate, is sharded)
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    target: str
+    """A built-in kind of optimizer."""
+
+    target: str  # import path of the class
     defaults: Mapping[str, Any]
     package: str | None = None  # required package
 
@@ -60,8 +63,10 @@ class Choice:
 
     @property
     def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the class: the defaults of the kind and the options of the config."""
         defaults = KINDS[self.kind].defaults if self.kind in KINDS else {}
-        return {**defaults, **{name: to_tuple(value) for name, value in json.loads(self.options).items()}}
+        options = {name: to_tuple(value) for name, value in json.loads(self.options).items()}
+        return {**defaults, **options}
 
 
 class OptimizerGroup(torch.optim.Optimizer):
@@ -77,7 +82,16 @@ class OptimizerGroup(torch.optim.Optimizer):
         average: dict[nn.Parameter, torch.Tensor],
         offloaded_state: OffloadedState | None = None,
     ) -> None:
-        self.parts, self.average, self.offloaded_state = parts, average, offloaded_state
+        """Join the optimizers.
+
+        Args:
+            parts: The optimizers, which have different parameters.
+            average: The moving average of each parameter; empty without `optimizer.ema`.
+            offloaded_state: Offloads the state to the CPU; None to keep it on the device.
+        """
+        self.parts = parts
+        self.average = average
+        self.offloaded_state = offloaded_state
         super().__init__([group for part in parts for group in part.param_groups], {})
         for part in parts:
             self.state.update(part.state)
@@ -85,6 +99,7 @@ class OptimizerGroup(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Run a step of each optimizer."""
         for part in self.parts:
             part.step()
 
@@ -97,11 +112,10 @@ def check_optimizer(config: Config) -> None:
     """
     for choice in _choices(config):
         _class_of(choice)
-        if "parameters" in config.parallel.offload and choice.kind in TALKING:
+        if "parameters" in config.parallel.offload and choice.kind in COLLECTIVE_KINDS:
             raise UserError(
-                f"parallel.offload: `parameters` are updated on the host, and {choice.kind} ({choice.key}.kind) has "
-                "ranks talk to each other in an update, which takes their devices; offload `optimizer` instead, or "
-                "use adamw or adamw_8bit"
+                f"parallel.offload: parameters cannot be combined with {choice.key}.kind: {choice.kind}, whose update "
+                "needs collectives on the device. Use adamw or adamw_8bit, or offload only optimizer."
             )
 
 
@@ -120,8 +134,8 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """
     check_optimizer(config)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    members = _assign_parameters(model, config)
-    parts = [_build(choice, groups, config, names) for choice, groups in members.items()]
+    parameters = _assign_parameters(model, config)
+    parts = [_build(choice, groups, config, names) for choice, groups in parameters.items()]
     offload = config.parallel.offload
     # With offloaded parameters, the optimizer state is always on the CPU.
     is_offloaded = "optimizer" in offload and "parameters" not in offload
@@ -131,37 +145,41 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if is_offloaded:
         device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
         state = OffloadedState(device, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return OptimizerGroup(parts, _average_of(parts) if config.optimizer.ema else {}, state)
+    average = _initial_average(parts) if config.optimizer.ema else {}
+    return OptimizerGroup(parts, average, state)
 
 
-def _assign_parameters(
-    model: nn.Module, config: Config
-) -> dict[Choice, dict[tuple[float, float, bool], list[nn.Parameter]]]:
+def _assign_parameters(model: nn.Module, config: Config) -> dict[Choice, ParameterGroups]:
     """Return the trained parameters, grouped by optimizer, then by (weight decay, relative rate, is sharded)."""
-    run, train = config.optimizer, config.train
-    treatments = ComponentSettings(model, config.model, run.groups)
-    default, *others = _choices(config)
-    chosen = {id(group): choice for group, choice in zip(run.groups, others, strict=True)}
-    spared = {parameter for kind in run.no_decay for parameter in _parameters_of(kind, model)}
-    hidden = hidden_matrices(model) if any(choice.kind == "muon" for choice in (default, *others)) else set()
-    members: dict[Choice, dict[tuple[float, float, bool], list[nn.Parameter]]] = defaultdict(lambda: defaultdict(list))
+    settings, train = config.optimizer, config.train
+    components = ComponentSettings(model, config.model, settings.groups)
+    choices = _choices(config)
+    default, *group_choices = choices
+    choice_of_group = {id(group): choice for group, choice in zip(settings.groups, group_choices, strict=True)}
+    without_decay = {parameter for kind in settings.no_decay for parameter in _parameters_of(kind, model)}
+    hidden: set[nn.Parameter] = set()
+    if any(choice.kind == "muon" for choice in choices):
+        hidden = hidden_matrices(model)
+
+    assigned: dict[Choice, ParameterGroups] = defaultdict(lambda: defaultdict(list))
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        group = treatments.groups.get(name)
-        choice = chosen[id(group)] if group else default
+        group = components.groups.get(name)
+        choice = choice_of_group[id(group)] if group else default
         if choice.kind == "muon":
-            named = group is not None and group.kind == "muon" and parameter.ndim > 1  # set by the user
-            choice = _half_of_muon(choice, parameter in hidden or named)
-        if choice.kind == "adamw" and run.moments == "bf16":
+            is_set_by_user = group is not None and group.kind == "muon" and parameter.ndim > 1
+            choice = _half_of_muon(choice, parameter in hidden or is_set_by_user)
+        if choice.kind == "adamw" and settings.moments == "bf16":
             choice = replace(choice, kind=BF16)
-        rate = ((group and group.lr) or treatments.of(name).lr or train.lr) / train.lr
-        decay = 0.0 if parameter in spared else run.weight_decay
+
+        lr = (group and group.lr) or components.of(name).lr or train.lr
+        decay = 0.0 if parameter in without_decay else settings.weight_decay
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
         # Fused kernels accept either only sharded or only unsharded parameters.
-        members[choice][decay, rate, is_sharded(parameter)].append(parameter)
-    return members
+        assigned[choice][decay, lr / train.lr, is_sharded(parameter)].append(parameter)
+    return assigned
 
 
 @contextmanager
@@ -175,11 +193,11 @@ def optimizer_state_offloaded(optimizer: torch.optim.Optimizer) -> Iterator[None
     values += optimizer.average.values()
     with torch.no_grad():  # with gradients, `local_shard` would return a new view every time
         tensors = [local_shard(value) for value in values if isinstance(value, torch.Tensor)]
-    offloaded_state.leave([tensor for tensor in tensors if type(tensor) is torch.Tensor or is_fake(tensor)])
+    offloaded_state.offload([tensor for tensor in tensors if type(tensor) is torch.Tensor or is_fake(tensor)])
     try:
         yield
     finally:
-        offloaded_state.come_back()
+        offloaded_state.restore()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -188,14 +206,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("rate", 1.0)
 
 
-def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, excess: torch.Tensor | None) -> bool:
+def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, grad_divisor: torch.Tensor | None) -> bool:
     """Update the weights without a host sync, if the optimizer has a fused kernel for it.
 
     Args:
         optimizer: The optimizer.
         skip: Boolean tensor on the device. If true, weights and optimizer state stay as they are.
-        excess: Divisor of the gradients on the device, for clipping. The fused kernel divides by it, which saves a
-            separate pass over the gradients. None for no clipping.
+        grad_divisor: Divisor of the gradients on the device, for clipping. The fused kernel divides by it, which saves
+            a separate pass over the gradients. None for no clipping.
 
     Returns:
         False if the optimizer does not support this. Nothing is done then.
@@ -205,10 +223,12 @@ def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, excess:
         return False
     if any(p.device != skip.device for part in parts for group in part.param_groups for p in group["params"]):
         # Offloaded weights: copy explicitly, because torch does not wait for its own copies to the CPU.
-        skip, excess = skip.cpu(), None if excess is None else excess.cpu()
+        skip = skip.cpu()
+        grad_divisor = None if grad_divisor is None else grad_divisor.cpu()
     for part in parts:
+        grad_scale = None if grad_divisor is None else grad_divisor.float()
         # torch's fused kernels read these attributes, which no class declares.
-        vars(part).update(found_inf=skip.float(), grad_scale=None if excess is None else excess.float())
+        vars(part).update(found_inf=skip.float(), grad_scale=grad_scale)
         part.step()
     return True
 
@@ -228,77 +248,100 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     Embeddings, routers and heads are excluded. Heads are the output embeddings of transformers models, and linear
     layers with `head` in their name.
     """
-    kept: set[nn.Parameter] = set(_parameters_of("embedding", model))
-    kept |= {p for router, _ in routers(model).values() for p in router.parameters()}
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and isinstance(head := part.get_output_embeddings(), nn.Module):
-            kept |= set(head.parameters())
-    found: set[nn.Parameter] = set()
+    excluded: set[nn.Parameter] = set(_parameters_of("embedding", model))
+    excluded |= {p for router, _ in routers(model).values() for p in router.parameters()}
+    for module in model.modules():
+        head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+        if isinstance(head, nn.Module):
+            excluded |= set(head.parameters())
+
+    matrices: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        last = [part.rpartition("_")[2] for part in name.split(".")]
-        if isinstance(module, nn.Linear) and "head" not in last:
-            found |= {p for p in module.parameters(recurse=False) if p.ndim == 2}
+        last_words = [part.rpartition("_")[2] for part in name.split(".")]
+        if isinstance(module, nn.Linear) and "head" not in last_words:
+            matrices |= {p for p in module.parameters(recurse=False) if p.ndim == 2}
         elif is_experts(module):
-            found |= {p for p in module.parameters(recurse=False) if p.ndim == 3}
-    return found - kept
+            matrices |= {p for p in module.parameters(recurse=False) if p.ndim == 3}
+    return matrices - excluded
 
 
 def _choices(config: Config) -> list[Choice]:
     """Return the choice of the run, followed by that of each group in `optimizer.groups`."""
-    run = config.optimizer
-    choices = [Choice(run.kind, _text(run.options), "optimizer")]
-    for i, group in enumerate(run.groups):
-        own = group.kind is not None and group.kind != run.kind
-        options = group.options if own else run.options | group.options
-        key = f"optimizer.groups.{i}" if own or group.options else "optimizer"
-        choices.append(Choice(group.kind or run.kind, _text(options), key))
+    settings = config.optimizer
+    choices = [Choice(settings.kind, _to_json(settings.options), "optimizer")]
+    for i, group in enumerate(settings.groups):
+        is_other_kind = group.kind is not None and group.kind != settings.kind
+        options = group.options if is_other_kind else settings.options | group.options
+        key = f"optimizer.groups.{i}" if is_other_kind or group.options else "optimizer"
+        choices.append(Choice(group.kind or settings.kind, _to_json(options), key))
     return choices
 
 
-def _text(options: Mapping[str, Any]) -> str:
+def _to_json(options: Mapping[str, Any]) -> str:
     return json.dumps(options, sort_keys=True)
 
 
 def _class_of(choice: Choice) -> Any:
     """Return the optimizer class. Checks the options of plugins; the config has checked those of built-in kinds."""
-    key, kind = choice.key, KINDS.get(choice.kind)
+    key = choice.key
+    kind = KINDS.get(choice.kind)
     if kind and kind.package and find_spec(kind.package) is None:
-        raise UserError(f"{key}.kind: {choice.kind} needs the package {kind.package}: pip install {kind.package}")
+        raise UserError(
+            f"{key}.kind: {choice.kind} needs the package {kind.package}. Run `pip install {kind.package}`."
+        )
     spec = kind.target if kind else choice.kind
-    found = resolve_class(spec, f"{key}.kind", torch.optim.Optimizer, EXPECTED)
+    optimizer_class = resolve_class(spec, f"{key}.kind", torch.optim.Optimizer, EXPECTED)
     if kind is None:
-        decay = {"weight_decay": 0.0} if _takes_decay(found) else {}
-        check_call(found, choice.kind, f"{key}.options", [[]], {"lr": 1.0, **choice.arguments, **decay})
-    return found
+        arguments = {"lr": 1.0, **choice.arguments}
+        if _accepts_decay(optimizer_class):
+            arguments["weight_decay"] = 0.0
+        check_call(optimizer_class, choice.kind, f"{key}.options", [[]], arguments)
+    return optimizer_class
 
 
-def _takes_decay(optimizer_class: Any) -> bool:
-    known = keyword_parameters(optimizer_class)
-    return known is None or "weight_decay" in known
+def _accepts_decay(optimizer_class: Any) -> bool:
+    """Whether the constructor of an optimizer has an argument `weight_decay`."""
+    accepted = keyword_parameters(optimizer_class)
+    return accepted is None or "weight_decay" in accepted
 
 
 def _half_of_muon(choice: Choice, is_matrix: bool) -> Choice:
     """Return the choice for a parameter under `muon`: Muon for matrices, AdamW for all others, with their options."""
-    options = json.loads(choice.options)
-    kept = {name: value for name, value in options.items() if (name in BETAS) != is_matrix}
-    return replace(choice, kind="muon" if is_matrix else "adamw", options=_text(kept))
+    options = {}
+    for name, value in json.loads(choice.options).items():
+        is_option_of_adamw = name in BETAS
+        if is_option_of_adamw != is_matrix:
+            options[name] = value
+    return replace(choice, kind="muon" if is_matrix else "adamw", options=_to_json(options))
 
 
 def _build(
     choice: Choice,
-    groups: Mapping[tuple[float, float, bool], list[nn.Parameter]],
+    groups: ParameterGroups,
     config: Config,
     names: Mapping[nn.Parameter, str],
 ) -> torch.optim.Optimizer:
-    found = _class_of(choice)
+    """Build one optimizer.
+
+    Args:
+        choice: The class and the options.
+        groups: The parameters by (weight decay, relative rate, is sharded).
+        config: The config of the run.
+        names: The names of all parameters.
+    """
+    optimizer_class = _class_of(choice)
+    accepts_decay = _accepts_decay(optimizer_class)
     ordered = sorted(groups.items(), key=lambda group: (-group[0][0], group[0][1], not group[0][2]))
-    settings: list[dict[str, Any]] = [
-        {"params": members, "weight_decay": decay, "rate": rate} for (decay, rate, _), members in ordered
-    ]
-    if not _takes_decay(found) and any(decay for decay, *_ in groups):
-        raise UserError(f"{choice.key}.kind: {choice.kind} takes no weight_decay; set optimizer.weight_decay: 0")
+    param_groups: list[dict[str, Any]] = []
+    for (decay, rate, _), parameters in ordered:
+        param_groups.append({"params": parameters, "weight_decay": decay, "rate": rate})
+    if not accepts_decay and any(decay for decay, *_ in groups):
+        raise UserError(
+            f"{choice.key}.kind: {choice.kind} has no argument weight_decay. Set optimizer.weight_decay: 0."
+        )
+
     arguments = choice.arguments | {"lr": config.train.lr}
-    if _takes_decay(found):
+    if accepts_decay:
         arguments["weight_decay"] = config.optimizer.weight_decay  # only a default: each parameter group sets its own
     if choice.kind == "muon" and config.train.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
@@ -306,65 +349,78 @@ def _build(
         arguments |= {"names": names, "seed": config.train.seed}
     try:
         if choice.kind not in KINDS:
-            check_state(found, arguments, settings, choice)
-        built: torch.optim.Optimizer = found(settings, **arguments)
+            check_state(optimizer_class, arguments, param_groups, choice)
+        optimizer: torch.optim.Optimizer = optimizer_class(param_groups, **arguments)
     except UserError:
         raise
     except CODE_ERRORS as error:
-        given = choice.options if len(choice.options) <= 80 else choice.options[:77] + "..."
-        raise UserError(f"{choice.key}.options: {choice.kind} does not take {given}: {named_line(error)}") from error
-    return built
+        options = choice.options if len(choice.options) <= 80 else choice.options[:77] + "..."
+        raise UserError(
+            f"{choice.key}.options: {choice.kind} failed with {options}: {named_line(error)}. Change the options."
+        ) from error
+    return optimizer
 
 
-def check_state(found: Any, arguments: Mapping[str, Any], settings: Sequence[dict[str, Any]], choice: Choice) -> None:
+def check_state(
+    optimizer_class: Any, arguments: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], choice: Choice
+) -> None:
     """Check that checkpoints can store and reshard the state of an optimizer plugin.
 
     Runs one step on copies of the smallest parameter of each kind: scalars, vectors, and all others.
 
+    Args:
+        optimizer_class: The class of the optimizer.
+        arguments: Keyword arguments of the class.
+        param_groups: The parameter groups.
+        choice: Names the optimizer in messages.
+
     Raises:
         UserError: If a step changes the parameter groups, or the state is not made of suitable tensors.
     """
-    smallest: dict[int, nn.Parameter] = {}
-    for p in sorted((p for group in settings for p in group["params"]), key=lambda p: -p.numel()):
+    parameters = [p for group in param_groups for p in group["params"]]
+    smallest: dict[int, nn.Parameter] = {}  # by number of dims, at most 2
+    for p in sorted(parameters, key=lambda p: -p.numel()):
         smallest[min(p.ndim, 2)] = p
     copies = [nn.Parameter(p.detach().clone()) for p in smallest.values()]
-    trial = found([settings[0] | {"params": copies}], **arguments)
+    trial = optimizer_class([param_groups[0] | {"params": copies}], **arguments)
     before = trial.param_groups[0] | {"params": None}
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
     trial.step()
-    key, kind = f"{choice.key}.kind", choice.kind
+
+    key = f"{choice.key}.kind"
     after = trial.param_groups[0] | {"params": None}
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     if changed:
         raise UserError(
-            f"{key}: {kind} changes {changed[0]!r} of its parameter groups in a step, which no checkpoint keeps; "
-            "expected all that changes in self.state[parameter]"
+            f"{key}: a step of {choice.kind} changes {changed[0]!r} of its parameter groups, which checkpoints do not "
+            "store. Keep everything that changes in self.state[parameter]."
         )
     for copy in copies:
         for name, value in trial.state[copy].items():
-            whole = isinstance(value, torch.Tensor) and (value.ndim == 0 or type(value) is type(copy.data))
-            if not whole:
+            if not isinstance(value, torch.Tensor) or (value.ndim > 0 and type(value) is not type(copy.data)):
                 raise UserError(
-                    f"{key}: the state {name!r} of {kind} is a {type(value).__name__}, which cannot be saved and "
-                    "resharded; expected tensors made from the parameter (torch.zeros_like(p)), or of no dimension"
+                    f"{key}: the state {name!r} of {choice.kind} is a {type(value).__name__}, which cannot be saved "
+                    "and resharded. Create state with torch.zeros_like(parameter), or as a tensor without dimensions."
                 )
 
 
-def _average_of(parts: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, torch.Tensor]:
+def _initial_average(parts: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, torch.Tensor]:
     """Return a copy of every trained parameter, sharded like the parameter, in at least fp32."""
-    parameters = [p for part in parts for group in part.param_groups for p in group["params"]]
-    return {p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in parameters}
+    average = {}
+    for part in parts:
+        for group in part.param_groups:
+            for p in group["params"]:
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                average[p] = p.detach().to(dtype, copy=True)
+    return average
 
 
 def _parameters_of(kind: str, model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a kind in `optimizer.no_decay`: `embedding`, `bias` or `norm`."""
     if kind == "embedding":
-        return [
-            p
-            for module in model.modules()
-            if isinstance(module, nn.Embedding)
-            for p in module.parameters(recurse=False)
-        ]
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        return [p for module in embeddings for p in module.parameters(recurse=False)]
     if kind == "bias":
         return [p for name, p in model.named_parameters() if name.endswith("bias")]
     # Most models define their own norm classes. They share only the name and a one-dimensional weight.

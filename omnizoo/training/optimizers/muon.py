@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from omnizoo.ops.orthogonalize import COEFFICIENTS, orthogonalize
-from omnizoo.parallel.fsdp.matrices import on_whole_matrices
+from omnizoo.parallel.fsdp.matrices import on_full_matrices
 from omnizoo.parallel.fsdp.sharded_tensors import local_shard
 
 
@@ -37,12 +37,14 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self._orthogonalize = partial(orthogonalize, steps=ns_steps, coefficients=tuple(ns_coefficients))
-        self._dtype, self._adjust = dtype, adjust_lr_fn
+        self._dtype = dtype
+        self._adjust = adjust_lr_fn
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters. Collective: all ranks must call it."""
         members = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         updates = []
         for p, group in members:
@@ -53,12 +55,15 @@ class Muon(torch.optim.Optimizer):
             update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
             updates.append(update if self._dtype is None else update.to(self._dtype))
         # One call for all matrices balances the work over ranks and needs few collectives.
-        for (p, group), update in zip(members, on_whole_matrices(updates, self._orthogonalize), strict=True):
-            here = local_shard(p)
-            here.mul_(1 - group["lr"] * group["weight_decay"])
-            here.add_(update, alpha=-group["lr"] * self._scale(*p.shape[-2:]))
+        orthogonal_updates = on_full_matrices(updates, self._orthogonalize)
+        for (p, group), update in zip(members, orthogonal_updates, strict=True):
+            num_rows, num_columns = p.shape[-2:]
+            shard = local_shard(p)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.add_(update, alpha=-group["lr"] * self._scale(num_rows, num_columns))
 
     def _scale(self, rows: int, columns: int) -> float:
+        """Return the factor of the learning rate for matrices of this shape."""
         if self._adjust == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))

@@ -20,10 +20,10 @@ def learning_rate(train: TrainSection, step: int) -> float:
         step: Number of the step, counted from 1.
 
     Raises:
-        UserError: If the plugin fails, or returns no finite number of at least 0.
+        UserError: If the plugin fails, or does not return a finite number of at least 0.
     """
     if train.schedule not in SCHEDULES:
-        return _own(train, step)
+        return _plugin_rate(train, step)
     if step <= train.warmup:
         return train.lr * step / train.warmup
     if train.schedule == "constant":
@@ -32,20 +32,25 @@ def learning_rate(train: TrainSection, step: int) -> float:
     if train.schedule == "wsd":
         start = max(start, train.steps - (train.decay_steps or max(1, train.steps // 5)))
     progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - start)))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if train.schedule == "cosine" else 1 - progress
-    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
+    remaining = 1 - progress
+    if train.schedule == "cosine":
+        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * remaining)
 
 
-def _own(train: TrainSection, step: int) -> float:
+def _plugin_rate(train: TrainSection, step: int) -> float:
+    """Return the learning rate of a schedule plugin, and check it."""
     spec = train.schedule
     function = resolve(spec, "train.schedule", EXPECTED)
     if not callable(function):
-        raise UserError(f"train.schedule: {spec} is a {type(function).__name__}; expected {EXPECTED}")
+        raise UserError(f"train.schedule: {spec} is a {type(function).__name__}. Expected {EXPECTED}.")
     check_call(function, spec, "train.schedule", [train, step], {})
     try:
         rate = function(train, step)
     except CODE_ERRORS as error:
-        raise UserError(f"train.schedule: {spec} fails at step {step}: {named_line(error)}") from error
+        raise UserError(
+            f"train.schedule: {spec} failed at step {step}: {named_line(error)}. Fix the function."
+        ) from error
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise UserError(f"train.schedule: {spec} gave {rate!r} at step {step}; expected {EXPECTED}, at least 0")
+        raise UserError(f"train.schedule: {spec} returned {rate!r} at step {step}. Expected {EXPECTED}, at least 0.")
     return float(rate)

@@ -163,7 +163,7 @@ def test_a_run_by_epochs_trains_saves_and_is_done(small: Path, capsys: pytest.Ca
     whole = TrainSection(steps=len(steps), warmup_ratio=0.25, lr=3e-3)
     assert [step["lr"] for step in steps] == [learning_rate(whole, n + 1) for n in range(len(steps))]
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for fact in (f"{len(steps)} steps: 2 epochs", "60 rows, taken as text", "20 rows, taken as messages", "100.0%"):
+    for fact in (f"{len(steps)} steps: 2 epochs", "60 rows, read as text", "20 rows, read as messages", "100.0%"):
         assert fact in said
     assert "4 packs of up to 96 tokens, 384 in total" in said
     assert train(str(small.parent / "run" / "config.yaml")) == 0

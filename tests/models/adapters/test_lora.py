@@ -383,7 +383,7 @@ def test_a_checkpoint_of_another_base_and_a_merge_without_an_adapter_are_refused
     assert "step_00000001 was trained on another base: its hash is" in capsys.readouterr().err
     assert main(["train", str(config), "--model.adapter", "null", "--log.dir", str(tmp_path / "whole")]) == 0
     assert main(["export", str(tmp_path / "whole"), str(tmp_path / "out"), "--merge"]) == 2
-    assert "has no adapter; leave --merge out" in capsys.readouterr().err
+    assert "has no adapter" in capsys.readouterr().err
 
 
 @pytest.mark.slow

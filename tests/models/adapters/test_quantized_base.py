@@ -28,7 +28,7 @@ from omnizoo.parallel.fsdp.sharded_tensors import local_shard
 from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import Process
 from omnizoo.parallelize.parallelize import parallelize_model
-from omnizoo.parallelize.quantized_weights import held_of, quantized
+from omnizoo.parallelize.quantized_weights import quantized, quantized_weights
 from omnizoo.verification.compare import verdict_of
 from omnizoo.verification.prepare import parse, prepare
 
@@ -116,7 +116,7 @@ def build(base: str | None, fields: dict[str, Any] = MOE) -> nn.Module:
 def test_flops_and_sizes_are_counted_as_if_nothing_were_quantised() -> None:
     plain, held = build(None), build("nf4")
     quantize_base(held, [f"model.layers.{i}.mlp.experts" for i in range(2)])
-    names = set(held_of(held))
+    names = set(quantized_weights(held))
     assert "model.layers.1.mlp.experts.down_proj" in names
     assert "model.layers.0.self_attn.k_proj.weight" in names
     assert not any("lm_head" in name or "embed" in name or ".gate." in name or "norm" in name for name in names)
@@ -152,7 +152,7 @@ def check_shards(process: Process, config_file: Path) -> None:
     model = build_model(config.model, "bf16")
     parallelize_model(model, build_mesh(config, process), config)
     base = AutoModelForCausalLM.from_pretrained(config.model.path).state_dict()
-    weights = {name: base[name] for name in held_of(model)}
+    weights = {name: base[name] for name in quantized_weights(model)}
     assert len(weights) == 2 * (4 + 2)  # two layers of four linear layers and two matrices of experts
     for name, expected in quantized(model, weights.items()):
         parameter = model.get_parameter(name)

@@ -138,7 +138,7 @@ def test_a_rule_that_passes_state_on_is_found_by_the_probe(family: str, monkeypa
     monkeypatch.setattr(
         recurrent, "REPLACEMENTS", dict.fromkeys(recurrent.REPLACEMENTS, lambda module, original: original)
     )
-    with pytest.raises(UserError, match="lets the samples of a pack see each other"):
+    with pytest.raises(UserError, match="attends across the samples of a pack"):
         probe(ModelSection(config=shrunken(family)))
 
 

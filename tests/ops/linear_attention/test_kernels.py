@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from steps import step_by_step
 
 from omnizoo.ops.linear_attention import kernels
-from omnizoo.ops.linear_attention.recurrence import RecurrentInputs, advance, apart, run_recurrence
+from omnizoo.ops.linear_attention.recurrence import RecurrentInputs, advance, run_recurrence, run_without_states
 from omnizoo.ops.linear_attention.short_convolution import convolve
 
 HEADS, DEEP, WIDE = 2, 4, 3
@@ -82,9 +82,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(kernels, "has_triton", lambda device: True)
-    kernels.find.cache_clear()
+    kernels.find_kernel.cache_clear()
     yield found
-    kernels.find.cache_clear()
+    kernels.find_kernel.cache_clear()
 
 
 def drawn(kind: str, dtype: torch.dtype = torch.bfloat16) -> RecurrentInputs:
@@ -105,7 +105,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kernel_does_what_plain_torch_does(
+def test_kernel_call_matches_plain_torch(
     kind: str, calls: Calls, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -113,13 +113,13 @@ def test_a_kernel_does_what_plain_torch_does(
     out, after = run_recurrence(steps, LENGTHS)
     run_recurrence(steps, LENGTHS, after)
     assert calls.names == [KINDS[kind]] * 2
-    assert [record.message for record in caplog.records if KINDS[kind] in record.message] == [
-        f"a layer's state: {kernels.RULES[kind != 'linear', kind == 'delta by channel'][0]}.{KINDS[kind]}"
-    ]  # said once
+    module, _ = kernels.RULES[kind != "linear", kind == "delta by channel"]
+    (message,) = (record.message for record in caplog.records if KINDS[kind] in record.message)  # logged once
+    assert f"{module}.{KINDS[kind]}" in message
     # What ranks do with it: two stretches of a sample, joined by what the first does to a state.
-    alone = apart(steps, [20, 17, 5])
+    alone = run_without_states(steps, [20, 17, 5])
     state = advance(alone.effect[0], None, WIDE)
-    joined = torch.cat([alone.out[:20], alone.out[20:37] + alone.added(1, state), alone.out[37:]])
+    joined = torch.cat([alone.out[:20], alone.out[20:37] + alone.contribution(1, state), alone.out[37:]])
     ended = advance(alone.effect[1], state, WIDE)
     monkeypatch.undo()
     plain, plain_after = run_recurrence(steps, LENGTHS)
@@ -129,14 +129,14 @@ def test_a_kernel_does_what_plain_torch_does(
     assert near(ended, plain_after[0])
 
 
-def test_other_precisions_and_devices_stay_with_plain_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_precision_or_device_uses_plain_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     run_recurrence(drawn("delta", torch.float32), LENGTHS)
     monkeypatch.undo()
     run_recurrence(drawn("delta"), LENGTHS)
     assert calls.names == []
 
 
-def test_convolutions_have_a_kernel(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolution_kernel_matches_plain_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=dice) for shape in ((42, 8), (8, 4), (8,)))
     before = torch.randn(2, 3, 8, generator=dice)
@@ -147,13 +147,14 @@ def test_convolutions_have_a_kernel(calls: Calls, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(found, convolve(x, weight, bias, LENGTHS, before), rtol=0, atol=1e-5)
 
 
-def test_a_package_that_is_missing_is_said_once(
+def test_missing_kernel_package_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels, "has_triton", lambda device: True)
-    kernels.find.cache_clear()
+    kernels.find_kernel.cache_clear()
     for _ in range(2):
         run_recurrence(drawn("linear"), LENGTHS)
-    assert [r.message for r in caplog.records] == ["a layer's state: plain torch; install fla for its kernels"]
-    kernels.find.cache_clear()
+    (message,) = (record.message for record in caplog.records)
+    assert "install fla" in message
+    kernels.find_kernel.cache_clear()

@@ -14,7 +14,7 @@ from omnizoo.ops.linear_attention.chunked_rules import delta_rule, linear_rule
 from omnizoo.ops.linear_attention.recurrence import RecurrentInputs, run_recurrence
 from omnizoo.ops.linear_attention.short_convolution import convolve
 from omnizoo.parallel.process import Process
-from omnizoo.parallel.sequence.recurrent_states import Recurrence, stretches
+from omnizoo.parallel.sequence.recurrent_states import Recurrence, find_stretches
 from omnizoo.parallel.sequence.slicing import slice_tokens
 from omnizoo.verification.rank_processes import run_in_processes
 
@@ -44,12 +44,12 @@ def leaves(steps: RecurrentInputs) -> list[torch.Tensor]:
 
 
 def learning(steps: RecurrentInputs) -> RecurrentInputs:
-    return steps.each(lambda x: x.detach().clone().requires_grad_())
+    return steps.map_tensors(lambda x: x.detach().clone().requires_grad_())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [[5, 130, 64, 1, 0, 77], [1]])
-def test_the_rule_by_chunks_is_the_recurrence(lengths: list[int], kind: str) -> None:
+def test_chunked_rule_matches_recurrence(lengths: list[int], kind: str) -> None:
     state = torch.randn(len(lengths), HEADS, DEEP, WIDE, dtype=torch.float64)
     steps, found = drawn(lengths, kind), []
     for rule in (step_by_step, delta_rule if steps.is_delta else linear_rule):
@@ -64,15 +64,15 @@ def test_the_rule_by_chunks_is_the_recurrence(lengths: list[int], kind: str) -> 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_stretches_are_all_tokens_once(lengths: list[int], ring: int, ulysses: int) -> None:
+def test_stretches_contain_each_token_once(lengths: list[int], ring: int, ulysses: int) -> None:
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
     slices = slice_tokens(lengths, ring, ulysses)
     seen = []
-    for tokens, held in zip(slices, stretches(slices, lengths), strict=True):
+    for tokens, held in zip(slices, find_stretches(slices, lengths), strict=True):
         for number, stretch in enumerate(held):
-            assert stretch.number == number
+            assert stretch.index == number
             first = starts[stretch.sample] + stretch.position
-            assert tokens[stretch.at : stretch.at + stretch.length].tolist() == list(
+            assert tokens[stretch.first_token : stretch.first_token + stretch.length].tolist() == list(
                 range(first, first + stretch.length)
             )
             assert 0 < stretch.length <= lengths[stretch.sample] - stretch.position
@@ -117,13 +117,13 @@ def on_ranks(process: Process) -> None:
             assert group is not None
             recurrence = Recurrence(group, process.rank, slices, lengths, torch.device("cpu"), overlap=False)
             for by in ("states", "heads"):
-                own = learning(whole.each(lambda x, index=index: x[index]))  # type: ignore[misc]
+                own = learning(whole.map_tensors(lambda x, index=index: x[index]))  # type: ignore[misc]
                 with pytest.MonkeyPatch.context() as patch:
                     counted = Counted(patch, process.rank)
-                    found = recurrence.carry(own, by)
+                    found = recurrence.run_recurrence(own, by)
                     forward = counted.bytes
                     gradients = torch.autograd.grad((found * pulled[index]).sum(), leaves(own))
-                if recurrence.is_cut:
+                if recurrence.has_split_samples:
                     assert forward == recurrence.bytes_sent(own)[by][process.rank]
                     total = torch.tensor([forward, counted.bytes - forward])
                     dist.all_reduce(total)
@@ -168,7 +168,7 @@ def any_split(process: Process) -> None:
 
 
 @pytest.mark.slow
-def test_any_split_over_ranks_is_one_process_and_sends_what_was_predicted() -> None:
+def test_split_recurrence_matches_one_process_and_predicted_bytes() -> None:
     run_in_processes(4, any_split)
 
 
@@ -186,8 +186,8 @@ def sizes(heads: int, groups: int, deep: int, wide: int, is_delta: bool) -> Recu
         return RecurrentInputs(key, key, torch.empty(0, heads, wide, dtype=torch.bfloat16), gate, gate, is_delta)
 
 
-def test_the_way_that_sends_less_is_known_beforehand() -> None:
-    """States do not grow with the tokens, heads do. docs/parallelism.md has these figures."""
+def test_predicted_bytes_select_the_cheaper_method() -> None:
+    """States do not grow with the tokens, heads do. docs/explanation/parallelism.md has these figures."""
     qwen = sizes(heads=32, groups=32, deep=128, wide=128, is_delta=True)  # Qwen3.5 35B-A3B
     long = sent([4 * 16384], qwen)
     assert long["states"] == 3 * 32 * 128 * 256 * 4  # 12 MiB: a pair from the first rank to each of the others

@@ -48,7 +48,7 @@ def drawn(dtype: torch.dtype, rows: int = ROWS) -> tuple[torch.Tensor, torch.Ten
         (True, 0.5, 3.0, 0.2, 0.02),
     ],
 )
-def test_loss_and_gradients_are_those_of_plain_torch(
+def test_loss_and_gradients_match_plain_torch(
     chunk: int, weighted: bool, biased: bool, scale: float, softcap: float | None, label_smoothing: float, z_loss: float
 ) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_plain_torch(
             assert (mine - theirs).norm() <= tolerance * theirs.norm()
 
 
-def test_in_bf16_it_is_as_near_to_fp32_as_plain_torch() -> None:
+def test_bf16_loss_is_as_accurate_as_plain_torch() -> None:
     hidden, weight, _, targets = drawn(torch.bfloat16)
     exact = [leaf.detach().float().requires_grad_() for leaf in (hidden, weight)]
     args = (targets, None, 0.0, 0.0)
@@ -79,7 +79,7 @@ def test_in_bf16_it_is_as_near_to_fp32_as_plain_torch() -> None:
         assert (mine.float() - true).norm() <= 1.5 * (plain_.float() - true).norm() + 1e-3 * true.norm()
 
 
-def test_no_rows_give_zero_and_gradients_of_zeros() -> None:
+def test_no_rows_give_zero_loss_and_zero_gradients() -> None:
     hidden, weight, bias, targets = drawn(torch.float32, rows=0)
     loss = linear_cross_entropy_sum(hidden, LinearHead(weight, bias), targets)
     loss.backward()
@@ -87,7 +87,7 @@ def test_no_rows_give_zero_and_gradients_of_zeros() -> None:
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (hidden, weight, bias))
 
 
-def test_a_frozen_head_and_frozen_hidden_states_get_no_gradient() -> None:
+def test_frozen_head_and_hidden_states_get_no_gradient() -> None:
     hidden, weight, _, targets = drawn(torch.float32)
     for leaves in ((hidden,), (weight,)):
         given = [leaf if any(leaf is kept for kept in leaves) else leaf.detach() for leaf in (hidden, weight)]
@@ -96,7 +96,7 @@ def test_a_frozen_head_and_frozen_hidden_states_get_no_gradient() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_backward_twice_is_refused() -> None:
+def test_second_backward_raises() -> None:
     hidden, weight, _, targets = drawn(torch.float32)
     loss = linear_cross_entropy_sum(hidden, LinearHead(weight), targets)
     loss.backward(retain_graph=True)
@@ -118,7 +118,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_never_more_than_a_chunk_of_logits() -> None:
+def test_memory_is_limited_to_one_chunk_of_logits() -> None:
     hidden, weight, _, targets = drawn(torch.float32)
     with Largest() as watching:
         linear_cross_entropy_sum(

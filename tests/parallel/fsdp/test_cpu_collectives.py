@@ -51,7 +51,7 @@ def exchange(process: Process, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_messages_give_what_gloo_gives(tmp_path: Path) -> None:
+def test_cpu_collectives_match_gloo(tmp_path: Path) -> None:
     result = run_on_ranks(exchange, RANKS, tmp_path)
     assert result.code == 0, result.stderr
     for rank in range(RANKS):

@@ -40,7 +40,7 @@ def where(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_gathered_weights_are_the_shards_and_numbers_those_of_plain_torch(mesh: Any, reshard: bool) -> None:
+def test_one_rank_uses_shards_without_copies_and_matches_plain_torch(mesh: Any, reshard: bool) -> None:
     own, plain = network(), network()
     for module in (own[0], own[2], own):
         make_unit(module, mesh, reshard_after_forward=reshard)
@@ -67,7 +67,7 @@ def test_gathered_weights_are_the_shards_and_numbers_those_of_plain_torch(mesh: 
     assert set(seen) == {shards["0.weight"]}
 
 
-def test_weights_that_are_cast_are_copies_as_ever(mesh: Any) -> None:
+def test_cast_weights_are_copied(mesh: Any) -> None:
     own = network().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     make_unit(own, mesh, mp_policy=policy)
@@ -114,9 +114,7 @@ def plain_gradients(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[t
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("reduce_each", [False, True])
 @pytest.mark.parametrize("count", [1, MICRO_BATCHES])
-def test_bf16_gradients_of_one_rank_are_those_of_plain_torch(
-    mesh: Any, count: int, reduce_each: bool, on_host: bool
-) -> None:
+def test_bf16_gradients_of_one_rank_match_plain_torch(mesh: Any, count: int, reduce_each: bool, on_host: bool) -> None:
     model, plain = network().float(), network().float()
     shard_in_bf16(model, mesh, mesh, on_host)
     for step in range(2):
@@ -146,7 +144,7 @@ def accumulate_on_two_ranks(process: Process, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bf16_gradients_of_hsdp_and_experts_with_one_rank_per_shard_are_those_of_plain_torch(tmp_path: Path) -> None:
+def test_bf16_gradients_of_hsdp_and_experts_match_plain_torch(tmp_path: Path) -> None:
     result = run_on_ranks(accumulate_on_two_ranks, 2, tmp_path)
     assert result.code == 0, result.stderr
     for rank in range(2):
@@ -181,9 +179,7 @@ def races_of(mesh: Any, shared: bool = False) -> list[str]:
     return checker.races
 
 
-def test_gradients_of_one_rank_are_accumulated_without_a_race_of_streams(
-    mesh: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_one_rank_accumulate_without_stream_race(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert races_of(mesh) == []
     # As for weights on the host of an accelerator: torch accumulates on its reduce-scatter stream.
     monkeypatch.setattr(torch_private, "_stays_on_compute_stream", lambda _: False)

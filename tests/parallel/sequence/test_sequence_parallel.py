@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 
 @given(lengths_of_packs, rings, st.integers(1, 6))
-def test_slices_are_a_partition_with_counts_within_one_of_each_other(lengths, ring, ulysses):
+def test_slices_partition_tokens_evenly(lengths, ring, ulysses):
     slices = slice_tokens(lengths, ring, ulysses)
     assert len(slices) == ring * ulysses
     assert all(piece.dtype == np.int64 for piece in slices)
@@ -67,12 +67,12 @@ def test_slices_are_a_partition_with_counts_within_one_of_each_other(lengths, ri
 
 
 @given(lengths_of_packs, st.integers(1, 6))
-def test_slices_without_a_ring_are_contiguous_and_in_order(lengths, ulysses):
+def test_slices_without_ring_are_contiguous_and_ordered(lengths, ulysses):
     assert np.concatenate(slice_tokens(lengths, 1, ulysses)).tolist() == list(range(sum(lengths)))
 
 
 @given(st.lists(st.integers(500, 3000), min_size=1, max_size=5), st.integers(2, 8))
-def test_ring_ranks_have_equal_attention_work_in_every_long_sample(lengths, ring):
+def test_ring_ranks_have_equal_attention_work_per_sample(lengths, ring):
     for sample, length in enumerate(lengths):
         work = [
             sum(sum(range(run.position + 1, run.position + run.length + 1)) for run in runs[sample])
@@ -85,7 +85,7 @@ def test_ring_ranks_have_equal_attention_work_in_every_long_sample(lengths, ring
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12))
-def test_every_head_is_on_one_rank_with_the_kv_head_it_needs(kv_heads, group, ranks):
+def test_each_head_is_on_one_rank_with_its_kv_head(kv_heads, group, ranks):
     heads = kv_heads * group
     split = split_heads(heads, kv_heads, min(ranks, heads))
     assert [h for first, end in split.heads for h in range(first, end)] == list(range(heads))
@@ -96,11 +96,11 @@ def test_every_head_is_on_one_rank_with_the_kv_head_it_needs(kv_heads, group, ra
         assert [kv_first + kv for kv, n in enumerate(repeats) for _ in range(n)] == needed
 
 
-def test_more_ulysses_ranks_than_heads_are_refused_with_the_nearest_layout():
+def test_more_ulysses_ranks_than_heads_raise_with_nearest_layout():
     check_heads(Layout(ulysses=4, ring=2), heads=4, kv_heads=1)
-    with pytest.raises(UserError, match=r"parallel.ulysses: 8 .* 6 attention heads .* ulysses 4 x ring 2"):
+    with pytest.raises(UserError, match=r"^parallel\.ulysses: 8 .* 6 attention heads .*ulysses: 4 .*ring: 2"):
         check_heads(Layout(ulysses=8), heads=6, kv_heads=2)
-    with pytest.raises(UserError, match="ulysses 1 x ring 6"):
+    with pytest.raises(UserError, match=r"^parallel\.ulysses: .*ulysses: 1 .*ring: 6"):
         check_heads(Layout(ulysses=2, ring=3), heads=1, kv_heads=1)
 
 
@@ -120,7 +120,7 @@ def masked_softmax(
     if pattern.window is not None:
         visible &= distance.abs() < pattern.window
     starts = np.cumsum([0, *lengths])
-    for start, stretches in zip(starts, mutual.stretches if mutual else [], strict=False):
+    for start, stretches in zip(starts, mutual.spans if mutual else [], strict=False):
         for first, count in stretches:
             a = int(start) + first
             together = torch.ones(count, count).bool()
@@ -192,7 +192,7 @@ def pattern_of(options: dict[str, Any]) -> tuple[Pattern, bool]:
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("shape", [(4, 4, 8, 8), (6, 2, 8, 4), (3, 1, 4, 8)])
-def test_packed_attention_matches_the_plain_twin_and_the_textbook(name, shape):
+def test_packed_attention_matches_references(name, shape):
     pattern, sinks = pattern_of(PATTERNS[name])
     lengths = [7, 1, 300, 2, 40]
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-13)):
@@ -212,7 +212,7 @@ def ring_in_one_process(tensors, lengths, ring, pattern, grad_out, mutual=None) 
     runs, slices = ring_runs(lengths, ring), [torch.from_numpy(x) for x in slice_tokens(lengths, ring, 1)]
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
     out, lse = accumulator(q, *q.shape[:2], v.shape[-1]), accumulator(q, *q.shape[:2])
-    told = (mutual.stretches, mutual.beyond(pattern.window)) if mutual else ()
+    told = (mutual.spans, mutual.outer_window(pattern.window)) if mutual else ()
     blocks = [
         [Blocks(visible_blocks(a, b, pattern.causal, pattern.window, a is b, *told), CPU) for b in runs] for a in runs
     ]
@@ -236,7 +236,7 @@ def ring_in_one_process(tensors, lengths, ring, pattern, grad_out, mutual=None) 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths_of_packs, rings, st.booleans(), st.none() | st.integers(1, 80), st.none() | st.just(2.0))
-def test_blocks_of_any_ring_merge_to_the_whole(lengths, ring, causal, window, softcap):
+def test_ring_blocks_merge_to_full_attention(lengths, ring, causal, window, softcap):
     pattern = Pattern(causal, 0.3, window, softcap)
     tensors, grad = inputs(lengths, 2, 1, 3, 3, False, torch.float64)
     expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p), tensors, pattern, grad)
@@ -257,7 +257,7 @@ def packs_with_stretches(draw: Any) -> tuple[list[int], BidirectionalSpans]:
 
 @settings(max_examples=40, deadline=None)
 @given(packs_with_stretches(), rings, st.none() | st.integers(1, 80), st.none() | st.just(2.0))
-def test_blocks_of_any_ring_with_tokens_that_see_each_other_merge_to_the_whole(pack, ring, window, softcap):
+def test_ring_blocks_with_bidirectional_tokens_merge_to_full_attention(pack, ring, window, softcap):
     lengths, mutual = pack
     pattern = Pattern(True, 0.3, window, softcap)
     tensors, grad = inputs(lengths, 2, 1, 3, 3, False, torch.float64)
@@ -267,7 +267,7 @@ def test_blocks_of_any_ring_with_tokens_that_see_each_other_merge_to_the_whole(p
 
 @settings(max_examples=25, deadline=None)
 @given(packs_with_stretches(), st.none() | st.integers(1, 80), st.sampled_from([{}, {"softcap": 2.0}, {"sinks": True}]))
-def test_packed_attention_with_tokens_that_see_each_other_matches_twin_and_textbook(pack, window, options):
+def test_packed_attention_with_bidirectional_tokens_matches_references(pack, window, options):
     lengths, mutual = pack
     pattern, sinks = pattern_of(options | {"window": window})
     tensors, grad = inputs(lengths, 4, 2, 3, 3, sinks, torch.float64)
@@ -282,18 +282,17 @@ def test_packed_attention_with_tokens_that_see_each_other_matches_twin_and_textb
 
 @settings(max_examples=30, deadline=None)
 @given(packs_with_stretches(), st.integers(1, 30))
-def test_stretches_are_what_transformers_masks_make_of_them(pack, window):
+def test_bidirectional_spans_match_transformers_masks(pack, window):
     """Sample by sample, as the families that have them call its functions: over the window, or under it."""
     from transformers.masking_utils import blockwise_overlay, causal_mask_function, sliding_window_overlay
 
     lengths, mutual = pack
     for number, length in enumerate(lengths):
         numbers = torch.zeros(length, dtype=torch.int64)
-        for stretch, (first, count) in enumerate(mutual.stretches[number], 1):
+        for stretch, (first, count) in enumerate(mutual.spans[number], 1):
             numbers[first : first + count] = stretch
         over, under = (
-            BidirectionalSpans(lengths, mutual.stretches, over_windows=each).visible(number, CPU)
-            for each in (True, False)
+            BidirectionalSpans(lengths, mutual.spans, over_windows=each).visible(number, CPU) for each in (True, False)
         )
         i, j = torch.arange(length)[:, None], torch.arange(length)[None]
         block = blockwise_overlay(numbers[None] - 1)(0, 0, i, j)
@@ -345,7 +344,7 @@ def flash_kernels() -> Iterator[None]:
 
 @settings(max_examples=25, deadline=None)
 @given(lengths_of_packs, rings, st.booleans(), st.none() | st.integers(1, 80))
-def test_groups_for_flash_kernels_give_the_same_as_blocks_one_by_one(lengths, ring, causal, window):
+def test_grouped_flash_calls_match_single_blocks(lengths, ring, causal, window):
     pattern = Pattern(causal, 0.3, window)
     tensors, grad = inputs(lengths, 2, 1, 4, 3, False, torch.float64)
     expected = run(lambda q, k, v, p: masked_softmax(q, k, v, lengths, p), tensors, pattern, grad)
@@ -355,7 +354,7 @@ def test_groups_for_flash_kernels_give_the_same_as_blocks_one_by_one(lengths, ri
 
 @settings(max_examples=25, deadline=None)
 @given(packs_with_stretches(), rings, st.none() | st.integers(1, 80))
-def test_groups_for_flash_kernels_take_tokens_that_see_each_other(pack, ring, window):
+def test_grouped_flash_calls_support_bidirectional_tokens(pack, ring, window):
     lengths, mutual = pack
     pattern = Pattern(True, 0.3, window)
     tensors, grad = inputs(lengths, 2, 1, 4, 3, False, torch.float64)
@@ -364,17 +363,17 @@ def test_groups_for_flash_kernels_take_tokens_that_see_each_other(pack, ring, wi
         assert error(ring_in_one_process(tensors, lengths, ring, pattern, grad, mutual), expected) < 1e-12
 
 
-def test_tokens_that_see_each_other_take_one_flash_call_more_whatever_their_number():
+def test_bidirectional_tokens_add_one_flash_call():
     lengths = [700, 300]
     mutual = BidirectionalSpans(lengths, [[(10, 256), (300, 100)], [(0, 30)]])
     assert len(mutual.blocks(None, CPU).grouped) == len(mutual.blocks(200, CPU).grouped) == 2
-    over = BidirectionalSpans(lengths, mutual.stretches, over_windows=True)
+    over = BidirectionalSpans(lengths, mutual.spans, over_windows=True)
     assert len(over.blocks(200, CPU).grouped) == 3  # and one that looks back over windows
-    assert not BidirectionalSpans(lengths, [[], []]).counts(True, None)
-    assert not BidirectionalSpans(lengths, mutual.stretches, everywhere=False).counts(True, None)
+    assert not BidirectionalSpans(lengths, [[], []]).affects(True, None)
+    assert not BidirectionalSpans(lengths, mutual.spans, everywhere=False).affects(True, None)
 
 
-def test_a_causal_ring_takes_one_flash_call_per_step():
+def test_causal_ring_makes_one_flash_call_per_step():
     runs = ring_runs([40, 16, 100, 33], 4)
     for mine in runs:
         assert all(
@@ -409,7 +408,7 @@ SCHEMAS = {
 }
 
 
-def test_private_ops_of_torch_are_as_they_were():
+def test_private_torch_ops_have_expected_schemas():
     for name, schema in SCHEMAS.items():
         assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{schema}"
 
@@ -614,19 +613,19 @@ def results() -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_output_and_every_gradient_match_one_process(results, name):
+def test_output_and_gradients_match_one_process(results, name):
     tolerance = 1e-12 if CASES[name].dtype == torch.float64 else 2e-6
     assert results[0][name]["textbook"] < tolerance
     assert results[0][name]["one process"] < tolerance
 
 
 @pytest.mark.slow
-def test_overlap_and_recomputation_change_no_bit(results):
+def test_overlap_and_recomputation_keep_results_bitwise(results):
     assert [name for name, result in results[0].items() if not result["same"]] == []
 
 
 @pytest.mark.slow
-def test_ulysses_takes_four_all_to_alls_each_way_of_tokens_times_width(results):
+def test_ulysses_makes_four_all_to_alls_per_pass(results):
     for name, case in CASES.items():
         ranks = results[1][name]
         if case.ulysses == 1:
@@ -654,7 +653,7 @@ def test_ulysses_takes_four_all_to_alls_each_way_of_tokens_times_width(results):
 
 
 @pytest.mark.slow
-def test_a_ring_sends_keys_and_values_to_each_other_rank_once_and_their_gradients_home(results):
+def test_ring_sends_keys_values_and_gradients_once_per_rank(results):
     for name, case in CASES.items():
         split = split_heads(case.heads, case.kv_heads, case.ulysses)
         once = sum(case.lengths) * sum(end - first for first, end in split.kv_heads) * sum(case.widths)
@@ -663,9 +662,9 @@ def test_a_ring_sends_keys_and_values_to_each_other_rank_once_and_their_gradient
         assert backward == (once * (2 * case.ring - 1) if case.ring > 1 else 0)
 
 
-def test_dropout_under_a_ring_is_refused():
+def test_attention_dropout_with_ring_raises():
     sequence = SequenceParallel.__new__(SequenceParallel)
     sequence.ring, sequence.ulysses = 4, 2
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(UserError, match=r"attention dropout 0.1 .* parallel.ring 4: .* ulysses 8 x ring 1"):
+    with pytest.raises(UserError, match=r"^parallel\.ring: 4 .* 0\.1\. .*ulysses: 8"):
         sequence(q, q, q, Pattern(dropout=0.1))

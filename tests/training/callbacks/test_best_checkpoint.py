@@ -58,9 +58,7 @@ def named(run: Path) -> tuple[int, float]:
     return best.step, best.value
 
 
-def test_the_best_checkpoint_outlives_the_newest_ones_and_is_exported(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_checkpoint_is_kept_and_exported(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert train(config, "--checkpoint.best=eval/loss", "--checkpoint.every=2", "--checkpoint.keep=2") == 0
     assert named(run) == (4, 3.0)
@@ -74,12 +72,12 @@ def test_the_best_checkpoint_outlives_the_newest_ones_and_is_exported(
     assert best == by_name != newest
 
 
-def test_every_evaluation_that_is_the_best_so_far_is_saved_at_once(config: Path, tmp_path: Path) -> None:
+def test_each_new_best_evaluation_is_saved(config: Path, tmp_path: Path) -> None:
     assert train(config, "--checkpoint.best=eval/loss", "--checkpoint.keep=10") == 0
     assert steps(tmp_path / "run") == [1, 2, 4, 10]
 
 
-def test_a_run_stopped_and_resumed_keeps_the_same_checkpoints_and_numbers(config: Path, tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_same_checkpoints_and_metrics(config: Path, tmp_path: Path) -> None:
     flags = ("--checkpoint.best=eval/loss", "--checkpoint.every=3", "--checkpoint.keep=1")
     for last in (3, 5, 10):
         assert train(config, *flags, f"--train.steps={last}", "--train.schedule=constant") == 0
@@ -90,7 +88,7 @@ def test_a_run_stopped_and_resumed_keeps_the_same_checkpoints_and_numbers(config
     assert resumed == whole
 
 
-def test_a_run_that_gets_no_better_ends_and_does_not_go_on_by_itself(
+def test_early_stop_ends_the_run_and_prevents_resume(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -105,7 +103,7 @@ def test_a_run_that_gets_no_better_ends_and_does_not_go_on_by_itself(
     assert "stopped by evaluation.early_stop after step 9/10" in capsys.readouterr().out
 
 
-def test_the_count_of_evaluations_survives_a_resume(config: Path, tmp_path: Path) -> None:
+def test_early_stop_count_is_resumed(config: Path, tmp_path: Path) -> None:
     for last in (2, 6):
         assert train(config, "--evaluation.early_stop={patience: 3}", f"--train.steps={last}") == 0
     assert train(config, "--evaluation.early_stop={patience: 3}") == 0
@@ -115,18 +113,18 @@ def test_the_count_of_evaluations_survives_a_resume(config: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--checkpoint.best=eval/accuracy", ("checkpoint.best is eval/accuracy", "eval/loss, eval/loss/text")),
-        ("--checkpoint.best=loss", ("checkpoint.best is loss", "eval/loss")),
+        ("--checkpoint.best=eval/accuracy", ("checkpoint.best: eval/accuracy", "eval/loss, eval/loss/text")),
+        ("--checkpoint.best=loss", ("checkpoint.best: loss", "eval/loss")),
         (
             "--evaluation.early_stop={metric: eval/loss/pictures}",
-            ("evaluation.early_stop.metric is eval/loss/pictures",),
+            ("evaluation.early_stop.metric: eval/loss/pictures",),
         ),
         ("--evaluation.early_stop={patience: 0}", ("evaluation.early_stop.patience is 0",)),
         ("--evaluation.early_stop={min_delta: -1}", ("evaluation.early_stop.min_delta is -1",)),
         ("--evaluation.early_stop=3", ("evaluation.early_stop is 3",)),
     ],
 )
-def test_a_metric_that_will_never_be_there_is_refused_at_the_start(
+def test_unknown_metric_raises_at_start(
     flag: str, words: tuple[str, ...], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(config, flag) == 2
@@ -138,7 +136,7 @@ def test_a_metric_that_will_never_be_there_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize("flag", ["--checkpoint.best=eval/loss", "--evaluation.early_stop={}"])
-def test_without_evaluations_there_is_no_best(
+def test_best_checkpoint_without_evaluations_raises(
     flag: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(config, flag, "--evaluation.every=0") == 2
@@ -148,7 +146,7 @@ def test_without_evaluations_there_is_no_best(
     assert "evaluation.every is 0" in err
 
 
-def test_export_of_a_best_checkpoint_that_is_not_there_is_one_line(config: Path, tmp_path: Path) -> None:
+def test_export_of_missing_best_checkpoint_raises(config: Path, tmp_path: Path) -> None:
     assert train(config, "--checkpoint.best=eval/loss", "--train.steps=5") == 0
     directory, other = tmp_path / "run" / "checkpoints", {"run": "a", "metric": "m", "value": 1.0, "step": 4}
     good = directory / "step_00000004"
@@ -158,12 +156,12 @@ def test_export_of_a_best_checkpoint_that_is_not_there_is_one_line(config: Path,
             export(folder, tmp_path / "out", best=True)
         assert not (tmp_path / "out").exists()
 
-    refused("is not the folder of a run", good)
-    refused("is not the folder of a run", tmp_path / "nowhere")
+    refused("is not a run folder", good)
+    refused("is not a run folder", tmp_path / "nowhere")
     (good / "state.json").write_text("{}")
-    refused("not a complete checkpoint: state.json")
+    refused("damaged or incomplete: state.json")
     shutil.rmtree(good)
-    refused("names step_00000004 of run")
+    refused("step_00000004 of run")
     for text in (
         "{",
         "[]",
@@ -175,12 +173,12 @@ def test_export_of_a_best_checkpoint_that_is_not_there_is_one_line(config: Path,
         (directory / "best.json").write_text(text)
         refused("has no best.json")
     (directory / "best.json").write_text(json.dumps(other))
-    refused("names step_00000004 of run a, which is not there")
+    refused("step_00000004 of run a,")
     (directory / "best.json").unlink()
-    refused("has no best.json, which runs with checkpoint.best")
+    refused("has no best.json")
 
 
-def test_a_branch_of_a_run_has_a_best_one_of_its_own(config: Path, tmp_path: Path) -> None:
+def test_branched_run_has_a_separate_best_checkpoint(config: Path, tmp_path: Path) -> None:
     """The best checkpoint of the run it branched from is in another folder."""
     flags = ("--checkpoint.best=eval/loss", "--checkpoint.keep=9")
     assert train(config, *flags, "--train.steps=5") == 0
@@ -194,7 +192,7 @@ def start(folder: Path, step: int = 0) -> StartEvent:
     return StartEvent(folder, folder, {}, step, 10, 1)
 
 
-def test_a_best_checkpoint_that_could_not_be_saved_is_not_the_best_one(tmp_path: Path) -> None:
+def test_unsaved_checkpoint_does_not_become_the_best(tmp_path: Path) -> None:
     watcher = BestCheckpoint("eval/loss", "me")
     watcher.on_start(start(tmp_path))
     for step, loss, is_saved in ((1, 5.0, True), (2, 3.0, False), (3, 4.0, True), (4, float("nan"), True)):
@@ -206,7 +204,7 @@ def test_a_best_checkpoint_that_could_not_be_saved_is_not_the_best_one(tmp_path:
     assert read_best(tmp_path) == Best("me", "eval/loss", 4.0, 3)
 
 
-def test_a_gain_of_no_more_than_min_delta_is_none() -> None:
+def test_gain_up_to_min_delta_is_not_an_improvement() -> None:
     watcher = EarlyStop("eval/loss", patience=2, min_delta=0.5)
     asked = [
         watcher.on_evaluation(EvaluationEvent(n, {"eval/loss": loss})) for n, loss in enumerate((3.0, 2.5, 2.0, 1.5))
@@ -215,7 +213,7 @@ def test_a_gain_of_no_more_than_min_delta_is_none() -> None:
     assert watcher.on_evaluation(EvaluationEvent(9, {"eval/loss": float("nan")})) == "stop"
 
 
-def test_best_json_of_a_run_that_is_gone_protects_nothing(config: Path, tmp_path: Path) -> None:
+def test_best_json_of_another_run_protects_no_checkpoint(config: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run" / "checkpoints"
     assert train(config, "--checkpoint.every=1", "--checkpoint.keep=9", "--train.steps=4") == 0
     write_best(directory, Best("another", "eval/loss", 1.0, 2))

@@ -66,7 +66,7 @@ def steps_saved(run: Path) -> list[int]:
     return [int(folder.name.removeprefix("step_")) for folder in found]
 
 
-def test_every_moment_is_told_of_in_order_with_what_the_run_folder_says(folder: Path, tmp_path: Path) -> None:
+def test_events_arrive_in_order_and_match_the_run_folder(folder: Path, tmp_path: Path) -> None:
     assert main(arguments(folder, tmp_path, "own_callbacks:Diary", checkpoint__every=3)) == 0
     told = diary(tmp_path)
     assert [(row["moment"], row["step"]) for row in told] == [
@@ -84,9 +84,7 @@ def test_every_moment_is_told_of_in_order_with_what_the_run_folder_says(folder: 
     assert told[-1] | {"outcome": "done", "error": None} == told[-1]
 
 
-def test_a_run_from_python_takes_callbacks_as_objects_and_their_state_survives_a_resume(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_callback_objects_keep_their_state_over_resume(folder: Path, tmp_path: Path) -> None:
     whole, first, second = own.Counts(), own.Counts(), own.Counts()
     config = str(folder / "tiny.yaml")
     assert omnizoo.train(load_config(config, [f"--log.dir={tmp_path / 'whole'}"]), callbacks=[whole]) == 0
@@ -98,7 +96,7 @@ def test_a_run_from_python_takes_callbacks_as_objects_and_their_state_survives_a
     assert second.starts == 2
 
 
-def test_a_callback_that_seeds_every_generator_changes_no_number(
+def test_callback_that_seeds_generators_does_not_change_training(
     folder: Path, undisturbed: list[list[float]], tmp_path: Path
 ) -> None:
     assert main(arguments(folder, tmp_path, "own_callbacks:Meddles")) == 0
@@ -108,7 +106,7 @@ def test_a_callback_that_seeds_every_generator_changes_no_number(
 @pytest.mark.parametrize(
     ("moment", "at", "saved"), [("on_step", 1, 2), ("on_evaluation", 2, 2), ("on_save", 3, 4), ("on_end", 4, 4)]
 )
-def test_a_callback_that_raises_ends_the_run_in_one_line_after_a_checkpoint(
+def test_failing_callback_ends_the_run_after_a_checkpoint(
     moment: str,
     at: int,
     saved: int,
@@ -136,7 +134,7 @@ def test_a_callback_that_raises_ends_the_run_in_one_line_after_a_checkpoint(
     assert values(tmp_path) == undisturbed
 
 
-def test_one_that_raises_at_the_start_ends_the_run_before_the_first_step(
+def test_callback_failing_at_start_ends_the_run_before_step_1(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(folder, tmp_path, fails("on_start"))) == 1
@@ -147,7 +145,7 @@ def test_one_that_raises_at_the_start_ends_the_run_before_the_first_step(
 
 
 @pytest.mark.parametrize(("error", "words"), [("exit", "SystemExit"), ("user", "UserError: an"), ("disk", "OSError")])
-def test_whatever_a_callback_raises_is_a_failure_of_it(
+def test_any_exception_of_a_callback_is_its_failure(
     error: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On one rank of many, sys.exit or an error of ours would leave the others waiting."""
@@ -156,19 +154,19 @@ def test_whatever_a_callback_raises_is_a_failure_of_it(
     assert steps_saved(tmp_path) == [2]
 
 
-def test_a_logger_that_cannot_write_is_said_once_and_the_run_goes_on(
+def test_logger_write_error_warns_once_and_training_continues(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(folder, tmp_path, fails("on_step", 1, "FailingLogger", error="disk"))) == 0
     out = capsys.readouterr().out
-    assert out.count("FailingLogger: OSError: [Errno 28] full; the run goes on without it") == 1
+    assert out.count("FailingLogger: OSError: [Errno 28] full") == 1
     assert main(arguments(folder, tmp_path / "other", fails("on_step", 1, "FailingLogger"))) == 1  # a bug is a bug
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("Answers", "returned True; expected None or 'stop'"), ("BadState", "JSON")]
+    ("name", "words"), [("Answers", "Answers.on_step failed: TypeError: returned True"), ("BadState", "JSON")]
 )
-def test_an_answer_or_a_state_that_nothing_can_be_done_with_is_a_failure(
+def test_invalid_request_or_state_is_a_failure(
     name: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(folder, tmp_path, f"own_callbacks:{name}")) == 1
@@ -182,7 +180,7 @@ def test_an_answer_or_a_state_that_nothing_can_be_done_with_is_a_failure(
     ("entry", "words"),
     [
         ("own_callbacks:WrongArguments", ("WrongArguments.on_step(step: int, metrics: Any)", "on_step(self, event)")),
-        ("own_callbacks:Misspelt", ("Misspelt.on_steps is no moment", "did you mean on_step?")),
+        ("own_callbacks:Misspelled", ("Misspelled.on_steps", "on_step?")),
         ("own_callbacks:Empty", ("Empty has none of on_start",)),
         ("own_callbacks:Async", ("Async.on_end is async",)),
         ("own_callbacks:NotBuilt", ("NotBuilt cannot be built: KeyError: 'API_KEY'",)),
@@ -201,7 +199,7 @@ def test_an_answer_or_a_state_that_nothing_can_be_done_with_is_a_failure(
         ({"kind": "own_callbacks:StopsAt"}, ("missing a required argument: 'step'",)),
     ],
 )
-def test_a_callback_that_is_none_is_refused_in_one_line_before_anything_is_trained(
+def test_invalid_callback_prints_one_line_before_training(
     entry: Any, words: tuple[str, ...], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(folder, tmp_path / "run", entry)) == 2
@@ -215,19 +213,17 @@ def test_a_callback_that_is_none_is_refused_in_one_line_before_anything_is_train
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (own.Diary, r"callbacks\[0\] is the class Diary; expected an instance of"),
-        (own.NotOne(), r"callbacks\[0\] is a NotOne; expected an instance of"),
+        (own.Diary, r"^callbacks\[0\]: Diary is a class"),
+        (own.NotOne(), r"^callbacks\[0\]: is a NotOne"),
         (own.WrongArguments(), r"callbacks\[0\]: own_callbacks:WrongArguments.on_step\(step"),
     ],
 )
-def test_an_object_that_is_no_callback_is_refused_by_its_place(
-    given: Any, words: str, folder: Path, tmp_path: Path
-) -> None:
+def test_invalid_callback_object_raises_with_its_index(given: Any, words: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         omnizoo.train(load_config(folder / "tiny.yaml", [f"--log.dir={tmp_path / 'run'}"]), callbacks=[given])
 
 
-def test_an_error_of_a_callback_given_as_an_object_names_its_place_and_class(folder: Path, tmp_path: Path) -> None:
+def test_failure_of_callback_object_names_index_and_class(folder: Path, tmp_path: Path) -> None:
     config = load_config(folder / "tiny.yaml", [f"--log.dir={tmp_path}"])
     with pytest.raises(TrainingError, match=r"callbacks\[1\]: own_callbacks:Fails.on_step failed: ValueError: a bad"):
         omnizoo.train(config, callbacks=[own.Diary(), own.Fails("on_step", 2)])
@@ -238,7 +234,7 @@ def on_two_ranks(process: Process, args: list[str], expected: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_stop_at_the_same_step_for_a_callback_on_the_first_one(folder: Path, tmp_path: Path) -> None:
+def test_stop_request_on_rank_0_stops_both_ranks(folder: Path, tmp_path: Path) -> None:
     stops = {"kind": "own_callbacks:StopsAt", "options": {"step": 1}}
     args = arguments(folder, tmp_path, stops, "own_callbacks:Diary", train__packs_per_step=2)[1:]
     result = run_on_ranks(on_two_ranks, 2, args, 0)
@@ -252,16 +248,14 @@ def test_two_ranks_stop_at_the_same_step_for_a_callback_on_the_first_one(folder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("moment", "saved"), [("on_step", 2), ("on_evaluation", 2), ("on_start", None)])
-def test_two_ranks_end_together_when_a_callback_raises(
-    moment: str, saved: int | None, folder: Path, tmp_path: Path
-) -> None:
+def test_failing_callback_ends_both_ranks(moment: str, saved: int | None, folder: Path, tmp_path: Path) -> None:
     result = run_on_ranks(on_two_ranks, 2, arguments(folder, tmp_path, fails(moment))[1:], 1)
     assert result.code == 0, result.stdout + result.stderr
     assert result.stderr.count(f"own_callbacks:Fails.{moment} failed: ValueError: a bad day") == 2  # a line a rank
     assert steps_saved(tmp_path) == ([saved] if saved else [])
 
 
-def test_a_logger_of_ones_own_is_a_file_of_under_80_lines_and_has_each_step_once_after_a_resume(
+def test_example_logger_is_short_and_logs_each_step_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len((EXAMPLE / "csv_logger.py").read_text().splitlines()) < 80

@@ -26,9 +26,7 @@ def held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"eval_sources": [{"path": str(write_rows(folder / "held_out.jsonl", rows))}]}
 
 
-def test_evaluation_without_held_out_data_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_without_held_out_data_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(write_config(tmp_path, train=SHORT, evaluation={"every": 1}))]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -37,25 +35,25 @@ def test_evaluation_without_held_out_data_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_held_out_data_that_is_never_read_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_held_out_data_is_reported_at_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even opened: the file need not exist."""
     data = {"eval_sources": [{"path": str(tmp_path / "nowhere.jsonl")}]}
     assert main(["train", str(write_config(tmp_path, train=SHORT, data=data))]) == 0
-    assert "not read, since evaluation.every is 0" in capsys.readouterr().out
+    assert "evaluation.every is 0" in capsys.readouterr().out
     assert not any(key.startswith("eval/") for row in read_steps(tmp_path / "run") for key in row)
 
 
-def test_fewer_packs_than_asked_for_and_an_evaluation_past_the_end_are_said_at_the_start(
+def test_too_few_packs_and_late_evaluation_are_reported_at_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = held_out(tmp_path, [{"text": "a row"}])
     path = write_config(tmp_path, train=SHORT, evaluation={"every": 5}, data=data)
     assert main(["train", str(path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "1 pack(s) (all there is; evaluation.packs is 16), every 5 steps, which is never in a run of 2" in out
+    assert "1 pack (all available; evaluation.packs is 16), every 5 steps, so never in a run of 2" in out
 
 
-def test_held_out_rows_without_an_answer_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_rows_without_response_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What fits of a long conversation may hold none, and it is all that is evaluated on."""
     words = "many words " * 200
     turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
@@ -68,7 +66,7 @@ def test_held_out_rows_without_an_answer_are_refused(tmp_path: Path, capsys: pyt
     assert "no usable row; 1 lost to data.pack_tokens (96)" in err
 
 
-def test_a_step_without_any_target_has_no_loss_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_without_targets_has_no_loss_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three lanes two end early: their turns come, and they have nothing left."""
     texts = ["many words " * 60, "a few words", "some more words"]
     rows = write_rows(tmp_path / "long.jsonl", [{"text": text} for text in texts])
@@ -78,14 +76,14 @@ def test_a_step_without_any_target_has_no_loss_and_says_so(tmp_path: Path, capsy
     config["train"] = {"epochs": 1, "packs_per_step": 1}
     path.write_text(yaml.safe_dump(config))
     assert main(["train", str(path)]) == 0
-    assert "nothing to learn" in capsys.readouterr().out
+    assert "no targets" in capsys.readouterr().out
     steps = read_steps(tmp_path / "run")
     assert {row["loss"] is None for row in steps} == {True, False}
     assert all(("loss/text" in row) == (row["loss"] is not None) for row in steps)
     assert all(row["loss"] is None or row["loss"] > 0.5 for row in steps)
 
 
-def test_a_term_without_targets_is_absent_from_steps_evaluation_report_and_progress(
+def test_loss_term_without_targets_is_not_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(SENSOR))

@@ -72,9 +72,7 @@ def reference(model: Any, tokenizer: Any, row: dict[str, Any]) -> tuple[float, i
     )
 
 
-def test_losses_and_accuracy_are_told_apart_by_source_and_match_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_losses_and_accuracy_by_source_match_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, evaluation={"every": 20, "metrics": ["accuracy"]}, train={"steps": 20})
     assert main(["train", str(path)]) == 0
     found = {key: value for key, value in read_steps(tmp_path / "run")[-1].items() if key.startswith("eval/")}
@@ -107,7 +105,7 @@ def test_losses_and_accuracy_are_told_apart_by_source_and_match_transformers(
     assert json.loads((tmp_path / "here" / "metrics.json").read_text()) == written
 
 
-def test_answers_are_those_that_generate_gives_and_metrics_are_means_over_them(tmp_path: Path) -> None:
+def test_responses_match_generate_and_metrics_are_their_means(tmp_path: Path) -> None:
     own_metrics.seen.clear()
     metrics = ["exact_match", {"kind": "own_metrics:length", "options": {"most": 7}, "name": "short"}]
     path = config(tmp_path, evaluation={"samples": 3, "max_tokens": 6, "metrics": metrics})
@@ -133,7 +131,7 @@ def test_answers_are_those_that_generate_gives_and_metrics_are_means_over_them(t
     assert "a second one?" in page
 
 
-def test_evaluation_changes_no_number_of_training_and_resume_is_exact_with_it(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_training_or_resume(tmp_path: Path) -> None:
     evaluation: dict[str, Any] = {"every": 1, "samples": 2, "max_tokens": 4, "temperature": 1.0}
     evaluation["metrics"] = ["exact_match", "accuracy"]
     path = config(tmp_path, evaluation=evaluation, checkpoint={"every": 2, "keep": 9})
@@ -164,7 +162,7 @@ def train_and_evaluate(process: Process, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_evaluate_and_answer_as_one_process_does(tmp_path: Path) -> None:
+def test_evaluation_on_ranks_matches_one_process(tmp_path: Path) -> None:
     metrics = ["exact_match", "accuracy", "own_metrics:length"]
     path = config(tmp_path, evaluation={"samples": 2, "max_tokens": 4, "metrics": metrics}, train={"steps": 2})
     assert main(["train", str(path)]) == 0
@@ -182,17 +180,15 @@ def test_ranks_evaluate_and_answer_as_one_process_does(tmp_path: Path) -> None:
         assert written[key] == pytest.approx(alone[key], rel=1e-5), key
 
 
-def test_a_metric_that_raises_is_one_line_that_names_it_and_the_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failing_metric_prints_its_name_and_the_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = ["own_metrics:raises", "own_metrics:words", "own_metrics:length"]
     path = config(tmp_path, evaluation={"every": 4, "samples": 3, "max_tokens": 2, "metrics": metrics})
-    assert main(["train", str(path)]) == 0  # the run goes on without it
+    assert main(["train", str(path)]) == 0  # the run continues without the metric
     out = capsys.readouterr().out
     row = f"{tmp_path / 'questions.jsonl'}"
     assert f"evaluation.metrics.0: own_metrics:raises failed on {row}" in out
     assert "KeyError: 'no score'" in out
-    assert "evaluation.metrics.1: own_metrics:words gave" in out
+    assert "evaluation.metrics.1: own_metrics:words returned" in out
     last = read_steps(tmp_path / "run")[-1]
     assert (last["eval/raises"], last["eval/words"]) == (None, None)
     assert last["eval/length"] >= 0
@@ -202,7 +198,7 @@ def test_a_metric_that_raises_is_one_line_that_names_it_and_the_row(
     assert "own_metrics:raises failed on" in err
 
 
-def test_each_held_out_source_is_read_in_the_format_that_is_said_of_it(tmp_path: Path) -> None:
+def test_held_out_source_is_read_in_its_configured_format(tmp_path: Path) -> None:
     data = held_out(tmp_path)
     rows = write_rows(tmp_path / "tasks.jsonl", [{"instruction": "say yes", "output": "yes"}])
     data["eval_sources"] = [data["eval_sources"][0] | {"format": "messages"}, {"path": str(rows)}]
@@ -212,9 +208,7 @@ def test_each_held_out_source_is_read_in_the_format_that_is_said_of_it(tmp_path:
     assert [record["expected"] for record in records(folder)] == ["yes", "yes", "no it is not"]
 
 
-def test_code_that_a_run_folder_names_is_imported_only_if_the_command_line_allows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plugin_of_run_folder_needs_allow_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, evaluation={"samples": 1, "metrics": ["nowhere.at_all:metric"]})
     (tmp_path / "run").mkdir()
     shutil.copy(path, tmp_path / "run" / "config.yaml")
@@ -233,7 +227,7 @@ def test_code_that_a_run_folder_names_is_imported_only_if_the_command_line_allow
         ({"samples": 1, "metrics": ["exakt_match"]}, "exact_match"),
         ({"samples": 1, "metrics": ["own_metrics:nothing"]}, "has no 'nothing'"),
         ({"samples": 1, "metrics": ["own_metrics:odd"]}, "own_metrics:odd("),
-        ({"samples": 1, "metrics": ["own_metrics:NUMBER"]}, "is a int; expected a function"),
+        ({"samples": 1, "metrics": ["own_metrics:NUMBER"]}, "evaluation.metrics.0: own_metrics:NUMBER is a int"),
         ({"samples": 1, "metrics": ["exact_match", "exact_match"]}, "evaluation.metrics.1: eval/exact_match"),
         (
             {"samples": 1, "metrics": [{"kind": "accuracy", "options": {"a": 1}}]},
@@ -241,7 +235,7 @@ def test_code_that_a_run_folder_names_is_imported_only_if_the_command_line_allow
         ),
     ],
 )
-def test_a_mistaken_metric_is_refused_before_anything_is_trained(
+def test_invalid_metric_raises_before_training(
     evaluation: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(config(tmp_path, evaluation=evaluation))]) == 2
@@ -251,9 +245,7 @@ def test_a_mistaken_metric_is_refused_before_anything_is_trained(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_best_checkpoint_and_early_stopping_go_by_any_metric(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_checkpoint_and_early_stopping_use_any_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Accuracy rises while it is learnt; of a metric that never rises, patience runs out."""
     metrics = ["accuracy", {"kind": "own_metrics:length", "options": {"most": 0}, "name": "flat"}]
     path = config(
@@ -283,9 +275,7 @@ def test_the_best_checkpoint_and_early_stopping_go_by_any_metric(
 
 
 @pytest.mark.long
-def test_what_a_model_produces_for_held_out_questions_is_in_the_run_folder_and_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generated_media_are_in_run_folder_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A composed model whose every answer begins with an item of its own."""
     monkeypatch.syspath_prepend(str(SENSOR))
     make_tokenizer(tmp_path / "tokenizer", CHATML)
@@ -310,27 +300,27 @@ def test_what_a_model_produces_for_held_out_questions_is_in_the_run_folder_and_t
     assert made["file"] in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_eval_without_a_checkpoint_is_of_the_initial_weights_and_needs_data(
+def test_eval_without_checkpoint_uses_initial_weights_and_needs_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config(tmp_path, evaluation={"every": 0})
     assert main(["eval", str(path)]) == 0
     assert "initial weights: " in capsys.readouterr().out
     assert main(["eval", str(path), "--data.eval_sources", "[]"]) == 2
-    assert "data.eval_sources is empty" in capsys.readouterr().err
+    assert "data.eval_sources: not set" in capsys.readouterr().err
     assert main(["eval", str(tmp_path)]) == 2
     assert "config.yaml not found" in capsys.readouterr().err
 
 
-def test_a_copy_that_does_not_fit_is_refused(
+def test_model_copy_that_exceeds_memory_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("omnizoo.training.evaluation.responses.total_memory", lambda device: 100_000)
     assert main(["train", str(config(tmp_path, evaluation={"samples": 1}))]) == 2
-    assert "evaluation.samples: a whole copy of the model takes" in capsys.readouterr().err
+    assert "evaluation.samples: a full copy of the model" in capsys.readouterr().err
 
 
-def test_the_example_of_the_page_trains_evaluates_and_is_asked(
+def test_docs_example_trains_evaluates_and_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = Path(__file__).parents[3]
@@ -350,7 +340,7 @@ def test_the_example_of_the_page_trains_evaluates_and_is_asked(
     assert [json.loads(line)["expected"] for line in (run / "answers.jsonl").read_text().splitlines()] == ["4", "5"]
 
 
-def test_what_a_run_folder_says_of_answers_is_text_in_its_report(tmp_path: Path) -> None:
+def test_report_escapes_responses(tmp_path: Path) -> None:
     files = ["javascript:alert(1)", "/etc/passwd", "../up.png", 'a".png', "page.html", "samples/step_00000002/0/0.png"]
     record = {"step": 2, "question": "<script>", "answer": "<b>", "items": [{"file": file} for file in files]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(record) + "\nnot JSON\n")

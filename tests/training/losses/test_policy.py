@@ -52,7 +52,7 @@ def batch_of(sample: torch.Tensor, columns: dict[str, torch.Tensor]) -> LocalBat
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
+def test_policy_losses_match_published_formulas(loss: Policy) -> None:
     dice = torch.Generator().manual_seed(0)
     count, answers = sum(LENGTHS), sum(length > 0 for length in LENGTHS)
     sample = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
@@ -62,9 +62,9 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     old, reference = (new.detach() + 0.3 * torch.randn(count, generator=dice, dtype=torch.float64) for _ in range(2))
     advantage = torch.randn(len(LENGTHS), generator=dice, dtype=torch.float64)[sample]
     numbers = {"advantage": advantage, "old": old, "reference": reference}
-    loss.sharing, loss.add_up = 1, lambda tensor: tensor
+    loss.num_sharing, loss.sum_over_sp = 1, lambda tensor: tensor
     totals = StepTotals(40, 1, {"text": count}, count, 0.0, answers=answers)
-    found = loss.of_logits(logits, batch_of(sample, numbers | {"labels": targets})) / loss.count(totals)
+    found = loss.from_logits(logits, batch_of(sample, numbers | {"labels": targets})) / loss.count(totals)
     (gradient,) = torch.autograd.grad(found, logits)
 
     split = [
@@ -74,7 +74,7 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     expected = published(loss, *split)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-10, atol=1e-14)
-    measured = {name: value / loss.count_of(name, totals) for name, value in loss.measured.items()}
+    measured = {name: value / loss.metric_count(name, totals) for name, value in loss.metric_sums.items()}
     ratios = [(pi - before).exp() for pi, before in zip(*split[:2], strict=True)]
     ratio = torch.cat(ratios).mean()
     if isinstance(loss, GSPO):
@@ -86,7 +86,7 @@ def test_losses_are_the_published_ones_in_float64(loss: Policy) -> None:
     assert min(measured["kl"], measured["reference_kl"]) > 0
 
 
-def test_ranks_that_share_a_sample_add_up_to_the_whole() -> None:
+def test_losses_of_ranks_sum_to_one_process() -> None:
     """Two ranks by hand: what each would sum over both is worked out before."""
     dice = torch.Generator().manual_seed(1)
     count = sum(LENGTHS)
@@ -113,24 +113,24 @@ def test_ranks_that_share_a_sample_add_up_to_the_whole() -> None:
                             return tensor
                         return torch.stack([from_rank[call] for from_rank in sent]).sum(0)  # noqa: B023
 
-                    loss.sharing, loss.add_up = len(ranks), add_up
-                    results.append(loss.of_tokens(each[own], batch))
+                    loss.num_sharing, loss.sum_over_sp = len(ranks), add_up
+                    results.append(loss.loss_of_tokens(each[own], batch))
             total = torch.stack(results).sum()
             values[name] = [total.detach(), *torch.autograd.grad(total, each)]
         torch.testing.assert_close(values["halves"], values["whole"], rtol=1e-12, atol=1e-14)
 
 
-def test_options_and_uses_that_cannot_be_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_policy_options_and_uses_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, reason in (
-        ({"aggregation": "mean"}, 'train.losses.0.options.aggregation is "mean"; expected token or sample or constant'),
-        ({"clip_low": 0}, "train.losses.0.options.clip_low is 0; expected number > 0, <= 1"),
-        ({"aggregation": "constant"}, "length: None with aggregation: constant; expected a number of tokens"),
-        ({"length": 7}, "length: 7 with aggregation: token; it is for aggregation: constant"),
+        ({"aggregation": "mean"}, "train.losses.0.options.aggregation"),
+        ({"clip_low": 0}, "train.losses.0.options.clip_low"),
+        ({"aggregation": "constant"}, "length: not set, but aggregation is constant"),
+        ({"length": 7}, "length: 7 has no effect with aggregation: token"),
     ):
         with pytest.raises(UserError) as caught:
             build_losses(load_config(write_config(tmp_path, train={"losses": [{"kind": "grpo", "options": options}]})))
         assert reason in str(caught.value)
     assert main(["train", str(write_config(tmp_path, train={"losses": [{"kind": "gspo"}]}))]) == 2
-    said = capsys.readouterr().err
-    assert "train.losses.0.kind: gspo needs advantage, old of each sample, which rows do not have" in said
-    assert "Traceback" not in said
+    err = capsys.readouterr().err
+    assert "train.losses.0.kind: gspo requires the columns advantage, old" in err
+    assert "Traceback" not in err

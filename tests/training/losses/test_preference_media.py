@@ -158,7 +158,7 @@ LOSSES: list[tuple[dict[str, Any], PairLoss]] = [
 ]
 
 
-def test_answers_with_media_are_those_of_plain_torch_one_at_a_time(tmp_path: Path) -> None:
+def test_losses_of_media_responses_match_plain_torch(tmp_path: Path) -> None:
     specs = [spec for spec, _ in LOSSES]
     path = drawing_config(tmp_path / "run", drawn_rows(tmp_path / "run", 8), specs)
     reader = read(path)
@@ -223,7 +223,7 @@ def test_answers_with_media_are_those_of_plain_torch_one_at_a_time(tmp_path: Pat
     ],
     ids=["pairs", "pairs on four ranks", "kto"],
 )
-def test_answers_with_media_agree_with_one_process(
+def test_media_responses_on_ranks_match_one_process(
     losses: list[dict[str, Any]], world: int, asked: str, tmp_path: Path
 ) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path), losses)
@@ -231,7 +231,7 @@ def test_answers_with_media_agree_with_one_process(
     assert {verdict_of(tmp_path / "verify", layout).reason for layout in layouts} == {""}
 
 
-def test_a_drawing_comes_to_be_preferred_and_what_the_reference_said_is_kept(tmp_path: Path) -> None:
+def test_generated_image_becomes_preferred_and_reference_is_cached(tmp_path: Path) -> None:
     Image.new("L", (8, 8), 0).save(tmp_path / "dark.png")
     Image.new("L", (8, 8), 255).save(tmp_path / "light.png")
     rows = [
@@ -267,7 +267,7 @@ def drawing_model(folder: Path) -> dict[str, Any]:
     return {"foundation": {"config": {"model_type": "llama"} | SHAPE | {"vocab_size": 544}}, "modalities": drawing}
 
 
-def test_the_base_of_an_adapter_judges_drawings(tmp_path: Path) -> None:
+def test_adapter_base_is_the_reference_of_generated_images(tmp_path: Path) -> None:
     make_media(tmp_path / "media", random.Random(0), 2)
     rows = [{"messages": [USER | {"content": f"draw {i}"}]} | rows_of_both() for i in range(8)]
     path = drawing_config(tmp_path, rows, [{"kind": "dpo"}], model=drawing_model(tmp_path), train={"packs_per_step": 1})
@@ -290,7 +290,7 @@ def test_the_base_of_an_adapter_judges_drawings(tmp_path: Path) -> None:
 # Rows.
 
 
-def test_media_of_prompts_are_shared_and_those_of_answers_are_not(tmp_path: Path) -> None:
+def test_prompt_media_are_shared_but_response_media_are_not(tmp_path: Path) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path, 8), [{"kind": "dpo"}])
     reader = read(path)
     for row in range(8):
@@ -315,7 +315,7 @@ def rows_of_both() -> dict[str, Any]:
     return {side: [said(part("image", f"media/{i}.png"))] for i, side in enumerate(("chosen", "rejected"))}
 
 
-def test_an_answer_to_another_prompt_brings_its_own_media(tmp_path: Path) -> None:
+def test_kto_baseline_response_has_its_media(tmp_path: Path) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path, 8), [{"kind": "kto"}])
     reader = read(path)
     found: list[list[str]] = [[], []]
@@ -336,7 +336,7 @@ def test_an_answer_to_another_prompt_brings_its_own_media(tmp_path: Path) -> Non
     assert [item.media.value.name for item in rendered.items] == ["0.png", "1.png"]
 
 
-def test_the_content_of_a_drawing_is_part_of_what_an_answer_is_known_by(tmp_path: Path) -> None:
+def test_response_key_depends_on_image_content(tmp_path: Path) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path, 8), [{"kind": "dpo", "options": {"reference_cache": "any"}}])
     reader = read(path)
 
@@ -353,7 +353,7 @@ def test_the_content_of_a_drawing_is_part_of_what_an_answer_is_known_by(tmp_path
     assert len({*before, *after}) == 3
 
 
-def test_inspect_shows_what_each_answer_produces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_generated_media_of_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path, 8), [{"kind": "dpo"}])
     reader = read(path)
     rendered = reader.renderer.render(reader.sources[0].read(0), (0, 0, 0), partial(reader.sources[0].find, 0))
@@ -368,7 +368,7 @@ def test_inspect_shows_what_each_answer_produces(tmp_path: Path, capsys: pytest.
     assert "target]" in capsys.readouterr().out
 
 
-def test_what_cannot_be_judged_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_without_likelihood_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SENSOR))
     rows = drawn_rows(tmp_path, 8)
     path = drawing_config(tmp_path, rows, [{"kind": "dpo"}], model={"modalities": MODALITIES})
@@ -389,18 +389,18 @@ def test_what_cannot_be_judged_is_one_line(tmp_path: Path, monkeypatch: pytest.M
         reader.renderer.render({"messages": [USER], "chosen": [both[0]], "rejected": [both[1]]})
 
 
-def test_a_reference_without_the_media_of_the_model_is_refused(tmp_path: Path) -> None:
+def test_reference_without_the_models_media_raises(tmp_path: Path) -> None:
     path = drawing_config(tmp_path, drawn_rows(tmp_path, 8), [{"kind": "dpo"}])
     config = load_config(path, [])
     foundation = AutoModelForCausalLM.from_config(build_model(config.model, "fp32").config.foundation)
     foundation.save_pretrained(tmp_path / "text")
     losses = f"[{{kind: dpo, options: {{reference: {tmp_path / 'text'}}}}}]"
-    with pytest.raises(UserError, match=r"the reference .*text has no media, and the model audio/encoder, image/enc"):
+    with pytest.raises(UserError, match=r"^train\.losses: .*text has no media, .* audio/encoder, image/enc"):
         one_step(path, "--train.losses", losses)
 
 
-def test_rollouts_with_produced_media_are_refused(tmp_path: Path) -> None:
+def test_rollout_with_generated_media_raises(tmp_path: Path) -> None:
     reader = read(drawing_config(tmp_path, drawn_rows(tmp_path, 8), [{"kind": "dpo"}]))
     place = reader.renderer.placeholders[0]
-    with pytest.raises(UserError, match=r"rollouts\[0\].answer has '<.*>', the place of media; media that a model"):
+    with pytest.raises(UserError, match=r"^rollouts\[0\]\.answer: '<.*>' is a placeholder"):
         RolloutReader(reader.renderer, 320, 544).to_score([Rollout([1, 2], [3, place])], "place")

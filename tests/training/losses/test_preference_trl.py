@@ -95,7 +95,7 @@ TEMPLATE = CHATML.replace("<|im_end|>\n", "<|im_end|>")
 
 
 @pytest.mark.parametrize(("loss", "kind"), [("sigmoid", "chats"), ("ipo", "texts"), ("hinge", "texts")])
-def test_dpo_is_that_of_trl_over_ten_steps(loss: str, kind: str, tmp_path: Path) -> None:
+def test_dpo_matches_trl_over_ten_steps(loss: str, kind: str, tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", 0)
     make_tokenizer(model, TEMPLATE)
     rows = rows_of(kind)
@@ -122,7 +122,7 @@ def single_rows() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("baseline", ["kl", "zero"])
-def test_kto_is_that_of_trl_over_ten_steps(baseline: str, tmp_path: Path) -> None:
+def test_kto_matches_trl_over_ten_steps(baseline: str, tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", 0)
     make_tokenizer(model, TEMPLATE)
     rows = single_rows()

@@ -66,7 +66,7 @@ def losses_and_gradients(
     return balance.detach(), z.detach(), logits.grad
 
 
-def test_the_balance_sum_is_hugging_faces_loss_of_each_pack() -> None:
+def test_balance_sum_matches_transformers_for_each_pack() -> None:
     logits, packs = drawn(torch.float32)
     found = losses_and_gradients(logits, packs)
     own = logits.clone().requires_grad_()
@@ -79,7 +79,7 @@ def test_the_balance_sum_is_hugging_faces_loss_of_each_pack() -> None:
     torch.testing.assert_close(found[2], own.grad)
 
 
-def test_one_pack_at_a_time_adds_up_to_all_packs_at_once() -> None:
+def test_sum_over_single_packs_equals_all_packs() -> None:
     logits, packs = drawn(torch.float64)
     wanted = losses_and_gradients(logits, packs)
     parts = [losses_and_gradients(logits[:, packs == p], packs[packs == p]) for p in range(PACKS)]
@@ -95,7 +95,7 @@ def statistics_of(logits: torch.Tensor, parts: int = 1) -> RouterStats:
     return statistics
 
 
-def test_statistics_name_the_busiest_expert_and_the_entropy_of_each_layer() -> None:
+def test_metrics_have_load_and_entropy_of_each_layer() -> None:
     logits = torch.full((1, 6, 4), -1e4)
     logits[0, :4, 0] = 0.0  # four tokens choose expert 0, two choose expert 1, all with certainty
     logits[0, 4:, 1] = 0.0
@@ -110,7 +110,7 @@ def test_statistics_name_the_busiest_expert_and_the_entropy_of_each_layer() -> N
     assert statistics.by_layer(total)["a"][0].tolist() == [4, 2, 0, 0]
 
 
-def test_a_dense_model_has_no_routers_and_no_statistics() -> None:
+def test_dense_model_has_no_router_metrics() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 16}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=8))
     recorder = RouterRecorder(model, required=True)
@@ -130,7 +130,7 @@ def tiny_moe() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
 
 
-def test_records_are_the_models_own_router_logits_and_give_its_own_loss() -> None:
+def test_records_match_router_logits_and_loss_of_transformers() -> None:
     model, tokens = tiny_moe(), torch.arange(12)[None]
     recorder = RouterRecorder(model, required=True)
     with recorder.recording() as records:
@@ -142,7 +142,7 @@ def test_records_are_the_models_own_router_logits_and_give_its_own_loss() -> Non
     torch.testing.assert_close(balance, own.aux_loss)
 
 
-def test_recomputed_layers_are_recorded_once_and_keep_their_gradients() -> None:
+def test_recomputed_layers_are_recorded_once_with_gradients() -> None:
     tokens, packs = torch.arange(12)[None], torch.zeros(12, dtype=torch.int64)
     gradients = []
     for recompute in (False, True):
@@ -161,7 +161,7 @@ def test_recomputed_layers_are_recorded_once_and_keep_their_gradients() -> None:
         assert torch.equal(gradients[1][name], wanted), name
 
 
-def test_correction_biases_move_against_the_load_and_other_routers_stay() -> None:
+def test_correction_bias_moves_against_the_load() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 16, "first_k_dense_replace": 0}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **experts, num_attention_heads=2, moe_intermediate_size=8))
@@ -198,7 +198,7 @@ def rank_main(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_that_share_the_packs_sum_up_to_one_process(tmp_path: Path) -> None:
+def test_router_sums_of_four_ranks_match_one_process(tmp_path: Path) -> None:
     start_four(rank_main, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     logits, packs = drawn(torch.float64)

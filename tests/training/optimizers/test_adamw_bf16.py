@@ -25,7 +25,7 @@ def places(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("value", [1.001, -3.14159, 1e-20, 7.7e30, 0.5])
-def test_rounding_gives_one_of_the_two_neighbors_and_the_value_on_average(value: float) -> None:
+def test_rounding_is_to_a_neighbor_and_unbiased(value: float) -> None:
     at = places(512, 512)
     values = torch.full((512, 512), value)
     found = sorted(round_to_bf16(values, *at, 1).unique().double().tolist())
@@ -44,7 +44,7 @@ def test_rounding_gives_one_of_the_two_neighbors_and_the_value_on_average(value:
             assert (ups.double().mean(1) - chance).abs().max() < 0.2
 
 
-def test_noise_differs_by_key_and_is_that_of_the_place() -> None:
+def test_rounding_noise_depends_on_key_and_position() -> None:
     values = torch.full((64, 64), 1.002)
     whole = round_to_bf16(values, *places(64, 64), 5)
     assert not torch.equal(whole, round_to_bf16(values, *places(64, 64), 6))
@@ -52,7 +52,7 @@ def test_noise_differs_by_key_and_is_that_of_the_place() -> None:
     assert torch.equal(whole[10:20, 7:], round_to_bf16(values[10:20, 7:], rows[10:20], columns[7:], 5))
 
 
-def test_moments_do_not_stand_still() -> None:
+def test_moments_change_despite_bf16() -> None:
     """With a constant gradient the second moment goes to its square, by steps smaller than bf16 can tell."""
     p = torch.nn.Parameter(torch.zeros(32, 32))
     optimizer = AdamWBf16([p], lr=0.0, betas=(0.9, 0.999))
@@ -68,7 +68,7 @@ def test_moments_do_not_stand_still() -> None:
     assert float(nearest) < 0.6 * expected
 
 
-def test_weights_in_bf16_are_rounded_stochastically() -> None:
+def test_bf16_weights_are_rounded_stochastically() -> None:
     p = torch.nn.Parameter(torch.ones(128, 128, dtype=torch.bfloat16))
     optimizer = AdamWBf16([p], lr=1e-4, weight_decay=0.0)
     for _ in range(20):
@@ -84,7 +84,7 @@ def walk_both(process: Process, folder: Path) -> None:
             save_file(after, folder / f"{layout}.safetensors")
 
 
-def test_layouts_round_alike_and_steps_are_close_to_those_in_fp32(tmp_path: Path) -> None:
+def test_layouts_round_equally_and_steps_are_close_to_fp32(tmp_path: Path) -> None:
     path = config_of(tmp_path, optimizer={"moments": "bf16"})
     result = run_on_ranks(walk_both, 2, tmp_path)
     assert result.code == 0, result.stdout + result.stderr
@@ -98,7 +98,7 @@ def test_layouts_round_alike_and_steps_are_close_to_those_in_fp32(tmp_path: Path
         assert (one[name] - weight).norm() <= 1e-2 * (weight - before[name]).norm(), name
 
 
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_resumed_run_is_bit_exact(tmp_path: Path) -> None:
     path = config_of(tmp_path, optimizer={"moments": "bf16"}, train={"schedule": "constant"}, checkpoint={"every": 2})
     for name, ends in (("whole", [4]), ("in two", [2, 4])):
         for end in ends:
@@ -108,7 +108,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert whole == parts
 
 
-def test_the_state_takes_half(tmp_path: Path) -> None:
+def test_bf16_moments_need_half_the_memory(tmp_path: Path) -> None:
     path = config_of(tmp_path)
     config = load_config(path, [])
     model = build_model(config.model, "fp32")
@@ -124,7 +124,7 @@ def test_the_state_takes_half(tmp_path: Path) -> None:
         (["--optimizer.options", "{amsgrad: true}"], "optimizer.options.amsgrad: not supported with"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_invalid_settings_with_bf16_moments_print_one_line(
     settings: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config_of(tmp_path, optimizer={"moments": "bf16"})

@@ -43,13 +43,13 @@ def matrices(model: PreTrainedModel) -> set[str]:
     return {n for n, _ in model.named_parameters() if n.endswith("_proj.weight") or n == "lm_head.weight"}
 
 
-def test_norms_biases_and_embeddings_do_not_decay() -> None:
+def test_norms_biases_and_embeddings_have_no_weight_decay() -> None:
     model = plain_model("llama", attention_bias=True, mlp_bias=True)
     assert decayed(model, OptimizerSection()) == matrices(model)
     assert "lm_head.weight" in matrices(model)
 
 
-def test_a_tied_head_is_an_embedding() -> None:
+def test_tied_head_counts_as_embedding() -> None:
     model = plain_model("qwen3")
     assert decayed(model, OptimizerSection()) == matrices(model)
     assert not [name for name in matrices(model) if "lm_head" in name]
@@ -64,13 +64,13 @@ def test_a_tied_head_is_an_embedding() -> None:
         ([], ["embed_tokens", ".bias", "norm"]),
     ],
 )
-def test_what_is_spared_can_be_chosen(no_decay: list[str], extra: list[str]) -> None:
+def test_no_decay_kinds_are_configurable(no_decay: list[str], extra: list[str]) -> None:
     model = plain_model("llama", attention_bias=True)
     spared_no_more = {name for name, _ in model.named_parameters() if any(part in name for part in extra)}
     assert decayed(model, OptimizerSection(no_decay=no_decay)) == matrices(model) | spared_no_more
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_not_optimized() -> None:
     model = plain_model("llama")
     model.get_input_embeddings().requires_grad_(False)
     groups = build_optimizer(model, config_with(OptimizerSection())).param_groups
@@ -78,7 +78,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-6), ("fp64", 1e-13)])
-def test_steps_are_those_of_torchs_adamw_on_an_unsharded_copy(precision: str, within: float, tmp_path: Path) -> None:
+def test_steps_match_torch_adamw_on_unsharded_copy(precision: str, within: float, tmp_path: Path) -> None:
     options = {"options": {"betas": [0.8, 0.9], "eps": 1e-6}, "weight_decay": 0.3}
     path = write_config(tmp_path, train={"lr": 1e-2, "precision": precision}, optimizer=options)
     config = load_config(path, [])

@@ -109,7 +109,7 @@ def assert_same_walk(kind: str, before: dict[str, Any], after: dict[str, Any], p
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_the_formulas_on_whole_tensors(
+def test_steps_match_formulas_on_full_tensors(
     kind: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adafactor, "PIECE_ON_HOST", 100)
@@ -133,9 +133,7 @@ def walk_all(process: Process, folder: Path, precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.long)])  # fp32: above, and below
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.long)])  # the larger one has all axes
-def test_steps_on_every_layout_are_those_of_the_formulas_on_whole_tensors(
-    world: int, precision: str, tmp_path: Path
-) -> None:
+def test_steps_on_every_layout_match_formulas(world: int, precision: str, tmp_path: Path) -> None:
     for kind in KINDS:
         (tmp_path / kind).mkdir()
         config_of(tmp_path / kind, kind)
@@ -185,7 +183,7 @@ def curve(folder: Path, kind: str, name: str) -> dict[int, tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
-def test_runs_on_two_and_four_ranks_are_those_of_one_process(runs: Path, kind: str) -> None:
+def test_runs_on_two_and_four_ranks_match_one_process(runs: Path, kind: str) -> None:
     one = curve(runs, kind, "one")
     assert list(one) == [1, 2, 3, 4, 5, 6]
     assert one[6][0] < one[1][0]
@@ -196,7 +194,7 @@ def test_runs_on_two_and_four_ranks_are_those_of_one_process(runs: Path, kind: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_resumed_run_is_bit_for_bit_the_one_that_went_on(runs: Path, kind: str) -> None:
+def test_resumed_run_matches_uninterrupted_run_bit_for_bit(runs: Path, kind: str) -> None:
     whole, again = curve(runs, kind, "four"), curve(runs, kind, "four again")
     assert again == {step: whole[step] for step in (4, 5, 6)}
     for file in (runs / kind / "four" / "checkpoints" / "step_00000006" / "tensors").glob("*.safetensors"):
@@ -208,7 +206,7 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_went_on(runs: Path, kind: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_checkpoint_of_four_ranks_goes_on_on_two(runs: Path, kind: str) -> None:
+def test_checkpoint_of_four_ranks_resumes_on_two(runs: Path, kind: str) -> None:
     whole = curve(runs, kind, "four")
     for step, values in curve(runs, kind, "four, then two").items():
         assert values == pytest.approx(whole[step], rel=1e-9)
@@ -244,7 +242,7 @@ def groups_of(config: Config) -> dict[str, dict[str, Any]]:
         }
 
 
-def test_groups_set_rate_decay_kind_and_options_by_name(tmp_path: Path) -> None:
+def test_groups_set_lr_decay_kind_and_options_by_name(tmp_path: Path) -> None:
     groups = [
         {"match": "*.layers.0.*q_proj*", "lr": 1e-3, "weight_decay": 0.5},
         {"match": ["*.q_proj.weight", "*norm.weight"], "weight_decay": 0.7},
@@ -268,7 +266,7 @@ def test_groups_set_rate_decay_kind_and_options_by_name(tmp_path: Path) -> None:
     assert found["model.embed_tokens.weight"]["kind"] == found["model.layers.0.mlp.gate.weight"]["kind"] == "ShardAdamW"
 
 
-def test_what_a_group_freezes_has_neither_gradient_nor_state_and_stays(tmp_path: Path) -> None:
+def test_frozen_group_has_no_gradient_or_state_and_does_not_change(tmp_path: Path) -> None:
     groups = [{"match": ["*embed_tokens*", "model.layers.0.*"], "freeze": True}]
     path = config_of(tmp_path, optimizer={"groups": groups}, train={"steps": 2}, model={"config": EXPERTS})
     assert main(["train", str(path)]) == 0
@@ -283,7 +281,7 @@ def test_what_a_group_freezes_has_neither_gradient_nor_state_and_stays(tmp_path:
         assert (f"optimizer.{name}.exp_avg" not in saved) == frozen, name
 
 
-def test_a_tied_head_is_found_by_its_own_name(tmp_path: Path) -> None:
+def test_tied_head_is_matched_by_its_name(tmp_path: Path) -> None:
     model = {"config": {**EXPERTS, "tie_word_embeddings": True}}
     groups = [{"match": "lm_head.weight", "lr": 1e-3}]
     found = groups_of(load_config(config_of(tmp_path, model=model, optimizer={"groups": groups}), []))
@@ -294,7 +292,7 @@ def test_a_tied_head_is_found_by_its_own_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_the_average_is_that_of_a_plain_loop(every: int, tmp_path: Path) -> None:
+def test_ema_matches_a_plain_loop(every: int, tmp_path: Path) -> None:
     ema = {"decay": 0.8, "every": every}
     config = load_config(config_of(tmp_path, optimizer={"ema": ema}), [])
     with process_group() as process:
@@ -313,7 +311,7 @@ def test_the_average_is_that_of_a_plain_loop(every: int, tmp_path: Path) -> None
             torch.testing.assert_close(optimizer.average[p].full_tensor().double(), weights[name], rtol=1e-6, atol=1e-7)
 
 
-def test_the_average_is_exported_by_a_flag(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ema_is_exported_by_a_flag(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = config_of(tmp_path, optimizer={"ema": {"decay": 0.5}}, train={"steps": 3}, checkpoint={"every": 2})
     assert main(["train", str(path)]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == 0
@@ -331,10 +329,12 @@ def test_the_average_is_exported_by_a_flag(tmp_path: Path, capfd: pytest.Capture
     again = ["--checkpoint.resume", checkpoint, "--log.dir", str(tmp_path / "more")]
     capfd.readouterr()
     assert main(["train", str(path), *again]) == 2
-    assert "is of another `optimizer` section: it has no ema." in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert ": ema." in error
+    assert "`optimizer` section" in error
 
 
-def test_a_run_from_the_weights_of_another_starts_its_average_there(tmp_path: Path) -> None:
+def test_ema_starts_from_the_weights_of_init_from(tmp_path: Path) -> None:
     path = config_of(tmp_path, train={"steps": 1})
     assert main(["train", str(path)]) == 0
     more = ["--model.init_from", str(tmp_path / "run"), "--optimizer.ema", "{decay: 0.75}"]
@@ -350,7 +350,7 @@ def test_a_run_from_the_weights_of_another_starts_its_average_there(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor", "own_parts:NoDecay"])
-def test_the_room_that_is_asked_for_before_a_run_is_what_its_checkpoint_takes(kind: str, tmp_path: Path) -> None:
+def test_disk_space_check_matches_checkpoint_size(kind: str, tmp_path: Path) -> None:
     frozen = {"match": "model.layers.0.*", "freeze": True}
     optimizer = {"ema": {}, "groups": [frozen], "weight_decay": 0}
     path = config_of(tmp_path, kind, optimizer=optimizer, train={"steps": 1}, model={"config": EXPERTS})
@@ -365,7 +365,7 @@ def test_the_room_that_is_asked_for_before_a_run_is_what_its_checkpoint_takes(ki
 # One's own, and mistakes.
 
 
-def test_the_example_is_under_80_lines_and_learns(tmp_path: Path) -> None:
+def test_example_optimizer_is_short_and_learns(tmp_path: Path) -> None:
     assert len((ROOT / "examples" / "lion" / "lion.py").read_text().splitlines()) < 80
     path = config_of(tmp_path, "lion:Lion", train={"lr": 3e-3, "steps": 12, "schedule": "lion:inverse_root"})
     assert main(["train", str(path)]) == 0
@@ -385,13 +385,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kind": "own_parts:NotAnOptimizer"}, r"own_parts:NotAnOptimizer is not a subclass of torch.optim.*expected"),
     ({"kind": "own_parts:NoRate"}, r"optimizer.options: own_parts:NoRate\(params, speed\) does not take .*'lr'"),
-    ({"kind": "own_parts:NoDecay"}, r"own_parts:NoDecay takes no weight_decay; set optimizer.weight_decay: 0"),
+    ({"kind": "own_parts:NoDecay"}, r"^optimizer.kind: own_parts:NoDecay .*weight_decay"),
     ({"kind": "own_parts:CountsInInts"}, r"the state 'count' of own_parts:CountsInInts is a int, which cannot be"),
     ({"kind": "own_parts:KeepsShards"}, r"the state 'shard' of own_parts:KeepsShards is a Tensor, which cannot be"),
     ({"kind": "own_parts:CountsInGroups"}, r"own_parts:CountsInGroups changes 'count' of its parameter groups"),
-    ({"kind": "adamw_8bit"}, r"optimizer.kind: adamw_8bit needs the package torchao: pip install torchao"),
-    ({"kind": "own_parts:Raises"}, r"optimizer.options: own_parts:Raises does not take {}: KeyError: .*inside"),
-    ({"kind": "own_parts:RaisesInAStep"}, r"options: own_parts:RaisesInAStep does not take {}: AttributeError: "),
+    ({"kind": "adamw_8bit"}, r"optimizer.kind: adamw_8bit needs the package torchao"),
+    ({"kind": "own_parts:Raises"}, r"optimizer.options: own_parts:Raises failed with {}: KeyError: .*inside"),
+    ({"kind": "own_parts:RaisesInAStep"}, r"options: own_parts:RaisesInAStep failed with {}: AttributeError: "),
     ({"kind": "own_broken:Sgd"}, r"optimizer.kind: cannot import own_broken:Sgd: NameError: name 'nothing'"),
     ({"options": {"beta": [0.9, 0.9]}}, r"optimizer.options.beta: unknown option of adamw; .*did you mean betas"),
     (
@@ -432,7 +432,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_the_options_that_the_config_knows_are_those_of_the_classes() -> None:
+def test_config_options_match_class_arguments() -> None:
     assert set(BUILT_IN) == {*OPTIMIZERS, BF16}
     for kind, options in OPTIMIZERS.items():
         module, _, name = BUILT_IN[kind].target.partition(":")
@@ -442,7 +442,7 @@ def test_the_options_that_the_config_knows_are_those_of_the_classes() -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "says"), WRONG, ids=[json.dumps(wrong) for wrong, _ in WRONG])
-def test_a_mistake_is_one_line(
+def test_invalid_optimizer_raises_one_line(
     optimizer: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from omnizoo.training.loop import train as run
@@ -463,27 +463,29 @@ def test_a_mistake_is_one_line(
             "own_parts:straigt",
             r"train.schedule: cannot import .*: own_parts has no 'straigt'; did you mean straight\?.*expected a func",
         ),
-        ("own_parts:NOT_CALLABLE", r"train.schedule: own_parts:NOT_CALLABLE is a int; expected a function"),
+        ("own_parts:NOT_CALLABLE", r"train.schedule: own_parts:NOT_CALLABLE is a int"),
         ("own_parts:no_step", r"train.schedule: own_parts:no_step\(train\)"),
-        ("own_parts:negative", r"train.schedule: own_parts:negative gave -1.0 at step 1"),
-        ("own_parts:divides", r"train.schedule: own_parts:divides fails at step 1: ZeroDivisionError"),
+        ("own_parts:negative", r"train.schedule: own_parts:negative returned -1.0 at step 1"),
+        ("own_parts:divides", r"train.schedule: own_parts:divides failed at step 1: ZeroDivisionError"),
         ("own_broken:straight", r"train.schedule: cannot import own_broken:straight: NameError"),
         ("builtins:max", r"train.schedule: builtins:max "),
     ],
 )
-def test_a_wrong_schedule_is_one_line(schedule: str, says: str, tmp_path: Path) -> None:
+def test_invalid_schedule_raises(schedule: str, says: str, tmp_path: Path) -> None:
     from omnizoo.training.loop import train as run
 
     with pytest.raises(UserError, match=says):
         run(load_config(config_of(tmp_path, train={"schedule": schedule}), []))
 
 
-def test_a_resumed_run_with_another_optimizer_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_another_optimizer_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = config_of(tmp_path, train={"steps": 1})
     assert main(["train", str(path)]) == 0
     capfd.readouterr()
     assert main(["train", str(path), "--optimizer.kind", "muon", "--train.steps", "2"]) == 2
-    assert "is of another `optimizer` section: it has no optimizer." in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert ": optimizer." in error
+    assert "`optimizer` section" in error
 
 
 # torchao is optional, and compiles for minutes on a CPU: its state is tried without the compiler.
@@ -499,7 +501,7 @@ def eight_bits(process: Process, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_8_bit_state_is_saved_resumed_bit_for_bit_and_read_by_another_layout(tmp_path: Path) -> None:
+def test_8_bit_state_resumes_exactly_on_any_layout(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     config_of(tmp_path, "adamw_8bit", train={"lr": 3e-3})
     for world in (2, 4):

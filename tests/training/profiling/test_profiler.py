@@ -43,7 +43,7 @@ def trained(tmp_path_factory):
     return folder, result.stdout
 
 
-def test_losses_are_bit_equal_with_a_profile(trained):
+def test_profiling_does_not_change_losses(trained):
     folder, _ = trained
     alone, watched = (read_steps(folder / name) for name in ("alone", "watched"))
     assert len(alone) == 4
@@ -51,7 +51,7 @@ def test_losses_are_bit_equal_with_a_profile(trained):
         assert [step[key] for step in alone] == [step[key] for step in watched]
 
 
-def test_a_profile_leaves_traces_a_summary_and_a_table(trained):
+def test_profiler_writes_traces_summary_and_table(trained):
     folder, printed = trained
     files = {file.name for file in (folder / "watched" / "profile").iterdir()}
     assert files == {"trace.rank0.json.gz", "trace.rank1.json.gz", "summary.json"}
@@ -64,7 +64,7 @@ def test_a_profile_leaves_traces_a_summary_and_a_table(trained):
     assert len(kinds) <= 1 + 3 * PRINTED
 
 
-def test_the_summary_has_times_per_step_by_phase_module_and_operator(trained):
+def test_summary_has_times_by_phase_module_and_operator(trained):
     folder, _ = trained
     summary = json.loads((folder / "watched" / "profile" / "summary.json").read_text())
     assert summary["steps"] == [2, 3]
@@ -79,7 +79,7 @@ def test_the_summary_has_times_per_step_by_phase_module_and_operator(trained):
     assert len(operators) == LARGEST
 
 
-def test_a_trace_has_the_ranges_of_steps_phases_and_modules(trained):
+def test_trace_has_ranges_of_steps_phases_and_modules(trained):
     folder, _ = trained
     for rank in (0, 1):
         with gzip.open(folder / "watched" / "profile" / f"trace.rank{rank}.json.gz") as file:
@@ -90,7 +90,7 @@ def test_a_trace_has_the_ranges_of_steps_phases_and_modules(trained):
             assert {f"{MODULE}{layer}.self_attn", f"{MODULE}{layer}.mlp.experts"} <= names
 
 
-def test_the_report_tells_how_long_a_start_took(trained):
+def test_report_contains_start_up_durations(trained):
     folder, _ = trained
     start = json.loads((folder / "alone" / "starts.jsonl").read_text())
     parts = ("imports", "config", "process group", "model", "data", "shard", "weights", "optimizer", "first step")
@@ -109,7 +109,7 @@ class TwoLayers(nn.Module):
         return checkpoint(self.layers[1], self.layers[0](x), use_reentrant=False)
 
 
-def test_layers_are_added_up_and_hooks_are_removed():
+def test_layer_times_are_summed_and_hooks_removed():
     model = TwoLayers()
     with profile(activities=[ProfilerActivity.CPU]) as recorded, named_modules(model), named_range(f"{STEP}7"):
         model(torch.randn(5, 8)).square().sum().backward()
@@ -120,7 +120,7 @@ def test_layers_are_added_up_and_hooks_are_removed():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_times_on_an_accelerator_are_those_of_its_kernels():
+def test_device_times_are_kernel_times():
     """Events as `key_averages` returns them on a device, where kernels are events of their own."""
 
     def event(key: str, device_type: DeviceType = DeviceType.CPU, host: float = 0.0, device: float = 0.0) -> object:
@@ -143,13 +143,13 @@ def test_times_on_an_accelerator_are_those_of_its_kernels():
 
 
 @pytest.mark.parametrize("steps", ["10", "12:10", "0:3", "1:200", "first:last", "1:2:3", ":", "-1:2"])
-def test_steps_to_profile_are_first_and_last(tmp_path, steps):
+def test_invalid_profile_range_raises(tmp_path, steps):
     config = write_config(tmp_path)
     with pytest.raises(UserError, match=r"log\.profile: .*`first:last`"):
         load_config(config, ["--log.profile", f"'{steps}'"])
 
 
-def test_steps_that_a_run_does_not_have_are_refused(tmp_path):
+def test_profile_range_beyond_last_step_raises(tmp_path):
     with pytest.raises(UserError, match=r"log\.profile: 30:31 .*train\.steps is 20"):
         load_config(write_config(tmp_path), ["--log.profile", "30:31"])
     assert list(load_config(tmp_path / "tiny.yaml", ["--log.profile", "10:12"]).log.profiled) == [10, 11, 12]
