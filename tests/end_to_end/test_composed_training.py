@@ -234,7 +234,7 @@ def test_media_bad_after_packing_are_skipped_and_counted(tmp_path: Path) -> None
     [
         ("--model.modalities.image.encoder.kind=visoin", "visoin.*vision"),
         ("--model.modalities.series.encoder.kind=sensor:Nothing", "cannot import sensor:Nothing"),
-        ("--model.modalities.series.encoder.kind=sensor:SeriesDecoder", "SeriesDecoder"),
+        ("--model.modalities.series.encoder.kind=sensor:SeriesDecoder", "SeriesDecoder.*subclass"),
         ("--model.modalities.series.encoder.options={patches: 4}", "SeriesEncoder\\(.*'patches'"),
         ("--model.foundation.dtype=bf16", "freeze: true"),
     ],

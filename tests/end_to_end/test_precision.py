@@ -66,8 +66,8 @@ def test_rounded_positions_are_reported(published: Path, monkeypatch: pytest.Mon
     run_in_processes(2, try_with_cast, published, parse("dp2", 2))
     verdict = json.loads((published / "verdict.json").read_text())
     assert not verdict["passed"]
-    assert "position_ids (float32)" in verdict["reason"]
-    assert "in model.language_model.rotary_emb" in verdict["reason"]
+    for module in ("the model", "model.language_model.rotary_emb"):
+        assert f"position_ids (float32) is rounded to bfloat16 in {module}" in verdict["reason"]
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_positions_rounded_in_a_submodule_are_reported() -> None:
         model(input_ids=torch.ones(1, 2, dtype=torch.int64), position_ids=torch.ones(1, 2))
     (report,) = reports
     assert report.startswith("position_ids (float32)")
-    assert report.endswith("in block")
+    assert report.endswith("bfloat16 in block")
 
 
 class Reading(nn.Module):
@@ -179,6 +179,7 @@ def test_rounded_media_are_reported() -> None:
         model(media=media)
     (report,) = reports
     assert report.startswith("noise of image/decoder (float32)")
+    assert "bfloat16" in report
 
 
 def train(process: Process, config: Path, run: Path) -> None:

@@ -291,9 +291,9 @@ def test_rows_plugin_is_trained_and_inspected(
         ({"rows": "own_rows:NoRead"}, "TypeError: Can't instantiate abstract class NoRead"),
         ({"rows": "own_rows:ROWS"}, "own_rows has no 'ROWS'"),
         ({"rows": "own_rows"}, "data.sources.0.rows: 'own_rows'"),
-        ({"rows": "own_rows:make", "path": "x"}, "data.sources.0: path and rows"),
+        ({"rows": "own_rows:make", "path": "x"}, "data.sources.0: path and rows are both set"),
         ({"path": "x", "options": {"a": 1}}, "data.sources.0: options"),
-        ({}, "data.sources.0: path and rows"),
+        ({}, "data.sources.0: path and rows are both missing"),
     ],
 )
 def test_invalid_rows_plugin_raises_one_line(
