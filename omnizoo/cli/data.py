@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     if out is not None and out.is_dir():
         raise UserError(f"--out: {out} is a folder. Pass the name of an HTML file to write.")
     from omnizoo.cli.data_page import bad_rows_page, data_page
-    from omnizoo.data.loading.inspection import TooManyBadError, inspect_data, one_lane, stops_at
+    from omnizoo.data.loading.inspection import TooManyBadError, inspect_data, one_lane
     from omnizoo.data.rendering.template_limits import memory_limits
+    from omnizoo.data.row import stop_message
     from omnizoo.training.setup import build_bundle
 
     console = Console()
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         console.print(Text(f"written: {out}"), soft_wrap=True)
     if inspection.bad_rows and config.data.on_bad_row == "error":
-        raise UserError(stops_at(inspection.bad_rows[0]))
+        raise UserError(stop_message(inspection.bad_rows[0]))
     return 0
 
 

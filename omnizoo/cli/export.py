@@ -35,10 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export the checkpoint and return 0."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from omnizoo.checkpoint.export import export
     from omnizoo.checkpoint.merge_adapter import base_weights
 
+    transformers_logging.disable_progress_bar()  # "Writing model shards" would break the output
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     exported = export(
         args.checkpoint,

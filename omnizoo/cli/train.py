@@ -17,13 +17,15 @@ from omnizoo.reporting.start_clock import StartClock
 
 MAX_RANKS = 1024  # maximum number of ranks on one machine
 USAGE = """\
-omnizoo train CONFIG [--section.key value ...] [--nproc N]
+omnizoo train CONFIG [--section.key value ...] [--nproc N] [-v]
 
 CONFIG is a YAML file. Every key below can be set in CONFIG or on the command line, which takes
 precedence. Values are YAML. Relative paths are relative to the working directory.
 
 --nproc N starts N ranks on this machine (default: 1). For several machines, run without --nproc
-under Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`."""
+under Slurm or torchrun: `torchrun --nnodes ... -m omnizoo train CONFIG`.
+
+-v, --verbose prints timing details of the start-up."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of ranks to start on this machine (default: 1, or those that torchrun or Slurm has started)",
     )
+    parser.add_argument("-v", "--verbose", action="store_true", help="print timing details, as --log.verbose true does")
 
 
 class TrainHelp(argparse.Action):
@@ -52,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
     """Check the config and the layout, then train in this process or in `--nproc` ranks. Returns the exit code."""
     clock = StartClock(whole_process=True)
     place = place_in_world()
-    config = load_config(args.config, args.overrides)
+    overrides = args.overrides
+    if args.verbose:
+        overrides = [*overrides, "--log.verbose", "true"]
+    config = load_config(args.config, overrides)
     started_ranks = place[1] if place else None
     check_nproc(args.nproc, started_ranks)
     num_tasks = tasks_without_srun()
@@ -65,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     layout = plan_layout(config.parallel, world)
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
     if started_ranks is None and world > 1:
-        return launch(["train", args.config, *args.overrides], world)
+        return launch(["train", args.config, *overrides], world)
 
     watch_launcher()
     clock.done("config")

@@ -24,6 +24,15 @@ class BadRow(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
     """
 
 
+def stop_message(bad_row: str) -> str:
+    """Return the error of a run that stops at a bad row.
+
+    Args:
+        bad_row: The location of the row, and why it cannot be used.
+    """
+    return f"{bad_row.removesuffix('.')}. Set data.on_bad_row: skip to skip bad rows."
+
+
 def check_characters(value: Any) -> None:
     """Check that no string in a value contains a lone surrogate.
 
@@ -36,8 +45,10 @@ def check_characters(value: Any) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            half = value[error.start].encode("unicode_escape").decode()
-            raise BadRow(f"a string has {half} at character {error.start}, which is half a character") from None
+            surrogate = value[error.start].encode("unicode_escape").decode()
+            raise BadRow(
+                f"a string has a lone surrogate ({surrogate}) at character {error.start}. Fix the encoding of the row."
+            ) from None
     elif isinstance(value, dict):
         for key, part in value.items():
             check_characters(key)
@@ -53,7 +64,8 @@ def without_nulls(row: Row, names: Sequence[str]) -> Row:
     Arrow struct columns give every object the union of all keys. Without this, two calls of different tools would each
     have the arguments of both.
     """
-    return row | {name: _without_nulls(row[name]) for name in names if isinstance(row.get(name), list)}
+    lists = [name for name in names if isinstance(row.get(name), list)]
+    return row | {name: _without_nulls(row[name]) for name in lists}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -114,7 +114,8 @@ class Preferences(NamedTuple):
     def select(self, is_kept: Sequence[bool]) -> "Preferences | None":
         """Return the preferences of the kept segments, or None if none of them has a role."""
         roles = list(compress(self.roles, is_kept))
-        return Preferences(roles, list(compress(self.keys, is_kept))) if any(roles) else None
+        keys = list(compress(self.keys, is_kept))
+        return Preferences(roles, keys) if any(roles) else None
 
     @classmethod
     def concatenate(cls, parts: Sequence["Preferences | None"], counts: Sequence[int]) -> "Preferences | None":
@@ -126,5 +127,9 @@ class Preferences(NamedTuple):
         """
         if not any(parts):
             return None
-        filled = [part or cls([""] * count, [""] * count) for part, count in zip(parts, counts, strict=True)]
-        return cls([role for part in filled for role in part.roles], [key for part in filled for key in part.keys])
+        roles: list[str] = []
+        keys: list[str] = []
+        for part, count in zip(parts, counts, strict=True):
+            roles += part.roles if part else [""] * count
+            keys += part.keys if part else [""] * count
+        return cls(roles, keys)

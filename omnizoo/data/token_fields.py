@@ -52,7 +52,8 @@ def field_of(name: str) -> TokenField:
 
 def make_columns(**columns: npt.NDArray[Any] | None) -> Columns:
     """Return the columns that are not None, converted to the dtypes of the table."""
-    return {name: np.asarray(c, field_of(name).dtype) for name, c in columns.items() if c is not None}
+    present = {name: column for name, column in columns.items() if column is not None}
+    return {name: np.asarray(column, field_of(name).dtype) for name, column in present.items()}
 
 
 def num_tokens(columns: Columns) -> int:
@@ -78,10 +79,11 @@ def cut_piece(columns: Columns, start: int, stop: int) -> Columns:
 def concatenate(parts: Sequence[Columns]) -> Columns:
     """Concatenate samples or packs. A column that a part lacks gets the fill value of the table."""
     templates = {name: column for part in parts for name, column in part.items()}
-    return {
-        name: np.concatenate([part[name] if name in part else _fill(part, name, template) for part in parts], axis=-1)
-        for name, template in templates.items()
-    }
+    columns = {}
+    for name, template in templates.items():
+        pieces = [part[name] if name in part else _fill(part, name, template) for part in parts]
+        columns[name] = np.concatenate(pieces, axis=-1)
+    return columns
 
 
 def _fill(part: Columns, name: str, template: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -113,5 +115,8 @@ def shift_to_next_token(columns: Columns, lengths: Sequence[int]) -> Columns:
 
 def to_tensors(columns: Columns) -> dict[str, torch.Tensor]:
     """Return the columns as tensors of shape `[1, tokens]` or `[rows, 1, tokens]`. Integers become int64."""
-    tensors = {name: torch.from_numpy(column).unsqueeze(-2) for name, column in columns.items()}
-    return {name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()}
+    tensors = {}
+    for name, column in columns.items():
+        tensor = torch.from_numpy(column).unsqueeze(-2)
+        tensors[name] = tensor if tensor.is_floating_point() else tensor.long()
+    return tensors

@@ -41,6 +41,7 @@ class Recorder:
             UserError: If the run folder cannot be written.
         """
         self._folder = run.folder
+        self._is_verbose = run.config.log.verbose
         self._active = run.callbacks.active
         self._callbacks = run.callbacks
         self._first_step = run.state.step + 1
@@ -127,11 +128,12 @@ class Recorder:
                 self._report_start()
 
     def _report_start(self) -> None:
-        """Print and store the duration of each part of the start-up, including the first step."""
+        """Store the duration of each part of the start-up, including the first step; print it if verbose."""
         self._clock.done("first step")
         with self._despite_full_disk():
             add_seconds(self._folder.starts, self._clock.parts)
-        self.print(self._clock.line)
+        if self._is_verbose:
+            self.print(self._clock.line)
 
     def print(self, message: str) -> None:
         """Print a line above the progress line, on rank 0."""

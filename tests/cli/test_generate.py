@@ -218,7 +218,7 @@ def test_adapter_is_merged_for_generation(tmp_path: Path, capsys: pytest.Capture
         ('{"messages": [{"role": "user", "content": "a"}]}\n{"messa', "rows.jsonl line 2: not valid JSON"),
         ("7\n8\n", "rows.jsonl line 1: expected"),
         ("\n", "rows.jsonl: the file is empty"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "the prompt cannot be used"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "no prompt"),
     ],
 )
 def test_bad_row_of_messages_prints_one_line(

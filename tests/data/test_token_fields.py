@@ -180,7 +180,8 @@ def test_the_kto_baseline_takes_mismatched_segments_with_all_their_columns() -> 
 
 def test_content_keys_hash_32_bit_ids_labels_and_positions() -> None:
     """Caches of reference log-probabilities on disk are found by these keys."""
-    ids, labels = np.arange(5), np.array([1, 2, IGNORE_INDEX, 4, IGNORE_INDEX])
+    ids = np.arange(5)
+    labels = np.array([1, 2, IGNORE_INDEX, 4, IGNORE_INDEX])
     positions = np.arange(15, dtype=np.int64).reshape(3, 5)
     pack = Pack(0, make_columns(input_ids=ids, labels=labels, position_ids=positions), [3, 2], ["a/chosen", "b"])
     hashed = ids[:3].astype(np.int32).tobytes() + labels[:3].astype(np.int32).tobytes() + positions[:, :3].tobytes()

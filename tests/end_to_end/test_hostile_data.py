@@ -85,7 +85,7 @@ def test_tar_that_shrinks_during_reading_gives_bad_rows(tmp_path: Path) -> None:
 
 
 def test_line_longer_than_read_buffer_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "MOST_BYTES", 100)
+    monkeypatch.setattr(jsonl, "MAX_BYTES", 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 200}) + '\n{"text": "b"}\n')
     source = opened(tmp_path / "a.jsonl")
     with pytest.raises(BadRow, match="more than the 100"):
@@ -96,7 +96,7 @@ def test_line_longer_than_read_buffer_is_a_bad_row(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "\\ud800"}', "half a character"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
         (b'{"a": ' * 100_000, "too deeply"),
         (b"[" * 100_000, "too deeply"),
         (b'{"text": "a", "text": "b"}', "'text' is there twice"),
@@ -198,15 +198,15 @@ def test_decoded_video_pixels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("hasty")
 def test_endless_template_raises(tmp_path: Path) -> None:
     """The template is at fault, not a row: every row would take as long."""
-    with pytest.raises(UserError, match=r"more than 0\.2 s of computing, whatever it is given"):
+    with pytest.raises(UserError, match=r"^model\.tokenizer: .*more than 0\.2 s"):
         ChatTemplate(LOOPS, None, {}).render(TURNS)
-    with pytest.raises(UserError, match="whatever it is given"):
+    with pytest.raises(UserError, match=r"^model\.tokenizer"):
         Renderer(make_tokenizer(tmp_path, LOOPS), append_eos=True).render({"messages": TURNS})
 
 
@@ -227,7 +227,7 @@ def test_template_errors_name_the_row(tmp_path: Path) -> None:
 
 
 def test_template_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MOST_TEXT", 1000)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1000)
     with pytest.raises(BadRow, match="1,001 characters"):
         ChatTemplate("{{ 'a' * 1001 }}", None, {}).render(TURNS)
 
@@ -316,10 +316,10 @@ def test_memory_is_limited_in_loader_workers_but_not_in_the_training_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit applies to a whole process, so it could fail a thread that writes a checkpoint."""
-    monkeypatch.setattr(chat_template, "MOST_MEMORY", 1 << 26)
-    monkeypatch.setattr(chat_template, "MOST_TEXT", 1 << 10)
+    monkeypatch.setattr(chat_template, "MAX_MEMORY", 1 << 26)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1 << 10)
     (in_worker,) = DataLoader(Templates(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert "more than 64 MiB of memory" in in_worker
     with memory_limits():
         assert "more than 64 MiB of memory" in Templates()[0]
-    assert "writes 100,000,000 characters" in Templates()[0]
+    assert "renders 100,000,000 characters" in Templates()[0]

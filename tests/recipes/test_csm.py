@@ -170,13 +170,13 @@ ODD: dict[str, tuple[list[Any], str]] = {
         r"message 0 has an empty text",
     ),
     "two sounds": ([{"role": "0", "content": [TEXT, SAID, SAID]}], r"message 0 has 2 items"),
-    "text alone": ([{"role": "0", "content": "Hello."}], r"no token to learn"),
+    "text alone": ([{"role": "0", "content": "Hello."}], r"no targets"),
     "an unspoken turn": (
         [{"role": "0", "content": [TEXT]}, {"role": "1", "content": [TEXT, SAID]}],
         r"message 0 has no audio that says its text; only the last",
     ),
     "an assistant": ([{"role": "assistant", "content": [TEXT, SAID]}], r"`role` of message 0 is 'assistant'; expected"),
-    "nothing learnt": ([{"role": "0", "content": [TEXT, SAID], "loss": False}], r"no token to learn"),
+    "nothing learnt": ([{"role": "0", "content": [TEXT, SAID], "loss": False}], r"no targets"),
     "a mark in the text": ([{"role": "0", "content": [{"type": "text", "text": "<|audio_eos|>"}, SAID]}], r"audio_eos"),
     "a field of a message": ([{"role": "0", "content": [TEXT, SAID], "mood": "glad"}], r"mood"),
 }
@@ -194,7 +194,7 @@ def test_speaker_number_and_audio_tag_are_accepted() -> None:
     wanted = read({"messages": [{"role": "1", "content": [TEXT, {"type": "audio", "audio": "audio1.flac"}]}]}, reader)
     found = read({"messages": [{"role": 1, "content": "Hello. <audio>"}], "audio": "audio1.flac"}, reader)
     assert found.input_ids.tolist() == wanted.input_ids.tolist()
-    with pytest.raises(BadRow, match="`text` is no list of messages"):
+    with pytest.raises(BadRow, match="`text` is not a list of messages"):
         read({"text": "Hello. <audio>", "audio": "audio1.flac"}, reader)
 
 

@@ -220,11 +220,11 @@ def raw_line(text: bytes | str) -> Write:
 
 
 LINES: dict[str, tuple[Write, str]] = {
-    "half a character in a text": (raw_line('{"text": "a \\ud800 b"}'), "half a character"),
-    "the other half of a character": (raw_line('{"text": "a \\uDFFF b"}'), "half a character"),
-    "half a character in a message": (raw_line(json.dumps(chat("a \ud83d b"))), "half a character"),
-    "half a character in a role": (raw_line('{"messages": [{"role": "\\udc00", "content": "a"}]}'), "half a character"),
-    "half a character in a key": (raw_line('{"text": "a", "\\ud800": 1}'), "half a character"),
+    "half a character in a text": (raw_line('{"text": "a \\ud800 b"}'), "lone surrogate"),
+    "the other half of a character": (raw_line('{"text": "a \\uDFFF b"}'), "lone surrogate"),
+    "half a character in a message": (raw_line(json.dumps(chat("a \ud83d b"))), "lone surrogate"),
+    "half a character in a role": (raw_line('{"messages": [{"role": "\\udc00", "content": "a"}]}'), "lone surrogate"),
+    "half a character in a key": (raw_line('{"text": "a", "\\ud800": 1}'), "lone surrogate"),
     "half a character in raw bytes": (raw_line(b'{"text": "\xed\xa0\x80"}'), "UTF-8"),
     "arrays 100,000 deep": (raw_line('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"), "too deeply"),
     "objects 100,000 deep": (raw_line('{"a": ' * 100_000 + "1" + "}" * 100_000), "too deeply"),
@@ -442,7 +442,7 @@ NESTS = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [n
 SQUARES = "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n > 1 }}"
 IF_BOMB = "{% if 'bomb' in messages[0].content %}"
 TEMPLATES: dict[str, tuple[str, str]] = {
-    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "whatever it is given"),
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "model.tokenizer"),
     "a loop that a condition empties": (
         "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}", "of computing"
     ),

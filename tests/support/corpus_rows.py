@@ -1,7 +1,7 @@
-"""Rows as other tools write them: each ends as its author meant, or is refused by the name of what nothing reads.
+"""Rows as other tools write them: each renders to the expected text, or its error contains the unused field.
 
-Every row is the second line of `rows.jsonl`, looked at by `omnizoo data inspect`. A good one says what must be shown of
-it: the text as the model sees it, with the loss between ⟦ and ⟧. A bad one is listed in red, and named in the error.
+Every row is the second line of `rows.jsonl`, which `omnizoo data inspect` reads. A usable row has the expected output:
+the rendered text, with targets between ⟦ and ⟧. A bad row is listed in red, and the error contains its line.
 """
 
 import json
@@ -226,7 +226,7 @@ for column, value in MEDIA_COLUMNS.items():
     tag = f"<{column.removesuffix('s')}>"
     row = share(("human", f"{tag}\nWhat is it?"), ("gpt", "A cat."), **{column: value})
     CASES += [
-        refused(f"LLaVA row with {column}", row, f"`{column}`", "reads none", "data.ignore"),
+        refused(f"LLaVA row with {column}", row, f"`{column}`", "no media", "data.ignore"),
         refused(f"{column} without a tag", chat("hi", "yes", **{column: value}), f"`{column}`"),
         refused(f"text row with {column}", {"text": f"{tag} a cat", column: value}, f"`{column}`"),
         trained(f"{column} that is null", chat("hi", "yes", **{column: None}), CHAT),
@@ -243,7 +243,9 @@ CASES += [
 ]
 for tag in ("image", "audio", "video"):
     CASES += [
-        refused(f"<{tag}> before a question", chat(f"<{tag}>\nWhat is it?", "A cat."), f"<{tag}>", "message 0", "none"),
+        refused(
+            f"<{tag}> before a question", chat(f"<{tag}>\nWhat is it?", "A cat."), f"<{tag}>", "message 0", "no media"
+        ),
         refused(f"<{tag}> after a question", chat(f"What is it?\n<{tag}>", "A cat."), f"<{tag}>"),
         refused(f"<{tag}> in an answer", chat("draw", f"<{tag}>"), f"<{tag}>", "message 1"),
         trained(
@@ -308,16 +310,22 @@ CASES += [
         "videos where only images are read",
         {**PICTURE, "image": "a.png", "videos": ["a.mp4"]},
         "`videos`",
-        "reads image",
+        "accepts image",
         model=SEES,
     ),
-    refused("a <video> where only images are read", chat("<video>hi", "yes"), "<video>", "reads image", model=SEES),
-    refused("more images than tags", {**PICTURE, "images": ["a.png", "a.png"]}, "1 places", "2 items", model=SEES),
+    refused("a <video> where only images are read", chat("<video>hi", "yes"), "<video>", "accepts image", model=SEES),
     refused(
-        "more tags than images", chat("<image><image>", "yes", images=["a.png"]), "2 places", "1 items", model=SEES
+        "more images than tags", {**PICTURE, "images": ["a.png", "a.png"]}, "occurs 1 times", "2 items", model=SEES
     ),
-    refused("a tag without images", chat("<image>hi", "yes"), "1 places", "0 items", model=SEES),
-    refused("an image without a tag", chat("hi", "yes", images=["a.png"]), "0 places", "1 items", model=SEES),
+    refused(
+        "more tags than images",
+        chat("<image><image>", "yes", images=["a.png"]),
+        "occurs 2 times",
+        "1 items",
+        model=SEES,
+    ),
+    refused("a tag without images", chat("<image>hi", "yes"), "occurs 1 times", "0 items", model=SEES),
+    refused("an image without a tag", chat("hi", "yes", images=["a.png"]), "occurs 0 times", "1 items", model=SEES),
     trained("no image in a row", PLAIN, CHAT, model=SEES),
 ]
 for option in ({"detail": "high"}, {"max_pixels": 64}, {"resized_height": 8}, {"start": 1}):
@@ -373,7 +381,7 @@ CASES += [
     refused(
         "a system that the template leaves out",
         chat("hi", "yes", system="be"),
-        "message 0 (of the system)",
+        "message 0 (system)",
         template="no_system",
     ),
     refused(
@@ -403,7 +411,7 @@ PREFERENCES: dict[str, Row] = {
 }
 for name, fields in PREFERENCES.items():
     CASES += [
-        refused(f"a chat with {name}", chat("hi", "yes", **fields), f"`{next(iter(fields))}`", "not trained on"),
+        refused(f"a chat with {name}", chat("hi", "yes", **fields), f"`{next(iter(fields))}`", "not used"),
         trained(f"a chat with {name}, ignored", chat("hi", "yes", **fields), CHAT, ignore=[*fields]),
     ]
 CASES += [
@@ -411,7 +419,7 @@ CASES += [
         "a pair of chats",
         {"prompt": "hi", "chosen": PLAIN["messages"], "rejected": PLAIN["messages"]},
         "`chosen`",
-        "preference pair",
+        "not used",
     ),
     skipped("a preference pair", chat("hi", "yes", rejected="no"), "`rejected`"),
     skipped("an unread image", chat("hi", "yes", image="a.png"), "`image`"),
@@ -428,7 +436,7 @@ COLUMNS: dict[str, Row] = {
     "nulls": {"text": None, "messages": None},
 }
 for name, row in COLUMNS.items():
-    CASES.append(refused(f"{name} instead of messages", row, "a row needs `messages`", *map(repr, row)))
+    CASES.append(refused(f"{name} instead of messages", row, "`messages`, `conversations` and `text`", *map(repr, row)))
 CASES += [
     refused("a prompt besides messages", chat("hi", "yes", prompt="hi"), "`prompt`"),
     trained("a prompt besides messages, ignored", chat("hi", "yes", prompt="hi"), CHAT, ignore=["prompt"]),
@@ -440,7 +448,7 @@ CASES += [
     ),
     trained("text and messages, one ignored", chat("hi", "yes", text="hi yes"), CHAT, ignore=["text"]),
     trained("an empty text and messages", chat("hi", "yes", text=""), CHAT),
-    refused("input_ids besides a text", {"text": "hi", "input_ids": [1]}, "`input_ids`", "tokenised"),
+    refused("input_ids besides a text", {"text": "hi", "input_ids": [1]}, "`input_ids`", "pre-tokenized"),
     refused("a field that nobody knows", chat("hi", "yes", gizmo=1), "`gizmo`", "data.ignore"),
     refused("two fields that nobody knows", chat("hi", "yes", gizmo=1, gadget=2), "`gizmo`, `gadget`"),
     trained("a pattern in data.ignore", chat("hi", "yes", x_gizmo=1, x_gadget=2), CHAT, ignore=["x_*"]),
@@ -448,7 +456,7 @@ CASES += [
     refused("another case in data.ignore", chat("hi", "yes", Gizmo=1), "`Gizmo`", ignore=["gizmo"]),
     refused("a misspelt images", chat("hi", "yes", imgs=["a.png"]), "`imgs`"),
 ]
-HARMLESS = {
+METADATA_FIELDS = {
     "FineWeb": {
         "text": "hi you",
         "id": "u",
@@ -464,7 +472,7 @@ HARMLESS = {
     "the Pile": {"text": "hi you", "meta": {"pile_set_name": "x"}},
     "Dolma": {"text": "hi you", "id": "1", "source": "s", "added": "a", "created": "c", "metadata": {"a": 1}},
 }
-for name, row in HARMLESS.items():
+for name, row in METADATA_FIELDS.items():
     CASES.append(trained(f"a row of {name}", row, "hi you"))
 CASES += [
     trained("a chat of Tulu", chat("hi", "yes", id="1", source="s"), CHAT),
@@ -478,12 +486,12 @@ CASES += [
 # Weights and flags
 CASES += [
     trained("the weight of a row", chat("hi", "yes", weight=0.5), CHAT),
-    refused("a weight of zero of a row", chat("hi", "yes", weight=0), "no token to learn"),
-    refused("a weight below zero of a row", chat("hi", "yes", weight=-1), "its `weight` is '-1'"),
-    refused("the weight of a row as text", chat("hi", "yes", weight="2"), "its `weight` is '2'", "0 to 1e+06"),
+    refused("a weight of zero of a row", chat("hi", "yes", weight=0), "`weight` is 0"),
+    refused("a weight below zero of a row", chat("hi", "yes", weight=-1), "`weight` is '-1'"),
+    refused("the weight of a row as text", chat("hi", "yes", weight="2"), "`weight` is '2'", "0 to 1e+06"),
     trained("a weight of one", chat("hi", "yes", weight=1.0), CHAT),
     refused("a weight of one, and a gizmo", chat("hi", "yes", weight=1, gizmo=1), "`gizmo`"),
-    refused("sample_weight", chat("hi", "yes", sample_weight=2), "`sample_weight`", "not supported yet"),
+    refused("sample_weight", chat("hi", "yes", sample_weight=2), "`sample_weight`", "`weight`"),
     trained(
         "SlimOrca's weights", message(1, message(0, share(("human", "hi"), ("gpt", "yes")), weight=0), weight=1), CHAT
     ),
@@ -653,7 +661,7 @@ CASES += [
     refused(
         "a result that the template leaves out",
         share(("human", "hi"), ("gpt", "so"), ("tool", "7"), ("gpt", "yes")),
-        "message 2 (of the tool)",
+        "message 2 (tool)",
         template="no_system",
     ),
     trained(

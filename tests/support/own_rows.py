@@ -64,7 +64,8 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.head = torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512)
+        self.table = torch.nn.Embedding(512, 8)
+        self.head = torch.nn.Linear(8, 512)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(tokens))

@@ -61,7 +61,8 @@ class Stream:
 
 @contextmanager
 def use_stream(stream: Stream) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream
+    before = Stream.current
+    Stream.current = stream
     try:
         yield
     finally:
@@ -88,7 +89,8 @@ class StreamChecker(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        Stream.current, Stream.host = self._compute_stream, Counter()
+        Stream.current = self._compute_stream
+        Stream.host = Counter()
         with (
             replaced(
                 (torch.cpu, "Stream", Stream),

@@ -30,6 +30,9 @@ class LogSection(ConfigSection):
     every: PositiveInt = 1
     """number of steps between console lines, if the output is not a terminal"""
 
+    verbose: bool = False
+    """whether to print how long each part of the start-up took (also `-v`); the report shows it in any case"""
+
     profile: Text | None = None
     """steps to profile as `first:last`, such as 10:12, with results in `profile/` of the run folder
     (docs/how-to/speed.md); default: none"""

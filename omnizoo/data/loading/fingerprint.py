@@ -32,7 +32,7 @@ WHOLE = 256 << 20  # bytes; larger sources are hashed in blocks
 BLOCK = 256 << 10  # bytes per block
 BLOCKS = 256  # number of blocks of a larger source
 DATASET_ROWS = 512  # rows hashed of a `datasets` dataset or of a row source plugin
-GIVEN_ROWS = 100_000  # rows hashed of Python rows in memory
+ROWS_IN_MEMORY = 100_000  # rows hashed of Python rows in memory
 
 
 def content_of(source: RowSource) -> dict[str, Any]:
@@ -40,33 +40,43 @@ def content_of(source: RowSource) -> dict[str, Any]:
     while isinstance(source, RenamedRows | RowSubset):  # hash the stored rows; `columns` and `take` have separate keys
         source = source.source
     parts = source.parts if isinstance(source, Concatenation) else [source]
-    shape, digest = xxhash.xxh3_128(), xxhash.xxh3_128()
+    layout = xxhash.xxh3_128()
+    content = xxhash.xxh3_128()
     files: list[Path] = []
     for part in parts:
-        shape.update(f"{part.stored_kind}/{len(part)};".encode())
-        if isinstance(part, IndexedFile):
-            shape.update(np.ascontiguousarray(part.stops - part.starts).data)
-        elif isinstance(part, WebDatasetFile):
-            shape.update("\0".join(map(repr, zip(part.keys, part.kinds, strict=True))).encode("utf-8", "replace"))
-            shape.update(np.ascontiguousarray(part.spans).data)
-        elif isinstance(part, ParquetFile):
-            shape.update(_footer(part.path))
-        elif isinstance(part, HFDataset):
-            for row in _spread(len(part), DATASET_ROWS):
-                digest.update(repr(part.dataset[row].to_pylist()).encode("utf-8", "replace"))
-        else:
-            most = GIVEN_ROWS if isinstance(part, PythonRows) and part.is_in_memory else DATASET_ROWS
-            for row in _spread(len(part), most):
-                _add_row(digest, part, row)
+        layout.update(f"{part.stored_kind}/{len(part)};".encode())
         if isinstance(part, IndexedFile | WebDatasetFile | ParquetFile):
+            _add_layout(layout, part)
             files.append(part.path)
+        elif isinstance(part, HFDataset):
+            for row in _evenly_spaced(len(part), DATASET_ROWS):
+                content.update(repr(part.dataset[row].to_pylist()).encode("utf-8", "replace"))
+        else:
+            is_in_memory = isinstance(part, PythonRows) and part.is_in_memory
+            num_rows = ROWS_IN_MEMORY if is_in_memory else DATASET_ROWS
+            for row in _evenly_spaced(len(part), num_rows):
+                _add_row(content, part, row)
+
     sizes = [file.stat().st_size for file in files]
     for file, start, count in _blocks(files, sizes):
-        digest.update(_read(file, start, count))
-    return {"bytes": sum(sizes), "shape": shape.hexdigest(), "content": digest.hexdigest()}
+        content.update(_read(file, start, count))
+    return {"bytes": sum(sizes), "shape": layout.hexdigest(), "content": content.hexdigest()}
+
+
+def _add_layout(digest: xxhash.xxh3_128, source: IndexedFile | WebDatasetFile | ParquetFile) -> None:
+    """Add the lengths of the rows (JSONL, CSV), the table of contents (tar) or the footer (Parquet) of a file."""
+    if isinstance(source, IndexedFile):
+        digest.update(np.ascontiguousarray(source.stops - source.starts).data)
+    elif isinstance(source, ParquetFile):
+        digest.update(_footer(source.path))
+    else:
+        members = "\0".join(map(repr, zip(source.keys, source.kinds, strict=True)))
+        digest.update(members.encode("utf-8", "replace"))
+        digest.update(np.ascontiguousarray(source.spans).data)
 
 
 def _add_row(digest: xxhash.xxh3_128, source: RowSource, row: int) -> None:
+    """Add a row of a Python source to the hash. A bad row adds the error of the source."""
     try:
         _add(digest, source.read(row))
     except BadRow as bad:
@@ -93,7 +103,8 @@ def _add(digest: xxhash.xxh3_128, value: Any) -> None:
     elif isinstance(value, torch.Tensor):
         _add(digest, value.detach().cpu().double().numpy())
     elif callable(getattr(value, "tobytes", None)):  # arrays and PIL images
-        digest.update(f"{getattr(value, 'shape', None) or getattr(value, 'size', None)}".encode() + value.tobytes())
+        shape = getattr(value, "shape", None) or getattr(value, "size", None)
+        digest.update(str(shape).encode() + value.tobytes())
     digest.update(b")")
 
 
@@ -108,15 +119,16 @@ def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path,
             for start in range(0, size, 1 << 24):
                 yield file, start, 1 << 24
         return
-    firsts = list(accumulate(sizes, initial=0))
-    for place in _spread(total - BLOCK + 1, BLOCKS):
-        number = int(np.searchsorted(firsts, place, side="right")) - 1
-        yield files[number], place - firsts[number], BLOCK
+    file_starts = list(accumulate(sizes, initial=0))
+    for position in _evenly_spaced(total - BLOCK + 1, BLOCKS):
+        number = int(np.searchsorted(file_starts, position, side="right")) - 1
+        yield files[number], position - file_starts[number], BLOCK
 
 
-def _spread(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced integers from 0 to `count` - 1, both included."""
-    return sorted({int(place) for place in np.linspace(0, max(0, count - 1), min(count, most))})
+def _evenly_spaced(count: int, limit: int) -> list[int]:
+    """Return at most `limit` evenly spaced integers from 0 to `count` - 1, both included."""
+    positions = np.linspace(0, max(0, count - 1), min(count, limit))
+    return sorted({int(position) for position in positions})
 
 
 def _footer(path: Path) -> bytes:
@@ -127,22 +139,24 @@ def _footer(path: Path) -> bytes:
 
 
 def _read(path: Path, start: int, count: int) -> bytes:
+    """Return up to `count` bytes of a file from byte `start`."""
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(count)
 
 
-def reading_of(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> dict[str, Any]:
+def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> dict[str, Any]:
     """Return hashes of what converts rows to samples: the tokenizer, its chat template and the media processors."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
-    return {
+    processors = "".join(path.name + path.read_text() for path in processor_files(folder))
+    return {  # the keys are stored in checkpoints: they must never change
         "its vocabulary": _hash(repr(vocabulary)),
         "its special tokens": _hash(repr(special)),
         "its chat template": _hash(repr(tokenizer.chat_template)),
         "its definition": _hash(tokenizer.backend_tokenizer.to_str()),
         "library": version("tokenizers"),  # another version may serialize the same tokenizer differently
-        "its preprocessing of media": _hash("".join(path.name + path.read_text() for path in processor_files(folder))),
+        "its preprocessing of media": _hash(processors),
     }
 
 

@@ -14,6 +14,7 @@ from omnizoo.data.loading.lanes import Lane
 from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.packing.pack import Pack
+from omnizoo.data.row import stop_message
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +31,17 @@ def held_out_parts(reader: Reader) -> dict[str, Reader]:
     divided among the sources by their weights. The reader is not split, and its name is empty, if there is only one
     source, or if each prompt also gets the response of another row (the KTO baseline).
     """
-    config, specs = reader.config, reader.config.data.sources
+    config = reader.config
+    specs = reader.config.data.sources
     if len(specs) == 1 or config.mismatched_answers:
         return {"": reader}
-    weight = sum(spec.weight for spec in specs)
+    total_weight = sum(spec.weight for spec in specs)
     parts = {}
     for number, (name, spec) in enumerate(zip(short_names(specs), specs, strict=True)):
-        packs = max(1, round(config.evaluation.packs * spec.weight / weight))
+        packs = max(1, round(config.evaluation.packs * spec.weight / total_weight))
         part_config = config.changed(data={"sources": [spec]}, evaluation={"packs": packs})
         renderer = copy(reader.renderer)
-        renderer.shapes = [reader.renderer.shape(number)]
+        renderer.schemas = [reader.renderer.schema(number)]
         parts[name] = replace(reader, config=part_config, sources=[reader.sources[number]], renderer=renderer)
     return parts
 
@@ -49,34 +51,42 @@ def short_names(specs: Sequence[SourceSettings]) -> list[str]:
 
     A number is appended to repeated names.
     """
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     names = []
     for spec in specs:
-        name = re.sub(r"[^\w.-]", "_", spec.name.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition(".")[0])
-        seen[name] = seen.get(name, 0) + 1
-        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        file_name = spec.name.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+        name = re.sub(r"[^\w.-]", "_", file_name.partition(".")[0])
+        counts[name] = counts.get(name, 0) + 1
+        names.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
     return names
 
 
 def read_held_out(reader: Reader, rank: int, world: int) -> list[Pack]:
     """Return this rank's part of the first `evaluation.packs` packs of held-out data, reading each row at most once."""
-    data, lane = reader.config.data, Lane(reader, 0, epochs=1)
-    packs, bad, read = [], [], 0
+    data = reader.config.data
+    lane = Lane(reader, 0, epochs=1)
+    packs = []
+    bad_rows = []
+    num_read = 0
     for samples in itertools.islice(iter(lane.next_pack, None), reader.config.evaluation.packs):
         assert samples is not None
-        if read % world == rank:
-            pack, undecodable = prepare_pack(read, samples, reader)
+        if num_read % world == rank:
+            pack, undecodable = prepare_pack(num_read, samples, reader)
             packs.append(pack)
-            bad += undecodable
-        read += 1
+            bad_rows += undecodable
+        num_read += 1
     if rank == 0:
-        bad = lane.bad_rows + bad
-    if bad and data.on_bad_row == "error":
-        raise UserError(f"data.eval_sources: {bad[0]} (data.on_bad_row: skip goes on without such rows)")
-    if bad:
-        log.warning("skipped %d rows of data.eval_sources; the first: %s", len(bad), bad[0])
-    if not read:
-        lost = lane.counters.dropped_overlong + lane.counters.few_targets
-        why = f"; {lost} lost to data.pack_tokens ({data.pack_tokens}) or data.min_targets" if lost else ""
-        raise UserError(f"data.eval_sources ({', '.join(s.name for s in data.sources)}): no usable row{why}")
+        bad_rows = lane.bad_rows + bad_rows
+    if bad_rows and data.on_bad_row == "error":
+        raise UserError(f"data.eval_sources: {stop_message(bad_rows[0])}")
+    if bad_rows:
+        log.warning("skipped %d rows of data.eval_sources; the first: %s", len(bad_rows), bad_rows[0])
+    if not num_read:
+        num_dropped = lane.counters.dropped_overlong + lane.counters.few_targets
+        reason = ""
+        if num_dropped:
+            limits = f"data.pack_tokens ({data.pack_tokens}) or data.min_targets ({data.min_targets})"
+            reason = f"; {num_dropped} dropped because of {limits}"
+        names = ", ".join(spec.name for spec in data.sources)
+        raise UserError(f"data.eval_sources: {names} has no usable row{reason}")
     return packs

@@ -15,6 +15,7 @@ from omnizoo.config.schema import Config
 from omnizoo.data.loading.lanes import Counters, Lane
 from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader
+from omnizoo.data.row import stop_message
 from omnizoo.data.sample import Sample
 from omnizoo.data.token_fields import IGNORE_INDEX, select
 from omnizoo.modalities.item import MediaItem, Port
@@ -29,11 +30,6 @@ class TooManyBadError(UserError):
     def __init__(self, message: str, bad_rows: list[str]) -> None:
         super().__init__(message)
         self.bad_rows = bad_rows
-
-
-def stops_at(bad_row: str) -> str:
-    """Return the error message of a run that stops at a bad row."""
-    return f"{bad_row} (data.on_bad_row: skip goes on without such rows)"
 
 
 @dataclass(frozen=True)
@@ -55,10 +51,12 @@ class InspectedSample:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of the sample."""
         return len(self.sample)
 
     @property
     def loss_tokens(self) -> int:
+        """Number of target tokens, including placeholder tokens of generated media."""
         count = 0
         for _, part in parts(self.sample):
             count += int(part.is_target[1:].sum())  # no token precedes the first one, so it is not predicted
@@ -111,11 +109,13 @@ class Inspection:
 
     @property
     def lengths(self) -> list[int]:
-        return [found.tokens for found in self.samples]
+        """Length of each inspected sample in tokens."""
+        return [inspected.tokens for inspected in self.samples]
 
     @property
     def text_only(self) -> int:
-        return sum(not found.sample.items for found in self.samples)
+        """Number of samples without media."""
+        return sum(not inspected.sample.items for inspected in self.samples)
 
 
 def one_lane(config: Config) -> Config:
@@ -135,7 +135,8 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
     Raises:
         TooManyBadError: If many rows are bad, and few or none are usable.
     """
-    data, lane = reader.config.data, Lane(reader, 0, patience=LOOK)
+    data = reader.config.data
+    lane = Lane(reader, 0, patience=LOOK)
     num_wanted = min(LOOK, sum(map(len, reader.sources)))
     packs: list[list[Sample]] = []
     samples: list[InspectedSample] = []
@@ -144,23 +145,26 @@ def inspect_data(reader: Reader, show: int) -> Inspection:
             pack = lane.next_pack()
         except UserError as error:
             bad_rows = distinct(lane.take_bad_rows())
-            stops = bool(bad_rows) and data.on_bad_row == "error"
-            raise TooManyBadError(stops_at(bad_rows[0]) if stops else str(error), bad_rows) from None
-        assert pack is not None, "a lane that is not read just once never ends"
+            would_stop = bool(bad_rows) and data.on_bad_row == "error"
+            message = stop_message(bad_rows[0]) if would_stop else str(error)
+            raise TooManyBadError(message, bad_rows) from None
+        assert pack is not None, "a lane without `epochs` never ends"
         packs.append(pack)
         for sample in pack:
-            samples.append(InspectedSample(sample, visible(reader.sources[sample.id.source].where(sample.id.row))))
+            location = reader.sources[sample.id.source].where(sample.id.row)
+            samples.append(InspectedSample(sample, visible(location)))
+
     bad_rows = lane.take_bad_rows()
     shown = decodable(varied(samples), reader, show, bad_rows)
     return Inspection(
         samples=samples,
-        fill=sum(found.tokens for found in samples) / (len(packs) * data.pack_tokens),
+        fill=sum(inspected.tokens for inspected in samples) / (len(packs) * data.pack_tokens),
         packs=len(packs),
         sources=source_mix(samples, reader),
         ports=port_mix(samples),
         shown=shown,
-        longest=max(samples, key=lambda found: found.tokens),
-        rows=sum(cursor.drawn for cursor in lane.cursors),
+        longest=max(samples, key=lambda inspected: inspected.tokens),
+        rows=sum(cursor.rows_read for cursor in lane.cursors),
         bad_rows=distinct(bad_rows),
         counters=lane.counters,
         most_positions=reader.most_positions,
@@ -174,10 +178,10 @@ def distinct(bad_rows: Sequence[str]) -> list[str]:
 
 def varied(samples: Sequence[InspectedSample]) -> list[InspectedSample]:
     """Reorder samples: the first ones cover every source and port, the next ones every combination of them."""
-    mixes = [
-        frozenset([("source", found.sample.id.source), *(item.port for item in found.sample.items)])
-        for found in samples
-    ]
+    mixes = []
+    for inspected in samples:
+        ports = [item.port for item in inspected.sample.items]
+        mixes.append(frozenset([("source", inspected.sample.id.source), *ports]))
     order: list[int] = []
     missing = set().union(*mixes)
     while missing:
@@ -191,33 +195,34 @@ def decodable(
     samples: Iterable[InspectedSample], reader: Reader, count: int, bad_rows: list[str]
 ) -> list[InspectedSample]:
     """Return the first `count` samples whose media can be decoded. Append errors about others to `bad_rows`."""
-    good: list[InspectedSample] = []
+    decoded: list[InspectedSample] = []
     rows: set[tuple[int, int]] = set()
-    for found in samples:
-        if len(good) == count:
+    for inspected in samples:
+        if len(decoded) == count:
             break
-        row = (found.sample.id.source, found.sample.id.row)
+        row = (inspected.sample.id.source, inspected.sample.id.row)
         if row in rows:  # another sample of the same row, or the same row in the next epoch
             continue
         rows.add(row)
-        _, bad = prepare_pack(0, [found.sample], reader)
-        if not bad:
-            good.append(found)
-        bad_rows += bad
-    return good
+        _, undecodable = prepare_pack(0, [inspected.sample], reader)
+        if not undecodable:
+            decoded.append(inspected)
+        bad_rows += undecodable
+    return decoded
 
 
 def source_mix(samples: Sequence[InspectedSample], reader: Reader) -> list[SourceMix]:
+    """Return the statistics of each source."""
     mix = []
     for i, (spec, source) in enumerate(zip(reader.config.data.sources, reader.sources, strict=True)):
-        of_source = [found for found in samples if found.sample.id.source == i]
-        formats = Counter(found.sample.row_schema for found in of_source)
+        source_samples = [inspected for inspected in samples if inspected.sample.id.source == i]
+        formats = Counter(inspected.sample.row_schema for inspected in source_samples)
         mix.append(
             SourceMix(
                 path=visible(spec.name),
                 rows=len(source),
-                samples=len(of_source),
-                tokens=sum(found.tokens for found in of_source),
+                samples=len(source_samples),
+                tokens=sum(inspected.tokens for inspected in source_samples),
                 formats=dict(formats.most_common()),
                 why=reader.format_of(i)[1],
             )
@@ -226,22 +231,23 @@ def source_mix(samples: Sequence[InspectedSample], reader: Reader) -> list[Sourc
 
 
 def port_mix(samples: Sequence[InspectedSample]) -> list[PortMix]:
-    by_port: dict[Port, list[tuple[MediaItem, InspectedSample]]] = {}
-    for found in samples:
-        for item in found.sample.items:
-            by_port.setdefault(item.port, []).append((item, found))
+    """Return the statistics of each port."""
+    entries_by_port: dict[Port, list[tuple[MediaItem, InspectedSample]]] = {}
+    for inspected in samples:
+        for item in inspected.sample.items:
+            entries_by_port.setdefault(item.port, []).append((item, inspected))
     mix = []
-    for port, entries in sorted(by_port.items()):
-        costliest, found = max(entries, key=lambda entry: entry[0].size.cost)
+    for port, entries in sorted(entries_by_port.items()):
+        costliest, sample_of_costliest = max(entries, key=lambda entry: entry[0].size.cost)
         mix.append(
             PortMix(
                 port=port,
-                samples=len({id(found) for _, found in entries}),
+                samples=len({id(inspected) for _, inspected in entries}),
                 items=len(entries),
                 tokens=sum(item.size.num_placeholders for item, _ in entries),
                 cost=sum(item.size.cost for item, _ in entries),
                 costliest=costliest,
-                where=found.where,
+                where=sample_of_costliest.where,
             )
         )
     return mix
@@ -252,11 +258,15 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
     Bins are logarithmic if the largest length is more than 8 times the smallest.
     """
-    low, high = min(lengths), max(lengths)
+    low = min(lengths)
+    high = max(lengths)
     spread = np.geomspace if high > 8 * low else np.linspace
     edges = np.unique(np.rint(spread(low, high + 1, BINS + 1)).astype(np.int64))
     counts, _ = np.histogram(lengths, edges)
-    return [(int(first), int(after) - 1, int(n)) for first, after, n in zip(edges[:-1], edges[1:], counts, strict=True)]
+    bins = []
+    for first, next_first, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        bins.append((int(first), int(next_first) - 1, int(count)))
+    return bins
 
 
 def parts(sample: Sample) -> Iterator[tuple[str, Sample]]:
@@ -266,57 +276,75 @@ def parts(sample: Sample) -> Iterator[tuple[str, Sample]]:
     """
     if not sample.responses:
         yield "", sample
-    first = 0
+    start = 0
     for role, length in sample.responses:
-        last = first + length
+        stop = start + length
         has_loss = role != "mismatched"
         items = []
         for item in sample.items:
-            if spans := tuple((at - first, n) for at, n in item.spans if first <= at < last):
+            spans = tuple((first - start, count) for first, count in item.spans if start <= first < stop)
+            if spans:
                 items.append(replace(item, spans=spans, is_target=item.is_target and has_loss))
-        columns = select(sample.columns, slice(first, last))
+        columns = select(sample.columns, slice(start, stop))
         if not has_loss:
             columns["labels"] = np.full_like(columns["labels"], IGNORE_INDEX)
         yield role, Sample(columns, tuple(items), id=sample.id)
-        first = last
+        start = stop
 
 
 def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[TokenText]:
     """Yield the tokens of a sample as text, and its media items as short descriptions in brackets."""
-    ids, has_loss = sample.input_ids.tolist(), sample.is_target
+    ids = sample.input_ids.tolist()
+    has_loss = sample.is_target
     has_loss[0] = False
-    inside = [(*span, item) for item in sample.items for span in item.spans if item.port.role != "follower"]
-    beside = [(sum(item.spans[-1]), 0, item) for item in sample.items if item.port.role == "follower" and item.spans]
-    runs = sorted([*inside, *beside], key=lambda run: run[0])
-    at = 0
-    for first, places, item in runs:
-        yield from text_pieces(ids[at:first], has_loss[at:first].tolist(), decode)
+    in_sequence: list[tuple[int, int, MediaItem]] = []
+    followed: list[tuple[int, int, MediaItem]] = []
+    for item in sample.items:
+        if item.port.role != "follower":
+            in_sequence += [(first, num_tokens, item) for first, num_tokens in item.spans]
+        elif item.spans:
+            followed.append((sum(item.spans[-1]), 0, item))
+    runs = sorted([*in_sequence, *followed], key=lambda run: run[0])
+
+    stop = 0
+    for first, num_tokens, item in runs:
+        yield from text_pieces(ids[stop:first], has_loss[stop:first].tolist(), decode)
         target = " target" if item.is_target else ""
-        count = item.targets if item.port.role == "follower" else places
-        yield TokenText(f"[{item.media.modality} x {count}{target}]", places, item.is_target, item)
-        at = first + places
-    yield from text_pieces(ids[at:], has_loss[at:].tolist(), decode)
+        count = item.targets if item.port.role == "follower" else num_tokens
+        yield TokenText(f"[{item.media.modality} x {count}{target}]", num_tokens, item.is_target, item)
+        stop = first + num_tokens
+    yield from text_pieces(ids[stop:], has_loss[stop:].tolist(), decode)
 
 
 def text_pieces(ids: list[int], has_loss: list[bool], decode: Callable[[list[int]], str]) -> Iterator[TokenText]:
     """Yield the text that each token adds to the preceding text. Decoded alone, a token may lose its leading space."""
     context = start = 0
     for end in range(1, len(ids) + 1):
-        before, text = decode(ids[context:start]), decode(ids[context:end])
+        before = decode(ids[context:start])
+        text = decode(ids[context:end])
         if text.endswith("\ufffd") and end - start < 4 and end < len(ids):
             continue  # the bytes of one character may be spread over several tokens
         yield TokenText(visible(text[len(before) :]), end - start, any(has_loss[start:end]))
-        context, start = start, end
+        context = start
+        start = end
 
 
-def shorten(shown: list[TokenText], most: int) -> list[TokenText]:
-    """Return at most about `most` pieces, from the beginning and the end."""
-    if len(shown) <= most:
+def shorten(shown: list[TokenText], limit: int) -> list[TokenText]:
+    """Return at most about `limit` pieces, from the beginning and the end."""
+    if len(shown) <= limit:
         return shown
-    left_out = sum(piece.tokens for piece in shown[most // 2 : -(most // 2)])
-    return [*shown[: most // 2], TokenText(f" ... {left_out:,} tokens ... ", left_out, False), *shown[-(most // 2) :]]
+    half = limit // 2
+    num_omitted = sum(piece.tokens for piece in shown[half:-half])
+    ellipsis = TokenText(f" ... {num_omitted:,} tokens ... ", num_omitted, False)
+    return [*shown[:half], ellipsis, *shown[-half:]]
 
 
 def visible(text: str) -> str:
     """Escape control characters in `text`, which could change the state of the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    if character.isprintable() or character == "\n":
+        return character
+    return character.encode("unicode_escape").decode()

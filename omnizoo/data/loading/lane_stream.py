@@ -16,6 +16,7 @@ from omnizoo.data.loading.lanes import Lane
 from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.packing.pack import Pack
+from omnizoo.data.row import stop_message
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class LaneAssignment:
     packs_per_step: int
 
     @property
-    def own_lanes(self) -> range:
+    def local_lanes(self) -> range:
+        """Numbers of the lanes that this rank runs."""
         # Pack g belongs to lane g % lanes and to rank g % world. Some g fits both exactly if lane and rank are equal
         # modulo the greatest common divisor of `lanes` and `world`.
         common = math.gcd(self.lanes, self.world)
@@ -75,9 +77,13 @@ class LaneSteps(IterableDataset[LoadedStep]):
     """
 
     def __init__(
-        self, reader: Reader, share: LaneAssignment, first_step: int, states: dict[int, dict[str, Any]]
+        self, reader: Reader, assignment: LaneAssignment, first_step: int, states: dict[int, dict[str, Any]]
     ) -> None:
-        self.reader, self.share, self.first_step, self.states = reader, share, first_step, states
+        self.reader = reader
+        self.assignment = assignment
+        self.first_step = first_step
+        self.states = states
+        self.lanes: dict[int, Lane] = {}
 
     def __iter__(self) -> Iterator[LoadedStep]:
         try:
@@ -86,28 +92,47 @@ class LaneSteps(IterableDataset[LoadedStep]):
             yield from failed_steps(str(error))
 
     def run(self) -> Iterator[LoadedStep]:
-        reader, share, worker = self.reader, self.share, get_worker_info()
-        numbers = share.own_lanes if worker is None else share.own_lanes[worker.id :: worker.num_workers]
-        epochs = reader.config.train.epochs
-        lanes: dict[int, Lane] = {}
+        """Yield the steps of the lanes that this process runs. Raises `UserError` if a step cannot be loaded."""
+        self.lanes = {}
+        lane_numbers = self.assignment.local_lanes
+        worker = get_worker_info()
+        if worker is not None:
+            lane_numbers = lane_numbers[worker.id :: worker.num_workers]
         for step in itertools.count(self.first_step):
-            packs, moved, undecodable = [], set(), []
-            for index in range(step * share.packs_per_step, (step + 1) * share.packs_per_step):
-                number = index % share.lanes
-                if number not in numbers:
-                    continue
-                if number not in lanes:  # built on first use: there may be far more lanes than packs
-                    lanes[number] = Lane(reader, number, epochs, by_rows=epochs is not None)
-                    if number in self.states:
-                        lanes[number].restore(self.states[number])
-                samples = lanes[number].next_pack()
-                moved.add(number)
-                if index % share.world == share.rank:
-                    pack, bad = prepare_pack(index, samples or [], reader)
-                    if bad and reader.config.data.on_bad_row == "error":
-                        raise UserError(f"{bad[0]} (data.on_bad_row: skip goes on without such rows)")
-                    packs.append(pack)
-                    undecodable += bad
-            bad_rows = [message for n in sorted(moved) for message in lanes[n].take_bad_rows()]
-            states = {n: lanes[n].state() for n in sorted(moved)}
-            yield LoadedStep(packs, bad_rows, undecodable, states)
+            yield self._load_step(step, lane_numbers)
+
+    def _load_step(self, step: int, lane_numbers: range) -> LoadedStep:
+        """Advance the lanes by one step, and prepare the packs of this rank."""
+        assignment = self.assignment
+        first_index = step * assignment.packs_per_step
+        packs = []
+        undecodable = []
+        advanced = set()
+        for index in range(first_index, first_index + assignment.packs_per_step):
+            number = index % assignment.lanes
+            if number not in lane_numbers:
+                continue
+            samples = self._lane(number).next_pack()
+            advanced.add(number)
+            if index % assignment.world == assignment.rank:
+                pack, bad_media = prepare_pack(index, samples or [], self.reader)
+                if bad_media and self.reader.config.data.on_bad_row == "error":
+                    raise UserError(stop_message(bad_media[0]))
+                packs.append(pack)
+                undecodable += bad_media
+
+        bad_rows = []
+        states = {}
+        for number in sorted(advanced):
+            bad_rows += self.lanes[number].take_bad_rows()
+            states[number] = self.lanes[number].state()
+        return LoadedStep(packs=packs, bad_rows=bad_rows, undecodable=undecodable, states=states)
+
+    def _lane(self, number: int) -> Lane:
+        """Return a lane, which is built on first use: there may be far more lanes than packs."""
+        if number not in self.lanes:
+            epochs = self.reader.config.train.epochs
+            self.lanes[number] = Lane(self.reader, number, epochs, by_rows=epochs is not None)
+            if number in self.states:
+                self.lanes[number].restore(self.states[number])
+        return self.lanes[number]

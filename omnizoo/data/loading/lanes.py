@@ -5,16 +5,16 @@ of the samples in its packing window. The order of rows is computed for any posi
 no data.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
 from omnizoo.config.errors import UserError
 from omnizoo.data.loading.reader import Reader
-from omnizoo.data.loading.row_order import EpochOrder, draws, other_rows
+from omnizoo.data.loading.row_order import EpochOrder, other_rows, random_bits
 from omnizoo.data.packing.overlong import SampleSplit, fit_to_pack
 from omnizoo.data.packing.packer import Packer
-from omnizoo.data.row import BadRow, Row
+from omnizoo.data.row import BadRow, Row, stop_message
 from omnizoo.data.sample import Sample, SampleId
 
 
@@ -22,14 +22,16 @@ from omnizoo.data.sample import Sample, SampleId
 class Cursor:
     """The position of a lane in one source."""
 
-    drawn: int  # rows read in all epochs
+    rows_read: int  # in all epochs
     epoch: int
     position: int  # rows read in this epoch
-    fruitless: int = 0  # consecutive rows without a usable sample
+    rows_without_sample: int = 0  # consecutive rows without a usable sample
 
 
 @dataclass
 class Counters:
+    """Numbers of packs, rows and samples of a lane since the start of the run."""
+
     packs: int = 0
     skipped_rows: int = 0
     dropped_overlong: int = 0
@@ -55,12 +57,15 @@ class Lane:
     bad_rows: list[str] = field(default_factory=list)  # messages about rows skipped since the last `take_bad_rows`
 
     def __post_init__(self) -> None:
-        self.data, self.sources = self.reader.config.data, self.reader.sources
+        self.data = self.reader.config.data
+        self.sources = self.reader.sources
         self.seed = self.reader.config.train.seed
-        weights = [len(s) for s in self.sources] if self.by_rows else [spec.weight for spec in self.data.sources]
+        weights = [spec.weight for spec in self.data.sources]
+        if self.by_rows:
+            weights = [len(source) for source in self.sources]
         self.weights = [weight / sum(weights) for weight in weights]
         # Lanes start at different positions of the mix. Otherwise the first packs of all lanes have the same source.
-        self.jitter = [float(draws(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
+        self.jitter = [float(random_bits(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
         # A source with fewer rows than lanes cannot be divided among the lanes. Each lane then reads all rows of every
         # `lanes`-th epoch.
         self.strides = [1 if len(source) >= self.data.lanes else self.data.lanes for source in self.sources]
@@ -69,37 +74,51 @@ class Lane:
         self.packer = Packer(self.data.pack_tokens, self.data.look_ahead)
 
     def _order(self, i: int) -> EpochOrder:
-        data, shuffle_rows = self.data, self.data.shuffle_rows if self.data.shuffle else None
-        return EpochOrder(self.sources[i], i, self.lane, data.lanes, self.cursors[i].epoch, self.seed, shuffle_rows)
+        """Return the order of the rows of source `i` in the current epoch."""
+        return EpochOrder(
+            self.sources[i],
+            number=i,
+            lane=self.lane,
+            lanes=self.data.lanes,
+            epoch=self.cursors[i].epoch,
+            seed=self.seed,
+            shuffle_rows=self.data.shuffle_rows if self.data.shuffle else None,
+        )
 
     def next_pack(self) -> list[Sample] | None:
+        """Return the samples of the next pack, or None after the last one (with `epochs`)."""
         while not self.packer.is_ready and self._read_row():
             pass
         self.counters.packs += 1  # also counts packs after the end of the data: the position of the lane in the run
         return self.packer.pop() if self.packer.buffer else None
 
     def take_bad_rows(self) -> list[str]:
-        taken, self.bad_rows = self.bad_rows, []
-        return taken
+        """Return the messages about bad rows since the last call."""
+        bad_rows = self.bad_rows
+        self.bad_rows = []
+        return bad_rows
 
     def _read_row(self) -> bool:
         """Read one row into the packer, or skip it if it is bad. Return False if no row is left (with `epochs`)."""
         i = self._choose_source()
         if i is None:
             return False
-        cursor, source = self.cursors[i], self.sources[i]
-        epoch, row = cursor.epoch, self.orders[i][cursor.position]
+        cursor = self.cursors[i]
+        source = self.sources[i]
+        epoch = cursor.epoch
+        row = self.orders[i][cursor.position]
         self._advance(i)
-        read = self.samples_of(i, epoch, row)
-        self._count(read)
-        for sample in read.samples:
+        split = self.samples_of(i, epoch, row)
+        self._count(split)
+        for sample in split.samples:
             self.packer.add(sample)
-        cursor.fruitless = 0 if read.samples else cursor.fruitless + 1
+
+        cursor.rows_without_sample = 0 if split.samples else cursor.rows_without_sample + 1
         # More rows than one epoch of all lanes: the part of a small source that one lane reads may have no usable row.
-        if cursor.fruitless >= len(source) + 64 * min(self.data.lanes, len(source)):
+        if cursor.rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
-                f"data source {self.data.sources[i].name}: none of the last {cursor.fruitless} rows read was usable; "
-                f"the last one ({source.where(row)}): {read.reason}"
+                f"{self.data.sources[i].name}: none of the last {cursor.rows_without_sample} rows was usable; "
+                f"the last one ({source.where(row)}): {split.reason}"
             )
         return True
 
@@ -109,19 +128,22 @@ class Lane:
             return self._read_samples(i, epoch, row)
         except BadRow as bad:
             where = self.sources[i].where(row)
+            message = f"{where}: {bad}"
             if self.data.on_bad_row == "error" and len(self.bad_rows) >= self.patience:
-                raise UserError(f"{where}: {bad} (data.on_bad_row: skip goes on without such rows)") from None
+                raise UserError(stop_message(message)) from None
             self.counters.skipped_rows += 1
-            self.bad_rows.append(f"{where}: {bad}")
+            self.bad_rows.append(message)
             return SampleSplit([], reason=str(bad))
 
-    def _count(self, read: SampleSplit) -> None:
-        counters, most = self.counters, self.reader.most_positions
-        if read.counter:
-            setattr(counters, read.counter, getattr(counters, read.counter) + 1)
-        counters.few_targets += read.few_targets
-        if most is not None:
-            counters.beyond_positions += sum(sample.num_positions > most for sample in read.samples)
+    def _count(self, split: SampleSplit) -> None:
+        """Update the counters with the samples of a row."""
+        counters = self.counters
+        max_positions = self.reader.most_positions
+        if split.counter:
+            setattr(counters, split.counter, getattr(counters, split.counter) + 1)
+        counters.few_targets += split.few_targets
+        if max_positions is not None:
+            counters.beyond_positions += sum(sample.num_positions > max_positions for sample in split.samples)
 
     def _choose_source(self) -> int | None:
         """Return the source that is furthest behind its share of rows, so that the mix is exact at any time.
@@ -129,12 +151,12 @@ class Lane:
         None if all sources are exhausted.
         """
         open_sources = [i for i in range(len(self.cursors)) if self._is_open(i)]
-        rows = 1 + sum(cursor.drawn for cursor in self.cursors)
-        return max(
-            open_sources,
-            key=lambda i: self.weights[i] * rows + self.jitter[i] - self.cursors[i].drawn,
-            default=None,
-        )
+        rows = 1 + sum(cursor.rows_read for cursor in self.cursors)
+
+        def rows_behind(i: int) -> float:
+            return self.weights[i] * rows + self.jitter[i] - self.cursors[i].rows_read
+
+        return max(open_sources, key=rows_behind, default=None)
 
     def _is_open(self, i: int) -> bool:
         """Whether source `i` has rows left to read. `epochs` may end with a part of an epoch."""
@@ -144,36 +166,41 @@ class Lane:
         return self.cursors[i].position < round(share * len(self.orders[i]))
 
     def _advance(self, i: int) -> None:
+        """Move the cursor of source `i` to the next row, and to the next epoch after the last row."""
         cursor = self.cursors[i]
-        cursor.drawn += 1
+        cursor.rows_read += 1
         cursor.position += 1
         if cursor.position == len(self.orders[i]):
-            cursor.epoch, cursor.position = cursor.epoch + self.strides[i], 0
+            cursor.epoch += self.strides[i]
+            cursor.position = 0
             self.orders[i] = self._order(i)
 
     def _read_samples(self, i: int, epoch: int, row: int) -> SampleSplit:
+        """Read and render a row, with a mismatched response of another row if a loss needs it."""
         source = self.sources[i]
-        given, where, find = source.read(row), (i, epoch, row), partial(source.find, row)
+        fields = source.read(row)
+        find = partial(source.find, row)
 
-        def samples(other: Row | None = None, number: int = row) -> SampleSplit:
-            rendered = self.reader.renderer.render(given, where, find, other, partial(source.find, number))
-            return fit_to_pack(*where, rendered, self.data)
+        def render(other: Row | None = None, other_number: int = row) -> SampleSplit:
+            find_other = partial(source.find, other_number)
+            rendered = self.reader.renderer.render(fields, (i, epoch, row), find, other, find_other)
+            return fit_to_pack(i, epoch, row, rendered, self.data)
 
         if not self.reader.config.mismatched_answers:
-            return samples()
+            return render()
         reason = ""
         for number in other_rows(row, len(source)):
             try:
-                return samples(source.read(number), number)
+                return render(source.read(number), number)
             except BadRow as bad:
-                samples()  # raises if the row itself is bad
+                render()  # raises if the row itself is bad
                 reason = str(bad)
-        raise BadRow(f"its prompt needs the answer of another row, and none of those tried is of use: {reason}")
+        raise BadRow(f"the KTO baseline needs the response of another row, but none was usable: {reason}")
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, which can be stored as JSON. It has the ids of samples, not their content."""
         return {
-            "cursors": [[c.drawn, c.epoch, c.position, c.fruitless] for c in self.cursors],
+            "cursors": [list(astuple(cursor)) for cursor in self.cursors],
             "window": [tuple(sample.id) for sample in self.packer.buffer],
             "counters": dict(vars(self.counters)),
         }
@@ -186,14 +213,16 @@ class Lane:
         self.packer = Packer(self.data.pack_tokens, self.data.look_ahead, self.counters.packs)
         window = [SampleId(*values) for values in state["window"]]
         samples: dict[SampleId, Sample] = {}
-        for i, epoch, row in sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2])):  # in storage order
+        rows = sorted({id[:3] for id in window}, key=lambda id: (id[0], id[2]))  # in storage order
+        for i, epoch, row in rows:
             try:
-                samples |= {sample.id: sample for sample in self._read_samples(i, epoch, row).samples}
+                split = self._read_samples(i, epoch, row)
             except BadRow as bad:
-                raise UserError(f"{self.sources[i].where(row)} has changed since the checkpoint: {bad}") from None
+                where = self.sources[i].where(row)
+                raise UserError(f"{where}: the row has changed since the checkpoint: {bad}") from None
+            samples |= {sample.id: sample for sample in split.samples}
         for id in window:
             if id not in samples:
-                raise UserError(
-                    f"{self.sources[id.source].where(id.row)} has changed since the checkpoint: it is shorter"
-                )
+                where = self.sources[id.source].where(id.row)
+                raise UserError(f"{where}: the row has changed since the checkpoint: it is shorter")
             self.packer.add(samples[id])

@@ -29,10 +29,9 @@ from omnizoo.data.loading.workers import Workers, start_server, worker_count, wo
 
 log = logging.getLogger(__name__)
 ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not included
-AT_HOME = "data.workers: 0 reads without other processes"
 
 
-class HandedOver(IterableDataset[LoadedStep]):
+class PickledSteps(IterableDataset[LoadedStep]):
     """Pickled lanes for a worker, which unpickles them only when it iterates, so that errors become failed steps."""
 
     def __init__(self, steps: LaneSteps) -> None:
@@ -42,12 +41,16 @@ class HandedOver(IterableDataset[LoadedStep]):
         try:
             steps: LaneSteps = self.steps.open()
         except (UserError, *CODE_ERRORS) as error:
-            message = f"data.workers: a worker cannot make what it reads with: {named_line(error)}; {AT_HOME}"
-            return failed_steps(message)
+            reason = named_line(error)
+            return failed_steps(
+                f"data.workers: a worker failed to unpickle the data sources or plugins: {reason}. Set it to 0 to load "
+                "data in the training process."
+            )
         return iter(steps)
 
 
 def identity(item: Any) -> Any:
+    """Return the argument. Workers need a collate function that can be pickled."""
     return item
 
 
@@ -57,12 +60,14 @@ class Loader:
     `state_dict` describes the last step that `next_step` returned, however many steps the workers have prefetched.
     """
 
-    def __init__(self, reader: Reader, share: LaneAssignment) -> None:
-        self.reader, self.config, self.share = reader, reader.config, share
+    def __init__(self, reader: Reader, assignment: LaneAssignment) -> None:
+        self.reader = reader
+        self.config = reader.config
+        self.assignment = assignment
         self.step = 0  # index of the next step
         self.undecodable = 0  # rows dropped on this rank because their media could not be decoded
         self.states: dict[int, dict[str, Any]] = {}
-        self.workers = min(worker_count(self.config.data.workers), len(share.own_lanes))
+        self.workers = min(worker_count(self.config.data.workers), len(assignment.local_lanes))
         if self.workers:
             start_server()
         self.iterator: Iterator[LoadedStep] | None = None
@@ -71,9 +76,18 @@ class Loader:
     def start(self) -> None:
         """Start the workers, so that they load data while the model is being set up."""
         if self.iterator is None:
-            self.iterator = iter(self._reading())
+            self.iterator = iter(self._steps())
 
     def next_step(self) -> LoadedStep:
+        """Load the next step of this rank.
+
+        Returns:
+            The packs that this rank has read, and its counters and bad rows.
+
+        Raises:
+            UserError: If the data cannot be read, or a row is bad and `data.on_bad_row` is `error`.
+            WorkerDeath: If a loader worker has died.
+        """
         self.start()
         assert self.iterator is not None
         # DataLoader reads from its workers in turn, so one item from each of them makes a complete step.
@@ -93,24 +107,27 @@ class Loader:
         packs = sorted((pack for part in parts for pack in part.packs), key=lambda pack: pack.index)
         undecodable = [message for part in parts for message in part.undecodable]
         self.undecodable += len(undecodable)
-        bad_rows = [message for part in parts for message in part.bad_rows] if self.share.counts else []
+        bad_rows = []
+        if self.assignment.counts:
+            bad_rows = [message for part in parts for message in part.bad_rows]
         return LoadedStep(packs, bad_rows + undecodable, counters=self.counters())
 
-    def _reading(self) -> Iterable[LoadedStep]:
+    def _steps(self) -> Iterable[LoadedStep]:
+        """Return the steps from the current one on, loaded by workers or in this process."""
         _ = self.fingerprint  # computed and cached before the first row is read
-        steps = LaneSteps(self.reader, self.share, self.step, self.states)
+        steps = LaneSteps(self.reader, self.assignment, self.step, self.states)
         if not self.workers:
             return steps
         try:
-            handed_over = HandedOver(steps)
+            pickled_steps = PickledSteps(steps)
         except NotPicklable as reason:
-            log.warning("data.workers: 0 instead of %d: other processes cannot be given %s", self.workers, reason)
+            log.warning("data.workers: using 0 instead of %d, because pickling failed: %s", self.workers, reason)
             self.workers = 0
             return steps
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers already run in parallel
         self.processes = Workers()
         return DataLoader(
-            handed_over,
+            pickled_steps,
             batch_size=None,
             collate_fn=identity,
             num_workers=self.workers,
@@ -126,10 +143,15 @@ class Loader:
         Each lane is counted on one rank only, so the counters can be summed over ranks.
         """
         names = [item.name for item in fields(Counters) if item.name != "packs"]
-        states = list(self.states.values()) if self.share.counts else []
-        counters = {name: sum(state["counters"].get(name, 0) for state in states) for name in names}
-        drawn = sum(drawn for state in states for drawn, *_ in state["cursors"])
-        counters[ROWS_READ] = drawn - sum(len({tuple(id[:3]) for id in state["window"]}) for state in states)
+        counters = dict.fromkeys(names, 0)
+        counters[ROWS_READ] = 0
+        states = self.states.values() if self.assignment.counts else ()
+        for state in states:
+            for name in names:
+                counters[name] += state["counters"].get(name, 0)
+            rows_read = sum(cursor[0] for cursor in state["cursors"])
+            rows_in_window = {tuple(id[:3]) for id in state["window"]}
+            counters[ROWS_READ] += rows_read - len(rows_in_window)
         return counters | {"undecodable_rows": self.undecodable}
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,29 +159,44 @@ class Loader:
 
         Pass the states of all ranks to `merge_states` to get a state for `load_state_dict`.
         """
-        lanes = {str(lane): state for lane, state in self.states.items()}
-        own = {"undecodable": self.undecodable, "lanes": lanes}
-        return {"step": self.step, "fingerprint": self.fingerprint} | own
+        return {
+            "step": self.step,
+            "fingerprint": self.fingerprint,
+            "undecodable": self.undecodable,
+            "lanes": {str(lane): state for lane, state in self.states.items()},
+        }
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the order of the data depends on. Empty except on rank 0, which alone reads data for it."""
-        return fingerprint(self.reader) if self.share.rank == 0 else {}
+        return fingerprint(self.reader) if self.assignment.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the step at which `state` was saved, on any number of ranks.
+
+        Args:
+            state: The result of `merge_states`.
+
+        Raises:
+            UserError: On rank 0, if the data has changed since the state was saved.
+        """
         if self.fingerprint:
             check_fingerprint(state["fingerprint"], self.fingerprint)
-        own = {lane: state["lanes"][str(lane)] for lane in self.share.own_lanes if str(lane) in state["lanes"]}
-        for lane in self.share.own_lanes:
-            packs = own[lane]["counters"]["packs"] if lane in own else 0
-            expected = self.share.packs_of(lane, state["step"])
+        states: dict[int, dict[str, Any]] = {}
+        for lane in self.assignment.local_lanes:
+            packs = 0
+            if str(lane) in state["lanes"]:
+                states[lane] = state["lanes"][str(lane)]
+                packs = states[lane]["counters"]["packs"]
+            expected = self.assignment.packs_of(lane, state["step"])
             assert packs == expected, (
-                f"lane {lane} is at pack {packs}, not {expected}: was the state merged of all ranks?"
+                f"lane {lane} is at pack {packs}, not {expected}: merge the states of all ranks with merge_states"
             )
         self.close()
-        self.step, self.states = state["step"], own
+        self.step = state["step"]
+        self.states = states
         # The saved count is a sum over ranks, so only one rank continues it.
-        self.undecodable = state.get("undecodable", 0) if self.share.rank == 0 else 0
+        self.undecodable = state.get("undecodable", 0) if self.assignment.rank == 0 else 0
 
     def close(self) -> None:
         """Stop the workers. The loader can still be used: the next step starts new workers."""
@@ -184,13 +221,18 @@ def build_loader(config: Config, tokenizer: PreTrainedTokenizerBase, rank: int, 
     """
     lanes = config.data.lanes
     if lanes % world and rank == 0:
+        next_multiple = -(-lanes // world) * world
         log.warning(
-            "data.lanes (%d) is not a multiple of the %d ranks: ranks prepare data they do not use; %d lanes would "
-            "avoid it, with another order of the data",
-            *(lanes, world, -(-lanes // world) * world),
+            "data.lanes: %d is not a multiple of the %d ranks, so ranks prepare data that they do not use. Set it to "
+            "%d to avoid this; the order of the data then changes.",
+            lanes,
+            world,
+            next_multiple,
         )
     reader = build_reader(config, tokenizer, **media)
-    return Loader(reader, LaneAssignment(rank, world, lanes, config.train.packs_per_step))
+    packs_per_step = config.train.packs_per_step
+    assignment = LaneAssignment(rank=rank, world=world, lanes=lanes, packs_per_step=packs_per_step)
+    return Loader(reader, assignment)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -203,9 +245,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         A state for `Loader.load_state_dict`.
     """
     assert len({state["step"] for state in states}) == 1, "loader states of different steps"
+    lanes: dict[str, Any] = {}
+    for state in states:
+        lanes |= state["lanes"]
     undecodable = sum(state["undecodable"] for state in states)
-    return {
-        **states[0],
-        "undecodable": undecodable,
-        "lanes": {lane: value for state in states for lane, value in state["lanes"].items()},
-    }
+    return {**states[0], "undecodable": undecodable, "lanes": lanes}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 import xxhash
@@ -15,7 +14,7 @@ from omnizoo.modalities.item import MediaItem
 from omnizoo.modalities.media import BadMedia
 
 
-def content_of_item(item: MediaItem) -> str:
+def hash_of_item(item: MediaItem) -> str:
     """Return a hash of the port and the inputs of a prepared item."""
     assert item.inputs is not None
     digest = xxhash.xxh3_128(str(item.port).encode())
@@ -31,27 +30,33 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
     Returns:
         The pack, and messages about rows with bad media, whose samples are dropped. A dummy pack if no sample is left.
     """
-    kept: list[Sample] = []
-    items: list[list[MediaItem]] = []
+    usable: list[Sample] = []
+    items: list[MediaItem] = []
     bad_rows = []
+    start = 0
     for sample in samples:
         try:
-            items.append([part for item in sample.items for part in reader.prepare(item)])
-            kept.append(sample)
+            sample_items = [part for item in sample.items for part in reader.prepare(item)]
         except BadMedia as reason:
-            bad_rows.append(f"{reader.sources[sample.id.source].where(sample.id.row)}: {reason}")
-    if not kept:
+            where = reader.sources[sample.id.source].where(sample.id.row)
+            bad_rows.append(f"{where}: {reason}")
+            continue
+        usable.append(sample)
+        items += [item.moved(start) for item in sample_items]
+        start += len(sample)
+    if not usable:
         return dummy_pack(index), bad_rows
-    lengths = [length for sample in kept for length in sample.lengths]
-    starts = accumulate(map(len, kept), initial=0)
+
+    lengths = [length for sample in usable for length in sample.lengths]
+    columns = concatenate([sample.columns for sample in usable])
     pack = Pack(
-        index,
-        shift_to_next_token(concatenate([sample.columns for sample in kept]), lengths),
-        lengths,
-        sample_ids=[name for sample in kept for name in sample.names],
-        items=tuple(item.moved(start) for start, prepared in zip(starts, items, strict=False) for item in prepared),
+        index=index,
+        columns=shift_to_next_token(columns, lengths),
+        lengths=lengths,
+        sample_ids=[name for sample in usable for name in sample.names],
+        items=tuple(items),
     )
-    roles = [segment.role for sample in kept for segment in sample.segments]
+    roles = [segment.role for sample in usable for segment in sample.segments]
     if any(roles):
         keys = content_keys(pack, roles) if reader.config.known_answers else [""] * len(roles)
         pack = replace(pack, preferences=Preferences(roles, keys))
@@ -64,16 +69,17 @@ def content_keys(pack: Pack, roles: Sequence[str]) -> list[str]:
     Apart from the model, the log-probability of a response depends on nothing else. The hash is empty for segments
     without a role.
     """
-    media = [content_of_item(item) for item in pack.items]
+    item_hashes = [hash_of_item(item) for item in pack.items]
     keys = []
     for role, segment in zip(roles, segment_slices(pack.lengths), strict=True):
         columns = select(pack.columns, segment)
         digest = xxhash.xxh3_128(columns["input_ids"].tobytes() + columns["labels"].tobytes())
         if "position_ids" in columns:
             digest.update(columns["position_ids"].tobytes())
-        for item, content in zip(pack.items, media, strict=True):
-            spans = [(at - segment.start, n) for at, n in item.spans if segment.start <= at < segment.stop]
+        for item, item_hash in zip(pack.items, item_hashes, strict=True):
             target = "!" * item.is_target
-            digest.update("".join(f"{at},{n};{content}{target}" for at, n in spans).encode())
+            for first, count in item.spans:
+                if segment.start <= first < segment.stop:
+                    digest.update(f"{first - segment.start},{count};{item_hash}{target}".encode())
         keys.append(digest.hexdigest() if role else "")
     return keys

@@ -16,7 +16,7 @@ from omnizoo.modalities.base import Encoder, Modality, find_module
 from omnizoo.modalities.item import MediaItem
 from omnizoo.models.media.media_model import Positions, SpeakerFormat
 
-LOOKED_AT = 8  # number of rows to infer the format of a source from
+FORMAT_ROWS = 8  # number of rows to infer the format of a source from
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,29 @@ class Reader:
         if not isinstance(module, Encoder):
             return [replace(item, raw=None, inputs=inputs | item.notes, notes={})]
         if self.config.train.precision == "bf16":
-            inputs = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in inputs.items()}
+            inputs = {name: _to_bf16(tensor) for name, tensor in inputs.items()}
         parts = module.split(item.size, inputs)
         return item.cut(parts) if len(parts) > 1 else [replace(item, raw=None, inputs=inputs)]
 
     def format_of(self, source: int) -> tuple[str, str]:
         """Return the format of the first usable row of a source, and the rule that decided it.
 
-        Both are empty if none of the first `LOOKED_AT` rows is usable.
+        Both are empty if none of the first `FORMAT_ROWS` rows is usable.
         """
         rows = self.sources[source]
-        for number in range(min(LOOKED_AT, len(rows))):
+        for number in range(min(FORMAT_ROWS, len(rows))):
             try:
-                found = self.renderer.format_of(rows.read(number), source)
+                format_name, reason = self.renderer.format_of(rows.read(number), source)
             except BadRow:
                 continue
-            if found[0]:
-                return found
+            if format_name:
+                return format_name, reason
         return "", ""
+
+
+def _to_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert a floating-point tensor to bf16. Other tensors are returned unchanged."""
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def build_reader(
@@ -88,14 +93,34 @@ def build_reader(
     Raises:
         UserError: If a source cannot be opened.
     """
-    known = modalities or {}
-    place = "data.eval_sources" if config.data.sources is config.data.eval_sources else "data.sources"
-    if sources is None:
-        some = (config.data.media_outside, known, config.data.cache_dir)
-        keys = [f"{place}.{i}" for i in range(len(config.data.sources))]
-        sources = [open_source(spec, *some, key) for spec, key in zip(config.data.sources, keys, strict=True)]
     data = config.data
-    shapes = [SourceSchema(f"{place}.{i}", spec.format, spec.json_columns) for i, spec in enumerate(data.sources)]
-    how = (data.ignore, reserved, config.preference_pairs, config.single_answers, shapes, config.learns_answers)
-    renderer = Renderer(tokenizer, data.append_eos, known, positions, config.train.seed, *how, turns=turns)
-    return Reader(config, sources, renderer, known, most_positions)
+    modalities = modalities or {}
+    section = "data.eval_sources" if data.sources is data.eval_sources else "data.sources"
+    keys = [f"{section}.{i}" for i in range(len(data.sources))]
+    if sources is None:
+        sources = [
+            open_source(spec, data.media_outside, modalities, data.cache_dir, key)
+            for spec, key in zip(data.sources, keys, strict=True)
+        ]
+    schemas = [SourceSchema(key, spec.format, spec.json_columns) for spec, key in zip(data.sources, keys, strict=True)]
+    renderer = Renderer(
+        tokenizer,
+        data.append_eos,
+        modalities=modalities,
+        positions=positions,
+        seed=config.train.seed,
+        ignore=data.ignore,
+        reserved=reserved,
+        preferences=config.preference_pairs,
+        labeled_responses=config.single_answers,
+        schemas=schemas,
+        trains_decoders=config.learns_answers,
+        turns=turns,
+    )
+    return Reader(
+        config=config,
+        sources=sources,
+        renderer=renderer,
+        modalities=modalities,
+        most_positions=most_positions,
+    )

@@ -4,66 +4,84 @@ Checkpoints store everything that the order of samples depends on. It is compare
 """
 
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.schema import Config
-from omnizoo.data.loading.fingerprint import content_of, reading_of
+from omnizoo.config.sections.data import SourceSettings
+from omnizoo.data.loading.fingerprint import content_of, tokenizer_hashes
 from omnizoo.data.loading.reader import Reader
+from omnizoo.data.sources.base import RowSource
 from omnizoo.models.read_config import tokenizer_folder
 
 log = logging.getLogger(__name__)
 
-SHAPED = ("format", "columns", "json_columns", "take")  # keys of a source that define how its rows are interpreted
-OF_CHATS = "data.overlong of chats"
-KEYS_TODAY = {"train.global_batch": "train.packs_per_step"}  # stored keys whose config key was renamed
+FORMAT_KEYS = ("format", "columns", "json_columns", "take")  # keys of a source that define how its rows are interpreted
+# Keys of the fingerprint. Checkpoints store them, so they must never change.
+OVERLONG_CHATS = "data.overlong of chats"
+PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
+LABELED_RESPONSES = "what train.losses makes of single answers"
+SHOWN_KEYS = {  # names for messages of stored keys that are not config keys
+    "train.global_batch": "train.packs_per_step",
+    OVERLONG_CHATS: "data.overlong (for chats)",
+    PREFERENCE_PAIRS: "train.losses (use of preference pairs)",
+    LABELED_RESPONSES: "train.losses (use of labeled responses)",
+}
 
 
 def fingerprint(reader: Reader) -> dict[str, Any]:
-    config, sources = reader.config, reader.sources
+    """Return everything that the samples of a run and their order depend on, to be stored in checkpoints."""
+    config = reader.config
     keys = ("lanes", "pack_tokens", "look_ahead", "shuffle", "shuffle_rows", "append_eos", "min_targets")
-    specs = [
-        {
-            "path": spec.name,
-            **{key: getattr(spec, key) for key in ("weight", "split", "media_dir")},
-            **{key: value for key in SHAPED if (value := getattr(spec, key))},
-            "rows": len(source),
-            **content_of(source),
-        }
-        for spec, source in zip(config.data.sources, sources, strict=True)
-    ]
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     overlong = config.data.overlong
     return {
         **values,
         "data.overlong": overlong or "split",
-        OF_CHATS: overlong or "truncate",
+        OVERLONG_CHATS: overlong or "truncate",
         "train.epochs": config.train.epochs,
-        "model.modalities": _reading(config),
+        "model.modalities": _media_settings(config),
         "train.seed": config.train.seed,
         "train.global_batch": config.train.packs_per_step,
-        "what train.losses makes of preference pairs": config.preference_pairs.replace("refused", ""),
-        "what train.losses makes of single answers": _single_answers(config),
-        "model.tokenizer": reading_of(reader.renderer.tokenizer, tokenizer_folder(config.model)),
-        "sources": specs,
+        PREFERENCE_PAIRS: config.preference_pairs.replace("refused", ""),
+        LABELED_RESPONSES: _use_of_labeled_responses(config),
+        "model.tokenizer": tokenizer_hashes(reader.renderer.tokenizer, tokenizer_folder(config.model)),
+        "sources": [
+            _source_fingerprint(spec, source) for spec, source in zip(config.data.sources, reader.sources, strict=True)
+        ],
     }
 
 
-def _single_answers(config: Config) -> str:
+def _source_fingerprint(spec: SourceSettings, source: RowSource) -> dict[str, Any]:
+    """Return the settings of a source that affect its samples, and the hashes of its content."""
+    format_settings = {key: getattr(spec, key) for key in FORMAT_KEYS}
+    return {
+        "path": spec.name,
+        "weight": spec.weight,
+        "split": spec.split,
+        "media_dir": spec.media_dir,
+        **{key: value for key, value in format_settings.items() if value},
+        "rows": len(source),
+        **content_of(source),
+    }
+
+
+def _use_of_labeled_responses(config: Config) -> str:
+    """Return how the losses use labeled responses. Checkpoints store the text, so it must never change."""
     if config.mismatched_answers:
         return "each is also tried with another row's prompt"
     return "read" if config.single_answers else ""
 
 
-def _reading(config: Config) -> dict[str, Any]:
+def _media_settings(config: Config) -> dict[str, Any]:
     """Return the settings that the tokens of media items depend on: their number and the marks around them."""
     keys = ("kind", "path", "config", "options", "begin", "placeholder", "end")
-    return {
-        f"{name}/{role}": {key: part[key] for key in keys if key in part}
-        for name, modality in config.model.model_dump(mode="json")["modalities"].items()
-        for role, part in modality.items()
-        if role in ("encoder", "projector", "decoder", "marks") and part
-    }
+    settings = {}
+    for name, modality in config.model.model_dump(mode="json")["modalities"].items():
+        for role, part in modality.items():
+            if role in ("encoder", "projector", "decoder", "marks") and part:
+                settings[f"{name}/{role}"] = {key: part[key] for key in keys if key in part}
+    return settings
 
 
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -78,46 +96,62 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
     Raises:
         UserError: If they differ in anything that changes the samples or their order.
     """
-
-    def refuse(what: str) -> None:
-        raise UserError(
-            f"{what}: the checkpoint's place in the data means nothing then; restore it as it was, or start a new run "
-            "from its weights (model.init_from: CHECKPOINT, with a log.dir of its own)"
-        )
-
-    def refuse_value(key: str, before: Any, after: Any) -> None:
-        refuse(f"{KEYS_TODAY.get(key, key)} is {after!r}, but {before!r} in the checkpoint")
-
-    if OF_CHATS not in saved:
-        log.warning("chats longer than a pack were cut into pieces before this checkpoint; now: %s", now[OF_CHATS])
-        now = {key: value for key, value in now.items() if key != OF_CHATS}
+    if OVERLONG_CHATS not in saved:
+        log.warning("chats longer than a pack were split before this checkpoint; now: %s", now[OVERLONG_CHATS])
+        now = {key: value for key, value in now.items() if key != OVERLONG_CHATS}
     for key in sorted((saved.keys() | now.keys()) - {"sources", "model.tokenizer"}):
         if (saved.get(key) or None) != (now.get(key) or None):
-            refuse_value(key, saved.get(key), now.get(key))
-    before, after = saved["model.tokenizer"], now["model.tokenizer"]
-    changed = [name for name in after if name != "library" and after[name] != before.get(name)]
-    if changed == ["its definition"] and before["library"] != after["library"]:
+            _raise_changed_value(SHOWN_KEYS.get(key, key), saved.get(key), now.get(key))
+    _check_tokenizer(saved["model.tokenizer"], now["model.tokenizer"])
+    if len(saved["sources"]) != len(now["sources"]):
+        _raise_changed_value("the number of data.sources", len(saved["sources"]), len(now["sources"]))
+    for i, (saved_source, source) in enumerate(zip(saved["sources"], now["sources"], strict=True)):
+        _check_source(f"data.sources[{i}]", saved_source, source)
+
+
+def _raise_changed(change: str) -> NoReturn:
+    """Raise the error for data that differs from that of the checkpoint."""
+    raise UserError(
+        f"{change}, so the data position of the checkpoint is invalid. Restore it, or start a new run from the weights "
+        "with model.init_from: CHECKPOINT and another log.dir."
+    )
+
+
+def _raise_changed_value(key: str, saved: Any, now: Any) -> NoReturn:
+    _raise_changed(f"{key} is {now!r}, but {saved!r} in the checkpoint")
+
+
+def _check_tokenizer(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Check that the tokenizer has not changed. Another version of `tokenizers` may serialize it differently."""
+    changed = [name for name in now if name != "library" and now[name] != saved.get(name)]
+    if changed == ["its definition"] and saved["library"] != now["library"]:
         log.warning(
-            "the tokenizer is written in another way than in the checkpoint, by tokenizers %s and then %s; its "
-            "vocabulary is the same, and it is taken to cut texts as before",
-            *(before["library"], after["library"]),
+            "model.tokenizer: the definition differs from the checkpoint, which was written with tokenizers %s; now: "
+            "%s. The vocabulary is the same, so texts are assumed to be tokenized as before.",
+            saved["library"],
+            now["library"],
         )
     elif changed:
-        refuse(f"model.tokenizer is another one than in the checkpoint ({', '.join(changed)} changed)")
-    if len(saved["sources"]) != len(now["sources"]):
-        refuse_value("the number of data.sources", len(saved["sources"]), len(now["sources"]))
-    for i, (before, after) in enumerate(zip(saved["sources"], now["sources"], strict=True)):
-        source = f"data.sources[{i}]"
-        for key in ("weight", "split", *SHAPED, "rows", "bytes"):
-            if before.get(key) != after.get(key):
-                refuse_value(f"{source}.{key} ({after['path']})", before.get(key), after.get(key))
-        for key, what in (("shape", "the lengths of its rows"), ("content", "its rows")):
-            if before[key] != after[key]:
-                refuse(f"{source} ({after['path']}) has changed since the checkpoint: {what} are other ones")
-        if before["path"] != after["path"]:
-            log.warning("%s moved from %s to %s; its content is the same", source, before["path"], after["path"])
-        if before["media_dir"] != after["media_dir"]:
-            log.warning(
-                "%s.media_dir is %s, but %s in the checkpoint; taken to hold the same media",
-                *(source, after["media_dir"], before["media_dir"]),
-            )
+        names = ", ".join(name.removeprefix("its ") for name in changed)
+        _raise_changed(f"model.tokenizer differs from that of the checkpoint (changed: {names})")
+
+
+def _check_source(key: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Check that a source has not changed. It may have moved to another path."""
+    path = now["path"]
+    for name in ("weight", "split", *FORMAT_KEYS, "rows", "bytes"):
+        if saved.get(name) != now.get(name):
+            _raise_changed_value(f"{key}.{name} ({path})", saved.get(name), now.get(name))
+    if saved["shape"] != now["shape"]:
+        _raise_changed(f"{key} ({path}) has changed since the checkpoint: the lengths of its rows differ")
+    if saved["content"] != now["content"]:
+        _raise_changed(f"{key} ({path}) has changed since the checkpoint: its rows differ")
+    if saved["path"] != path:
+        log.warning("%s moved from %s to %s; its content is the same", key, saved["path"], path)
+    if saved["media_dir"] != now["media_dir"]:
+        log.warning(
+            "%s.media_dir is %s, but %s in the checkpoint; the media files are assumed to be the same",
+            key,
+            now["media_dir"],
+            saved["media_dir"],
+        )

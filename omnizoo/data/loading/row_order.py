@@ -6,10 +6,10 @@ import numpy.typing as npt
 from omnizoo.data.sources.base import Rows, RowSource
 
 PIECE = 256  # maximum number of consecutive rows assigned to a lane
-TRIES = 8  # maximum number of other rows tried as the source of a mismatched response
+MAX_OTHER_ROWS = 8  # maximum number of other rows tried as the source of a mismatched response
 
 
-def draws(count: int, *key: int) -> npt.NDArray[np.uint64]:
+def random_bits(count: int, *key: int) -> npt.NDArray[np.uint64]:
     """Return `count` random 64-bit integers that depend only on `key`.
 
     NumPy guarantees that raw bits stay the same in all versions; it gives no such guarantee for its shuffles.
@@ -26,17 +26,24 @@ def lane_pieces(source: RowSource, lane: int, lanes: int, epoch: int, key: tuple
     fewer rows than there are lanes, the lane reads all pieces.
     """
     size = min(PIECE, max(1, len(source) // (lanes * 16)))
-    lengths = np.diff(source.extents)
-    counts = -(-lengths // size)
-    extent = np.repeat(np.arange(len(counts)), counts)
-    within = size * (np.arange(len(extent)) - np.repeat(np.cumsum(counts) - counts, counts))
-    starts, sizes = source.extents[extent] + within, np.minimum(size, lengths[extent] - within)
+    extent_lengths = np.diff(source.extents)
+    pieces_per_extent = -(-extent_lengths // size)
+    extent = np.repeat(np.arange(len(pieces_per_extent)), pieces_per_extent)  # extent of each piece
+    first_piece = np.cumsum(pieces_per_extent) - pieces_per_extent
+    offset = size * (np.arange(len(extent)) - first_piece[extent])  # of each piece in its extent
+    starts = source.extents[extent] + offset
+    sizes = np.minimum(size, extent_lengths[extent] - offset)
+
     if key is not None:
-        order = np.lexsort((draws(len(starts), *key, 1), draws(len(lengths), *key, 0)[extent]))
-        starts, sizes = starts[order], sizes[order]
+        extent_order = random_bits(len(extent_lengths), *key, 0)
+        piece_order = random_bits(len(starts), *key, 1)
+        order = np.lexsort((piece_order, extent_order[extent]))
+        starts = starts[order]
+        sizes = sizes[order]
     if len(source) >= lanes:
-        mine = slice((lane + epoch) % lanes, None, lanes)
-        starts, sizes = starts[mine], sizes[mine]
+        lane_slice = slice((lane + epoch) % lanes, None, lanes)
+        starts = starts[lane_slice]
+        sizes = sizes[lane_slice]
     return starts, sizes
 
 
@@ -52,8 +59,10 @@ class EpochOrder:
         self.key = None if shuffle_rows is None else (seed, number, epoch)
         self.starts, sizes = lane_pieces(source, lane, lanes, epoch, self.key)
         self.ends = np.cumsum(sizes)
-        self.lane, self.window_rows = lane, shuffle_rows or PIECE
-        self.window, self.rows = -1, np.zeros(0, np.int64)
+        self.lane = lane
+        self.window_rows = shuffle_rows or PIECE
+        self.window = -1
+        self.rows = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -61,16 +70,21 @@ class EpochOrder:
     def __getitem__(self, position: int) -> int:
         window, offset = divmod(position, self.window_rows)
         if window != self.window:
-            self.window, self.rows = window, self._read_window(window)
+            self.window = window
+            self.rows = self._read_window(window)
         return int(self.rows[offset])
 
     def _read_window(self, window: int) -> Rows:
-        positions = np.arange(window * self.window_rows, min((window + 1) * self.window_rows, len(self)))
+        """Return the row numbers of a window, in reading order."""
+        first = window * self.window_rows
+        positions = np.arange(first, min(first + self.window_rows, len(self)))
         piece = np.searchsorted(self.ends, positions, side="right")
-        rows: Rows = self.starts[piece] + positions - np.concatenate(([0], self.ends))[piece]
+        piece_positions = np.concatenate(([0], self.ends))  # position of the first row of each piece
+        rows: Rows = self.starts[piece] + positions - piece_positions[piece]
         if self.key is None:
             return rows
-        return rows[np.argsort(draws(len(rows), *self.key, 2, self.lane, window), kind="stable")]
+        order = np.argsort(random_bits(len(rows), *self.key, 2, self.lane, window), kind="stable")
+        return rows[order]
 
 
 def other_rows(row: int, rows: int) -> list[int]:
@@ -78,5 +92,5 @@ def other_rows(row: int, rows: int) -> list[int]:
 
     They are the same in every epoch, on every layout and after a resume.
     """
-    found = dict.fromkeys((draws(2 * TRIES, row) % rows).tolist())
-    return [other for other in found if other != row][:TRIES]
+    candidates = dict.fromkeys((random_bits(2 * MAX_OTHER_ROWS, row) % rows).tolist())
+    return [candidate for candidate in candidates if candidate != row][:MAX_OTHER_ROWS]

@@ -31,8 +31,16 @@ class Lengths:
     starts: npt.NDArray[np.int64]  # [rows + 1]; offset of each row in `lengths`
     lengths: npt.NDArray[np.int32]  # [samples], in tokens
 
-    def of(self, row: int) -> list[int]:
-        start, stop = self.starts[row - self.first : row - self.first + 2]
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.starts) - 1
+
+    def of_row(self, row: int) -> list[int]:
+        """Return the lengths of the samples of a row."""
+        index = row - self.first
+        start = self.starts[index]
+        stop = self.starts[index + 1]
         lengths: list[int] = self.lengths[start:stop].tolist()
         return lengths
 
@@ -42,10 +50,13 @@ def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
     lane = Lane(reader, 0)
     measured = []
     for number, source in enumerate(reader.sources):
-        first, last = (len(source) * part // world for part in (rank, rank + 1))
-        starts, lengths = [0], []
-        for row in range(first, last):
-            lengths += [len(sample) for sample in lane.samples_of(number, 0, row).samples]
+        first = len(source) * rank // world
+        stop = len(source) * (rank + 1) // world
+        starts = [0]
+        lengths: list[int] = []
+        for row in range(first, stop):
+            samples = lane.samples_of(number, 0, row).samples
+            lengths += map(len, samples)
             starts.append(len(lengths))
         measured.append(Lengths(first, np.array(starts, np.int64), np.array(lengths, np.int32)))
     return measured
@@ -58,11 +69,11 @@ class CountingLane(Lane):
     lengths: Sequence[Sequence[Lengths]] = field(default=(), kw_only=True)  # [sources][ranks that measured]
 
     def _read_samples(self, i: int, epoch: int, row: int) -> SampleSplit:
-        part = next(part for part in self.lengths[i] if row < part.first + len(part.starts) - 1)
+        measured = next(part for part in self.lengths[i] if row < part.first + part.num_rows)
         samples = []
-        for piece, length in enumerate(part.of(row)):
+        for part, length in enumerate(measured.of_row(row)):
             columns = {"input_ids": np.broadcast_to(NO_TOKENS, length)}
-            samples.append(Sample(columns, id=SampleId(i, epoch, row, piece)))
+            samples.append(Sample(columns, id=SampleId(i, epoch, row, part)))
         return SampleSplit(samples)
 
 
@@ -73,13 +84,15 @@ def steps_of(reader: Reader, lengths: Sequence[Sequence[Lengths]]) -> int:
         reader: The data of the run.
         lengths: For each source, the lengths that each rank has measured.
     """
-    config, lanes, last = reader.config, reader.config.data.lanes, -1
+    config = reader.config
+    lanes = reader.config.data.lanes
+    last_pack = -1
     for number in range(lanes):
         lane = CountingLane(reader, number, config.train.epochs, by_rows=True, lengths=lengths)
-        packs = sum(1 for _ in iter(lane.next_pack, None))
-        if packs:
-            last = max(last, number + (packs - 1) * lanes)
-    return last // config.train.packs_per_step + 1
+        num_packs = sum(1 for _ in iter(lane.next_pack, None))
+        if num_packs:
+            last_pack = max(last_pack, number + (num_packs - 1) * lanes)
+    return last_pack // config.train.packs_per_step + 1
 
 
 def count_steps(config: Config, reader: Reader, mesh: Mesh, known: int | None = None) -> Config:
@@ -100,10 +113,14 @@ def count_steps(config: Config, reader: Reader, mesh: Mesh, known: int | None = 
     if config.train.epochs is None:
         return config
     if known is None:
-        rows = sum(map(len, reader.sources))
-        log.info("train.epochs: measuring %s rows, to know how many steps they are", f"{rows:,}")
-        own = sync_errors(mesh, lambda: measure(reader, mesh.rank, mesh.layout.world))
-        parts = mesh.gather(own)
-        known = mesh.from_first(steps_of(reader, list(zip(*parts, strict=True))) if mesh.is_first else None)
+        num_rows = sum(map(len, reader.sources))
+        log.info("train.epochs: measuring %s rows to compute the number of steps", f"{num_rows:,}")
+        local_lengths = sync_errors(mesh, lambda: measure(reader, mesh.rank, mesh.layout.world))
+        lengths_by_rank = mesh.gather(local_lengths)
+        num_steps = None
+        if mesh.is_first:
+            lengths_by_source = list(zip(*lengths_by_rank, strict=True))
+            num_steps = steps_of(reader, lengths_by_source)
+        known = mesh.from_first(num_steps)
     assert known is not None
     return config.changed(train={"steps": max(1, known)})

@@ -21,7 +21,7 @@ from omnizoo.config.errors import named_line
 LARGE = 1 << 16  # bytes; smaller arrays are part of the pickle
 
 
-class NotPicklable(Exception):  # noqa: N818 (no error: the run goes on without workers)
+class NotPicklable(Exception):  # noqa: N818 (no error: the run continues without workers)
     """An object cannot be pickled for another process. The message names the object and the reason."""
 
 
@@ -43,16 +43,19 @@ class SharedPickle:
         self.pickled = pickled.getvalue()
 
     def _keep_small(self, buffer: pickle.PickleBuffer) -> bool:
+        """Return True if a buffer is small and stays in the pickle; write large ones to the file, page-aligned."""
         raw = buffer.raw()
         if raw.nbytes < LARGE:
             return True
-        self.file.seek(-(-self.file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE)
+        num_pages = -(-self.file.tell() // mmap.PAGESIZE)
+        self.file.seek(num_pages * mmap.PAGESIZE)
         self.spans.append((self.file.tell(), raw.nbytes))
         self.file.write(raw)
         return False
 
     def __getstate__(self) -> tuple[bytes, list[tuple[int, int]], Any]:
-        return self.pickled, self.spans, DupFd(self.file.fileno()) if self.spans else None
+        file = DupFd(self.file.fileno()) if self.spans else None
+        return self.pickled, self.spans, file
 
     def __setstate__(self, state: tuple[bytes, list[tuple[int, int]], Any]) -> None:
         self.pickled, self.spans, file = state
@@ -60,24 +63,30 @@ class SharedPickle:
             self.file = open(file.detach(), "rb")  # noqa: SIM115 (as long as the value is used)
 
     def open(self) -> Any:
-        # Copy on write: processes share a page until one of them writes to it.
-        mapped = (
-            memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY)) if self.spans else memoryview(b"")
-        )
-        return pickle.loads(self.pickled, buffers=[mapped[start : start + size] for start, size in self.spans])
+        """Unpickle the value. Its large arrays are mapped from the file."""
+        mapped = memoryview(b"")
+        if self.spans:
+            # Copy on write: processes share a page until one of them writes to it.
+            mapped = memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY))
+        buffers = [mapped[start : start + size] for start, size in self.spans]
+        return pickle.loads(self.pickled, buffers=buffers)
 
 
 class _Pickler(pickle.Pickler):
+    """Pickles large tensors and arrays as buffers, and modules without hooks."""
+
     def __init__(self, file: io.BytesIO, keep_small: Any) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep_small)
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
             # A worker would have to run the user's script again to define it.
-            raise NotPicklable(f"{value.__qualname__} is defined in the script that was started, not in a module")
+            raise NotPicklable(
+                f"{value.__qualname__} is defined in the main script. Move it to a module that workers can import."
+            )
         if _is_large(value):
             raw = value.contiguous().view(-1).view(torch.uint8).numpy()
-            return _tensor, (raw, value.dtype, tuple(value.shape))
+            return _rebuild_tensor, (raw, value.dtype, tuple(value.shape))
         if type(value) is np.ndarray and value.nbytes >= LARGE and not value.flags.contiguous:
             return np.ascontiguousarray(value).__reduce_ex__(5)  # otherwise it becomes part of the pickle
         if isinstance(value, nn.Module):
@@ -86,6 +95,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_large(value: Any) -> bool:
+    """Whether a value is a large dense tensor in host memory without gradients."""
     is_plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
     return is_plain and value.nbytes >= LARGE and not value.requires_grad
 
@@ -98,13 +108,14 @@ def _without_hooks(module: nn.Module) -> Any:
     reduced = module.__reduce_ex__(5)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced  # the class defines its own pickling
-    state = {
-        name: type(part)() if "_hooks" in name and isinstance(part, dict) else part
-        for name, part in reduced[2].items()
-        if name != "forward"
-    }
+    state = {}
+    for name, part in reduced[2].items():
+        is_hooks = "_hooks" in name and isinstance(part, dict)
+        if name != "forward":
+            state[name] = type(part)() if is_hooks else part
     return (*reduced[:2], state, *reduced[3:])
 
 
-def _tensor(raw: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _rebuild_tensor(raw: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor that `raw` contains the bytes of."""
     return torch.from_numpy(raw).view(dtype).view(shape)

@@ -22,28 +22,29 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-MOST_WORKERS, CORES_PER_WORKER = 4, 4  # maximum per rank, and CPU cores for each, if data.workers is not set
+MAX_WORKERS = 4  # maximum per rank if data.workers is not set
+CORES_PER_WORKER = 4  # CPU cores for each worker if data.workers is not set
 IMPORTED = ["omnizoo.data.loading.loader", "tokenizers"]
 QUIET = "ignore:resource_tracker"
-LIGHTER = "use fewer data.workers, or a smaller data.prefetch, data.look_ahead or data.pack_tokens"
+LESS_MEMORY = "reduce data.workers, data.prefetch, data.look_ahead or data.pack_tokens"
 
 
 class WorkerDeath(RuntimeError):  # noqa: N818 (what it is about)
     """A loader worker has died. The message is written for users."""
 
 
-def worker_count(asked: int | None) -> int:
+def worker_count(setting: int | None) -> int:
     """Return the number of loader workers of a rank: `data.workers` if it is set, otherwise a default.
 
     The default is enough to load faster than most models train. It is 0 if a rank has few CPU cores, which the model
     may need, and in daemon processes, which cannot have children.
     """
-    if asked is not None:
-        return asked
+    if setting is not None:
+        return setting
     if multiprocessing.current_process().daemon:
         return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(MOST_WORKERS, cores // CORES_PER_WORKER)
+    return min(MAX_WORKERS, cores // CORES_PER_WORKER)
 
 
 def start_server() -> None:
@@ -81,38 +82,40 @@ class Workers(ForkServerContext):
     def death(self) -> WorkerDeath | None:
         """Return an error for the first worker that ended with a nonzero exit code; None if there is none."""
         codes = [process.exitcode for process in self.started if process.exitcode]
-        return WorkerDeath(told(codes[0])) if codes else None
+        return WorkerDeath(exit_message(codes[0])) if codes else None
 
 
 class _Process(ForkServerProcess):
+    """A worker process that does not import the main script."""
+
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802
-        with _main_left_out():
+        with _without_main():
             return ForkServerProcess._Popen(process)
 
 
 @contextmanager
-def _main_left_out() -> Iterator[None]:
+def _without_main() -> Iterator[None]:
     """Context manager: start processes that do not import the main script.
 
     Python imports the main script in every new process, under another name. A script without
     `if __name__ == "__main__"` would train again in every worker. Python skips a main module that has neither
     `__spec__` nor `__file__`.
     """
-    main = sys.modules["__main__"]
-    said: dict[str, Any] = vars(main)
-    kept: dict[str, Any] = {name: said[name] for name in ("__spec__", "__file__") if name in said}
-    said["__spec__"] = None
-    said.pop("__file__", None)
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    previous: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main["__spec__"] = None
+    main.pop("__file__", None)
     try:
         yield
     finally:
-        said.update(kept)
+        main.update(previous)
 
 
 def worker_setup() -> Callable[[int], None]:
     """Return the function that a worker calls first, which copies the environment and settings of its rank."""
-    log_level, transformers_level = logging.getLogger().getEffectiveLevel(), transformers_logging.get_verbosity()
+    log_level = logging.getLogger().getEffectiveLevel()
+    transformers_level = transformers_logging.get_verbosity()
     return partial(_set_up, dict(os.environ), torch.get_default_dtype(), log_level, transformers_level)
 
 
@@ -136,6 +139,7 @@ def _set_up(
 
 
 def _watch() -> None:
+    """End this worker when its rank has ended, or when the rank sends SIGTERM."""
     # An exiting Python process ends its children by SIGTERM, so a SIGTERM from the rank must end this worker. A killed
     # rank sends none. torch's own watchdog does not help: it watches the parent, which is the server, and the server
     # lives as long as any worker.
@@ -148,11 +152,17 @@ def _watch() -> None:
     os._exit(0)
 
 
-def told(code: int) -> str:
+def exit_message(code: int) -> str:
     """Return a message about a worker that ended with this exit code."""
     if code == -signal.SIGKILL:
-        return f"a loader worker was killed (SIGKILL), as the kernel does when memory runs out; {LIGHTER}"
+        return (
+            "data.workers: a loader worker was killed (SIGKILL), as the kernel does when memory runs out. To use less "
+            f"memory, {LESS_MEMORY}."
+        )
     if code == -signal.SIGBUS:
-        return f"a loader worker was out of shared memory (SIGBUS); make /dev/shm larger, or {LIGHTER}"
-    how = f"was killed by a signal ({signal.strsignal(-code)})" if code < 0 else "ended"
-    return f"a loader worker {how} without a word; data.workers: 0 shows where, and if memory ran out, {LIGHTER}"
+        return (
+            "data.workers: a loader worker ran out of shared memory (SIGBUS). Make /dev/shm larger; or, to use less "
+            f"memory, {LESS_MEMORY}."
+        )
+    end = f"was killed by a signal ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
+    return f"data.workers: a loader worker {end}. Set it to 0 to find the cause. If memory ran out, {LESS_MEMORY}."

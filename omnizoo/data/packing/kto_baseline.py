@@ -22,6 +22,7 @@ def split_kto_baseline(packs: Sequence[Pack]) -> tuple[list[Pack], list[Pack]]:
 
 
 def _select_segments(pack: Pack, is_baseline: bool) -> Pack:
+    """Return a pack with the mismatched responses only, or without them. A dummy pack if no segment is left."""
     if pack.preferences is None:
         return dummy_pack(pack.index) if is_baseline else pack
     is_kept = [(role == "mismatched") == is_baseline for role in pack.preferences.roles]
@@ -31,7 +32,8 @@ def _select_segments(pack: Pack, is_baseline: bool) -> Pack:
     new_index = np.cumsum(is_token_kept) - 1
     items = []
     for item in pack.items:
-        spans = tuple((int(new_index[first]), count) for first, count in item.spans if is_token_kept[first])
+        kept_spans = [(first, count) for first, count in item.spans if is_token_kept[first]]
+        spans = tuple((int(new_index[first]), count) for first, count in kept_spans)
         if spans or not item.spans:
             items.append(replace(item, spans=spans))
     return replace(

@@ -28,25 +28,30 @@ class SampleSplit:
 
 def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: DataSection) -> SampleSplit:
     """Return the samples of a row, each of at most `data.pack_tokens` tokens."""
-    limit, counter = data.pack_tokens, ""
+    limit = data.pack_tokens
+    counter = ""
     if len(rendered) > limit:
-        method = data.overlong or ("split" if rendered.is_prose else "truncate")
-        longer = f"longer than data.pack_tokens ({limit})"
+        default_method = "split" if rendered.is_prose else "truncate"
+        method = data.overlong or default_method
+        too_long = f"{len(rendered)} tokens are more than data.pack_tokens ({limit})"
         if method == "drop":
-            return SampleSplit([], "dropped_overlong", reason=longer)
+            return SampleSplit([], "dropped_overlong", reason=too_long)
         if method == "truncate":
-            shorter = truncate(rendered, limit)
-            if shorter is None:
-                reason = f"{longer}, and nothing that is learnt is within them"
+            truncated = truncate(rendered, limit)
+            if truncated is None:
+                reason = f"{too_long}, and the first {limit} have no targets"
                 return SampleSplit([], "dropped_overlong", reason=reason)
-            rendered = shorter
+            rendered = truncated
         counter = "split_overlong" if method == "split" else "truncated_overlong"
-    samples = list(split(source, epoch, row, rendered, limit))
+
+    all_samples = list(split(source, epoch, row, rendered, limit))
     # Every sample of a plain text has targets, from its second token on. A part of a chat may be all prompt.
-    fewest = max(data.min_targets, int(counter == "split_overlong" and not rendered.is_prose))
-    kept = [sample for sample in samples if not fewest or num_targets(sample) >= fewest]
-    reason = "" if kept else f"fewer tokens with a loss than data.min_targets ({data.min_targets})"
-    return SampleSplit(kept, counter, len(samples) - len(kept), reason)
+    is_split_chat = counter == "split_overlong" and not rendered.is_prose
+    min_targets = max(data.min_targets, int(is_split_chat))
+    samples = [sample for sample in all_samples if not min_targets or num_targets(sample) >= min_targets]
+    reason = "" if samples else f"fewer targets than data.min_targets ({data.min_targets})"
+    num_dropped = len(all_samples) - len(samples)
+    return SampleSplit(samples=samples, counter=counter, few_targets=num_dropped, reason=reason)
 
 
 def split(source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int) -> Iterator[Sample]:
@@ -64,18 +69,21 @@ def split(source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens:
 
 
 def _check_split(rendered: RenderedRow, pack_tokens: int) -> None:
+    """Raise `BadRow` for an over-long row with media or preferences, which cannot be split."""
+    too_long = f"{len(rendered)} tokens are more than data.pack_tokens ({pack_tokens})"
     if rendered.items:
-        inside = [item for item in rendered.items if item.port.role != "follower"]
-        largest = max(inside, key=lambda item: item.size.num_placeholders, default=None)
+        in_sequence = [item for item in rendered.items if item.port.role != "follower"]
+        largest = max(in_sequence, key=lambda item: item.size.num_placeholders, default=None)
+        largest_item = ""
+        if largest is not None:
+            largest_item = f" The largest item, {largest.media.name}, has {largest.size.num_placeholders}."
         raise BadRow(
-            f"{len(rendered)} tokens are longer than data.pack_tokens ({pack_tokens}), and a row with media is never "
-            "cut into pieces (data.overlong: truncate cuts it off)"
-            + (f"; its largest item, {largest.media.name}, takes {largest.size.num_placeholders}" if largest else "")
+            f"{too_long}, and rows with media are never split. Set data.overlong: truncate to truncate them."
+            + largest_item
         )
     if rendered.responses:
         raise BadRow(
-            f"the {len(rendered)} tokens of this preference pair are longer than data.pack_tokens ({pack_tokens}), and "
-            "a pair is never cut into pieces (data.overlong: truncate cuts its answers off)"
+            f"{too_long}, and preference rows are never split. Set data.overlong: truncate to truncate their responses."
         )
 
 
@@ -84,8 +92,8 @@ def num_targets(sample: Sample) -> int:
 
     With several responses, the target tokens of the response with the fewest are counted.
     """
-    inside = [item for item in sample.items if item.is_target and item.port.role != "follower"]
-    num_placeholders = sum(item.size.num_placeholders for item in inside)
+    media_targets = [item for item in sample.items if item.is_target and item.port.role != "follower"]
+    num_placeholders = sum(item.size.num_placeholders for item in media_targets)
     is_target = sample.is_target
     # No token precedes the first one of a segment, so it is not predicted.
     num_tokens = [int(is_target[segment][1:].sum()) for segment in segment_slices(sample.lengths)]
@@ -105,44 +113,50 @@ def truncate(rendered: RenderedRow, limit: int) -> RenderedRow | None:
     if any(stop - start > limit for start, stop in rendered.item_spans):
         largest = max(rendered.items, key=lambda item: item.size.num_placeholders)
         raise BadRow(
-            f"{len(rendered)} tokens are longer than data.pack_tokens ({limit}), and no cut would help: its largest "
-            f"item, {largest.media.name}, takes {largest.size.num_placeholders}"
+            f"{len(rendered)} tokens are more than data.pack_tokens ({limit}), and truncation cannot help: the largest "
+            f"item, {largest.media.name}, has {largest.size.num_placeholders}"
         )
     if rendered.responses:
         return _truncate_responses(rendered, limit)
     end = limit
     for start, stop in rendered.item_spans:
-        end = start if start < end < stop else end
-    shorter = keep_tokens(rendered, np.arange(len(rendered)) < end)
-    has_targets = shorter.is_target[1:].any() or any(item.is_target for item in shorter.items)
-    return shorter if has_targets else None
+        if start < end < stop:
+            end = start
+    truncated = keep_tokens(rendered, np.arange(len(rendered)) < end)
+    has_targets = truncated.is_target[1:].any() or any(item.is_target for item in truncated.items)
+    return truncated if has_targets else None
 
 
 def _truncate_responses(rendered: RenderedRow, limit: int) -> RenderedRow | None:
-    longest = longest_each(rendered.lengths, limit)
-    is_kept = np.concatenate([np.arange(length) < longest for length in rendered.lengths])
-    responses = tuple(Segment(role, min(length, longest)) for role, length in rendered.responses)
-    shorter = replace(keep_tokens(rendered, is_kept), responses=responses)
-    if not all(shorter.is_target[segment][1:].any() for segment in segment_slices(shorter.lengths)):
+    """Truncate the longest responses; None if a response loses all targets, its difference or a media item."""
+    max_length = max_response_length(rendered.lengths, limit)
+    is_kept = np.concatenate([np.arange(length) < max_length for length in rendered.lengths])
+    responses = tuple(Segment(role, min(length, max_length)) for role, length in rendered.responses)
+    truncated = replace(keep_tokens(rendered, is_kept), responses=responses)
+    if not all(truncated.is_target[segment][1:].any() for segment in segment_slices(truncated.lengths)):
         return None
-    if _num_different(shorter) < _num_different(rendered):
+    if _num_different(truncated) < _num_different(rendered):
         return None
-    ends = np.cumsum(rendered.lengths)
-    for start, count in (span for item in rendered.items for span in item.spans):
+
+    response_ends = np.cumsum(rendered.lengths)
+    spans = [span for item in rendered.items for span in item.spans]
+    for start, count in spans:
         stop = start + count
-        if not is_kept[start:stop].all() or (stop not in ends and not is_kept[stop]):
-            return None  # an item or its end mark would be cut, which would change the meaning of the response
-    return shorter
+        is_end_mark_cut = stop not in response_ends and not is_kept[stop]
+        if not is_kept[start:stop].all() or is_end_mark_cut:
+            return None  # cutting an item or its end mark changes the meaning of the response
+    return truncated
 
 
 def _num_different(rendered: RenderedRow) -> int:
+    """Return the number of distinct responses."""
     return len({rendered.input_ids[segment].tobytes() for segment in segment_slices(rendered.lengths)})
 
 
-def longest_each(lengths: Sequence[int], limit: int) -> int:
+def max_response_length(lengths: Sequence[int], limit: int) -> int:
     """Return the largest length to cut each response to, such that all of them have at most `limit` tokens."""
-    for done, length in enumerate(sorted(lengths)):
-        share = limit // (len(lengths) - done)
+    for num_shorter, length in enumerate(sorted(lengths)):
+        share = limit // (len(lengths) - num_shorter)
         if length > share:
             return share
         limit -= length
@@ -152,9 +166,9 @@ def longest_each(lengths: Sequence[int], limit: int) -> int:
 def keep_tokens(rendered: RenderedRow, is_kept: npt.NDArray[np.bool_]) -> RenderedRow:
     """Return a row with the tokens of the mask `[tokens]`, and the items all of whose tokens are kept."""
     new_index = np.cumsum(is_kept) - 1
-    items = tuple(
-        replace(item, spans=tuple((int(new_index[start]), count) for start, count in item.spans))
-        for item in rendered.items
-        if all(is_kept[start : start + count].all() for start, count in item.spans)
-    )
-    return replace(rendered, columns=select(rendered.columns, is_kept), items=items, item_spans=())
+    items = []
+    for item in rendered.items:
+        if all(is_kept[start : start + count].all() for start, count in item.spans):
+            spans = tuple((int(new_index[start]), count) for start, count in item.spans)
+            items.append(replace(item, spans=spans))
+    return replace(rendered, columns=select(rendered.columns, is_kept), items=tuple(items), item_spans=())

@@ -26,6 +26,7 @@ class Pack:
 
     @property
     def is_dummy(self) -> bool:
+        """Whether this is a dummy pack, which has no samples."""
         return not self.sample_ids
 
     @property
@@ -37,4 +38,4 @@ class Pack:
 def dummy_pack(index: int) -> Pack:
     """Return a pack of two tokens, for a rank that has no pack. It is computed, but excluded from losses and counts."""
     columns = make_columns(input_ids=np.zeros(2), labels=np.full(2, IGNORE_INDEX))
-    return Pack(index, columns, [2], [])
+    return Pack(index, columns, lengths=[2], sample_ids=[])

@@ -5,7 +5,8 @@ The packs depend on nothing but the samples and their order.
 
 from omnizoo.data.sample import Sample
 
-WINDOW, GROWTH = 256, 32  # default window size in samples; its growth per pack at the start
+WINDOW = 256  # default window size in samples
+GROWTH = 32  # samples by which the default window grows per pack at the start
 
 
 class Packer:
@@ -20,18 +21,22 @@ class Packer:
     """
 
     def __init__(self, pack_tokens: int, look_ahead: int | None = None, packs: int = 0) -> None:
-        self.pack_tokens, self.look_ahead = pack_tokens, look_ahead
+        self.pack_tokens = pack_tokens
+        self.look_ahead = look_ahead
         self.packs = packs  # number of packs produced so far
         self.tokens = 0  # number of tokens in the window
         self.buffer: list[Sample] = []
 
     @property
     def is_ready(self) -> bool:
+        """Whether the window has enough samples for the next pack."""
         if self.look_ahead is not None:
             return len(self.buffer) >= self.look_ahead
-        return len(self.buffer) >= min(WINDOW, GROWTH * (1 + self.packs)) and self.tokens >= 2 * self.pack_tokens
+        window = min(WINDOW, GROWTH * (1 + self.packs))
+        return len(self.buffer) >= window and self.tokens >= 2 * self.pack_tokens
 
     def add(self, sample: Sample) -> None:
+        """Add a sample to the window."""
         assert 0 < len(sample) <= self.pack_tokens, "over-long samples are split or dropped before"
         self.buffer.append(sample)
         self.tokens += len(sample)
@@ -39,7 +44,8 @@ class Packer:
     def pop(self) -> list[Sample]:
         """Remove the samples of the next pack from the window and return them."""
         lengths = [len(sample) for sample in self.buffer]
-        chosen = [0, *(1 + i for i in best_fill(lengths[1:], self.pack_tokens - lengths[0]))]
+        others = best_fill(lengths[1:], self.pack_tokens - lengths[0])
+        chosen = [0, *(1 + i for i in others)]
         samples = [self.buffer[i] for i in chosen]
         for i in reversed(chosen):
             del self.buffer[i]
@@ -57,16 +63,18 @@ def best_fill(lengths: list[int], room: int) -> list[int]:
     """
     if sum(lengths) <= room:
         return list(range(len(lengths)))
-    within = (1 << (room + 1)) - 1
+    up_to_room = (1 << (room + 1)) - 1
     reachable = [1]
     for length in lengths:
-        if reachable[-1] >> room:
+        sums = reachable[-1]
+        if sums >> room:
             break
-        reachable.append((reachable[-1] | reachable[-1] << length) & within)
-    left = reachable[-1].bit_length() - 1
+        reachable.append((sums | sums << length) & up_to_room)
+
+    remaining = reachable[-1].bit_length() - 1
     chosen = []
     for i in range(len(reachable) - 2, -1, -1):
-        if not reachable[i] >> left & 1:  # this sum needs sample i
+        if not reachable[i] >> remaining & 1:  # this sum needs sample i
             chosen.append(i)
-            left -= lengths[i]
+            remaining -= lengths[i]
     return chosen[::-1]

@@ -15,10 +15,12 @@ from omnizoo.data.rows.messages import Message
 
 Span = tuple[int, int]
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TAGS_HINT = "put {% generation %} tags around what the model writes into the template"
+TAGS_HINT = "Add {% generation %} tags around the responses to the chat template."
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-# Limits for rendering one conversation: processor time, bytes, characters of output. Real templates need far less.
-MOST_SECONDS, MOST_MEMORY, MOST_TEXT = 2.0, 1 << 30, 1 << 24
+# Limits for rendering one conversation. Real templates need far less.
+MAX_SECONDS = 2.0  # processor time
+MAX_MEMORY = 1 << 30  # bytes
+MAX_CHARACTERS = 1 << 24  # length of the text
 
 
 class TemplateRefusal(BadRow):
@@ -38,7 +40,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tools: list[Any] | None, special_tokens: dict[str, Any]) -> None:
-        self.source, self.tools, self.special_tokens = source, tools, special_tokens
+        self.source = source
+        self.tools = tools
+        self.special_tokens = special_tokens
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
         """Return the text of a conversation. If `prompt` is True, it ends with the header of a response."""
@@ -49,42 +53,45 @@ class ChatTemplate:
         try:
             text, spans = self._run(messages, **options)
         except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"the chat template of the tokenizer is not valid, line {error.lineno}: {error}") from None
+            raise UserError(f"model.tokenizer: line {error.lineno} of the chat template is invalid: {error}") from None
         except TEMPLATE_ERRORS as error:
-            raise TemplateRefusal(f"the chat template refuses these messages: {error}") from None
+            raise TemplateRefusal(f"the chat template rejects these messages: {error}") from None
         except OutOfTime:
-            self._blame(f"takes more than {MOST_SECONDS:g} s of computing")
+            self._raise_exceeded(f"needs more than {MAX_SECONDS:g} s of processor time")
         except MemoryError:
-            self._blame(f"takes more than {MOST_MEMORY >> 20:,} MiB of memory")
+            self._raise_exceeded(f"needs more than {MAX_MEMORY >> 20:,} MiB of memory")
         except Exception as error:
             # for example ZeroDivisionError or RecursionError
-            message = f"the chat template refuses these messages: {type(error).__name__}: {error}"
+            message = f"the chat template rejects these messages: {type(error).__name__}: {error}"
             raise TemplateRefusal(message) from error
-        if len(text) > MOST_TEXT:
-            raise BadRow(f"the chat template writes {len(text):,} characters for it, more than {MOST_TEXT:,}")
+        if len(text) > MAX_CHARACTERS:
+            raise BadRow(
+                f"the chat template renders {len(text):,} characters, more than the limit of {MAX_CHARACTERS:,}"
+            )
         return text, spans
 
     def _run(self, messages: list[Message], **options: Any) -> tuple[str, list[Span]]:
         """Run the template within the limits, without converting errors."""
-        with limits(MOST_SECONDS, MOST_MEMORY):
-            written: Any = render_jinja_template(  # the annotated return type (str) is wrong
+        with limits(MAX_SECONDS, MAX_MEMORY):
+            result: Any = render_jinja_template(  # the annotated return type (str) is wrong
                 [messages], tools=self.tools, chat_template=self.source, **options, **self.special_tokens
             )
-        (text,), spans = written
+        (text,), spans = result
         return text, spans[0] if spans else []
 
-    def _blame(self, what: str) -> NoReturn:
+    def _raise_exceeded(self, excess: str) -> NoReturn:
         """Raise `UserError` if the template exceeds a limit even for two short messages, and else `BadRow`."""
         turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
         try:
             self._run(turns)
         except (OutOfTime, MemoryError):
-            raise UserError(f"the chat template of the tokenizer {what}, whatever it is given") from None
+            message = f"model.tokenizer: the chat template {excess}, even for two short messages. Use another template."
+            raise UserError(message) from None
         except TEMPLATE_ERRORS:
             pass
-        raise BadRow(f"the chat template {what} for it")
+        raise BadRow(f"the chat template {excess} for this row")
 
-    def target_spans(self, messages: list[Message], wanted: list[float]) -> tuple[str, list[tuple[Span, float]]]:
+    def target_spans(self, messages: list[Message], weights: list[float]) -> tuple[str, list[tuple[Span, float]]]:
         """Render a conversation, and find the characters that are targets.
 
         Templates with {% generation %} tags mark the spans of the assistant. Other spans are found by rendering
@@ -92,33 +99,40 @@ class ChatTemplate:
 
         Args:
             messages: The messages, without loss keys.
-            wanted: The loss weight of each message; 0 if it is not trained on.
+            weights: The loss weight of each message; 0 if it is not trained on.
 
         Returns:
             The text, and the span and the weight of each message with a weight.
         """
         if GENERATION_TAG.search(self.source):
-            text, tagged = self._render(messages, return_assistant_tokens_mask=True)
-            assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            weights = {wanted[i] for i in assistants} or {1.0}
-            if len(weights) == 1 and all(weights):
-                spans = [(span, min(weights)) for span in tagged]
-            elif len(tagged) == len(assistants):
-                spans = [(span, wanted[i]) for span, i in zip(tagged, assistants, strict=True) if wanted[i]]
-            else:
-                raise BadRow(
-                    f"the chat template tags {len(tagged)} generations in {len(assistants)} assistant messages"
-                )
-            others = [i for i in range(len(messages)) if wanted[i] and i not in assistants]
-            found = dict(zip(others, self.probe(messages, others, text, header=""), strict=True))
-            return text, spans + [(span, wanted[i]) for i, span in found.items()]
+            return self._tagged_spans(messages, weights)
 
         text = self.render(messages)
-        turns = [i for i, want in enumerate(wanted) if want]
-        header, found = self.prefix_spans(messages, [i for i in turns if messages[i]["role"] == "assistant"], text)
-        gaps = [i for i in turns if i not in found]
-        found |= zip(gaps, self.probe(messages, gaps, text, header), strict=True)
-        return text, [(span, wanted[i]) for i, span in found.items()]
+        turns = [i for i, weight in enumerate(weights) if weight]
+        responses = [i for i in turns if messages[i]["role"] == "assistant"]
+        header, spans = self.prefix_spans(messages, responses, text)
+        missing = [i for i in turns if i not in spans]
+        spans |= zip(missing, self.probe(messages, missing, text, header), strict=True)
+        return text, [(span, weights[i]) for i, span in spans.items()]
+
+    def _tagged_spans(self, messages: list[Message], weights: list[float]) -> tuple[str, list[tuple[Span, float]]]:
+        """Find the targets of a template with {% generation %} tags. See `target_spans`."""
+        text, tagged = self._render(messages, return_assistant_tokens_mask=True)
+        responses = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        distinct_weights = {weights[i] for i in responses} or {1.0}
+        if len(distinct_weights) == 1 and all(distinct_weights):
+            targets = [(span, min(distinct_weights)) for span in tagged]
+        elif len(tagged) == len(responses):
+            targets = [(span, weights[i]) for span, i in zip(tagged, responses, strict=True) if weights[i]]
+        else:
+            raise BadRow(
+                f"the chat template has {len(tagged)} generation spans for {len(responses)} assistant messages, but "
+                "messages with different weights need one each"
+            )
+        others = [i for i in range(len(messages)) if weights[i] and i not in responses]
+        spans = self.probe(messages, others, text, header="")
+        targets += [(span, weights[i]) for i, span in zip(others, spans, strict=True)]
+        return text, targets
 
     def prefix_spans(self, messages: list[Message], turns: list[int], text: str) -> tuple[str, dict[int, Span]]:
         """Find the spans of assistant messages by rendering prefixes of the conversation.
@@ -138,7 +152,7 @@ class ChatTemplate:
         """
         turns = [i for i in turns if i > 0]  # most templates cannot render an empty conversation
         header = ""
-        found: dict[int, Span] = {}
+        spans: dict[int, Span] = {}
         try:
             for i in turns:
                 before = self.render(messages[:i], prompt=True)
@@ -146,11 +160,12 @@ class ChatTemplate:
                     unprompted = self.render(messages[:i])
                     header = before.removeprefix(unprompted) if before.startswith(unprompted) else ""
                 after = self.render(messages[: i + 1]).rstrip()
-                if header and before.endswith(header) and after.startswith(before) and text.startswith(after):
-                    found[i] = (len(before), len(after))
+                ends_with_header = bool(header) and before.endswith(header)
+                if ends_with_header and after.startswith(before) and text.startswith(after):
+                    spans[i] = (len(before), len(after))
         except TemplateRefusal:
             return "", {}
-        return header, found
+        return header, spans
 
     def probe(self, messages: list[Message], turns: list[int], text: str, header: str) -> list[Span]:
         """Find the spans of messages by rendering the conversation with a marker instead of their content.
@@ -175,21 +190,24 @@ class ChatTemplate:
         skeleton = self.render(marked)
         spans = []
         for i in turns:
-            unclear = BadRow(f"cannot tell where message {i} is in what the chat template writes: {TAGS_HINT}")
-            whole = self.render([*messages[:i], marked[i], *messages[i + 1 :]])
-            alone = self.render([*messages[:i], marked[i]])
-            before, found, after = whole.partition(marks[i])
+            conversation = self.render([*messages[:i], marked[i], *messages[i + 1 :]])
+            beginning = self.render([*messages[:i], marked[i]])
+            before, mark, after = conversation.partition(marks[i])
             # The end-of-turn marker follows the content whether or not more messages follow.
-            end_of_turn = commonprefix([after, alone.partition(marks[i])[2]]).rstrip()  # noqa: RUF071 (no paths)
+            after_in_beginning = beginning.partition(marks[i])[2]
+            end_of_turn = commonprefix([after, after_in_beginning]).rstrip()  # noqa: RUF071 (no paths)
             stop = len(text) - len(after) + len(end_of_turn)
             # Text that the template inserts between header and content (an empty thinking block) is a target too.
             start = len(before)
             between = skeleton.partition(marks[i])[0]
-            between = between if i == 0 else between.rpartition(marks[i - 1])[2]
+            if i > 0:
+                between = between.rpartition(marks[i - 1])[2]
             if header and header in between and before.endswith(between):
                 start -= len(between) - between.rindex(header) - len(header)
-            if not found or not text.endswith(after) or not text.startswith(before[:start]) or start > stop:
-                raise unclear
+
+            is_unchanged = text.startswith(before[:start]) and text.endswith(after)
+            if not mark or not is_unchanged or start > stop:
+                raise BadRow(f"the position of message {i} in the chat template's output is ambiguous. {TAGS_HINT}")
             spans.append((start, stop))
         return spans
 

@@ -33,16 +33,18 @@ def join_responses(responses: Sequence[tuple[str, RenderedRow]], trains_decoders
     start = 0
     for role, row in responses:
         if "loss_weights" in row.columns:
-            raise BadRow("a preference pair has no weights; a message of it has a `weight` other than 0 and 1")
+            raise BadRow("a message has a `weight` other than 0 and 1, which preference rows do not support")
         is_trained = role in TRAINED_ROLES
         items = [item.moved(start, has_targets=trains_decoders and is_trained) for item in row.items]
         prompt_items.append(items[: row.num_prompt_items])
         response_items += items[row.num_prompt_items :]
         parts.append({**row.columns, "loss_weights": row.is_target.astype(np.float32) * is_trained})
         start += len(row)
-    sizes = [[item.size for item in items] for items in prompt_items]
-    assert all(each == sizes[0] for each in sizes), "one prompt, the same media"
-    shared_items = (_join_spans(copies) for copies in zip(*prompt_items, strict=True))
+
+    copies_of_items = list(zip(*prompt_items, strict=True))
+    for copies in copies_of_items:
+        assert all(copy.size == copies[0].size for copy in copies), "all responses have the media of one prompt"
+    shared_items = [_join_spans(copies) for copies in copies_of_items]
     return RenderedRow(
         concatenate(parts),
         (*shared_items, *response_items),

@@ -14,6 +14,8 @@ from omnizoo.modalities.base import Follower, find_module
 from omnizoo.modalities.item import Ids, MediaItem, NestedRun, Port
 from omnizoo.modalities.media import BadMedia
 
+Positions = npt.NDArray[np.int64]  # indices or lengths of tokens
+
 
 @dataclass(frozen=True)
 class TokenizedText:
@@ -30,7 +32,7 @@ def place(
 ) -> tuple[Ids, npt.NDArray[np.float32], tuple[MediaItem, ...], tuple[Span, ...]]:
     """Repeat each placeholder token to the length of its run, and set the spans of the items.
 
-    Tokens inside an item are no text targets: the decoder of the item predicts its placeholder tokens, and the text
+    Tokens inside an item are not text targets: the decoder of the item predicts its placeholder tokens, and the text
     between them (`MediaSize.layout`) is not predicted. The begin and end markers are ordinary text. The weights in
     `tokens` are modified.
 
@@ -47,101 +49,114 @@ def place(
     Raises:
         BadRow: If an item cannot be a target at its position, or a placeholder occurs outside the message contents.
     """
-    ids, weights = tokens.ids, tokens.weights
-    is_place = np.isin(ids, placeholders)
-    if not media.items and not is_place.any():
+    ids = tokens.ids
+    weights = tokens.weights
+    is_placeholder = np.isin(ids, placeholders)
+    if not media.items and not is_placeholder.any():
         return ids, weights, (), ()
-    lengths = np.ones(len(ids), np.int64)
-    placed: list[tuple[MediaItem, npt.NDArray[np.int64]]] = []
-    whole, inner = _tokens_of_items(tokens, media)
-    ranges = iter(inner)
+
+    lengths = np.ones(len(ids), np.int64)  # of each token after expansion
+    positioned: list[tuple[MediaItem, Positions]] = []  # each item with the positions of its runs
+    with_markers, without_markers = _tokens_of_items(tokens, media)
+    ranges = iter(without_markers)
     for item in media.items:
         if item.answer is not None:  # a follower has no placeholder tokens
-            placed.append((item, np.empty(0, np.int64)))
+            positioned.append((item, np.empty(0, np.int64)))
             continue
         first, last = next(ranges)
-        positions = first + np.flatnonzero(is_place[first:last])
+        positions = first + np.flatnonzero(is_placeholder[first:last])
         if item.is_target:
             _check_target(item, positions, weights)
         weights[first:last] = 0
-        placed += _place_runs(item, positions, lengths)
-    if is_place.sum() != sum(len(positions) for _, positions in placed):
-        raise BadRow("a media placeholder is in its text outside of the contents (in its tools, or a name)")
+        positioned += _place_runs(item, positions, lengths)
+    if is_placeholder.sum() != sum(len(positions) for _, positions in positioned):
+        raise BadRow("a media placeholder occurs outside the message contents (in `tools` or a name). Remove it.")
 
     starts = np.cumsum(lengths) - lengths
-    items = tuple(
-        replace(item, spans=tuple((int(starts[at]), int(lengths[at])) for at in positions if lengths[at]))
-        for item, positions in placed
-    )
-    extents = tuple((int(starts[first]), int(starts[last - 1] + lengths[last - 1])) for first, last in whole)
+    stops = starts + lengths
+    items = tuple(_with_spans(item, positions, starts, lengths) for item, positions in positioned)
+    item_spans = tuple((int(starts[first]), int(stops[last - 1])) for first, last in with_markers)
     ids = np.repeat(ids, lengths)
     for item in items:
         if item.spans and item.port.modality in last_ids:
             ids[sum(item.spans[-1]) - 1] = last_ids[item.port.modality]
-    return ids, np.repeat(weights, lengths), items, extents
+    return ids, np.repeat(weights, lengths), items, item_spans
 
 
-def _check_target(item: MediaItem, positions: npt.NDArray[np.int64], weights: npt.NDArray[np.float32]) -> None:
+def _with_spans(item: MediaItem, positions: Positions, starts: Positions, lengths: Positions) -> MediaItem:
+    """Return an item with the spans of its runs that are not empty."""
+    spans = [(int(starts[position]), int(lengths[position])) for position in positions if lengths[position]]
+    return replace(item, spans=tuple(spans))
+
+
+def _check_target(item: MediaItem, positions: Positions, weights: npt.NDArray[np.float32]) -> None:
     """Check that the model can generate an item at its placeholder tokens. Raises `BadRow` otherwise."""
+    name = item.media.name
     if positions[0] == 0:
-        raise BadRow(f"{item.media.name} comes first, so nothing is there to predict it from: give it a begin")
+        raise BadRow(
+            f"{name} is the first token of the sample, so it cannot be predicted. Set a begin mark for the modality."
+        )
     if not weights[positions].all():
-        raise BadRow(f"{item.media.name} is to be produced, but not where the model writes: {TAGS_HINT}")
+        raise BadRow(f"{name} is a target outside the generated part of the chat template. {TAGS_HINT}")
     if (weights[positions] != 1).any():
-        raise BadRow(f"{item.media.name} is to be produced: a `weight` other than 0 and 1 is for text only")
+        raise BadRow(f"{name} is a target, but only text supports a `weight` other than 0 and 1")
 
 
-def _place_runs(
-    item: MediaItem, positions: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> list[tuple[MediaItem, npt.NDArray[np.int64]]]:
+def _place_runs(item: MediaItem, positions: Positions, lengths: Positions) -> list[tuple[MediaItem, Positions]]:
     """Write the length of each run of an item to `lengths`.
 
     Returns:
         The item and the items nested in it, each with the positions of its runs.
     """
-    runs = [run for run in item.size.layout or (item.size.num_placeholders,) if not isinstance(run, str)]
+    layout = item.size.layout or (item.size.num_placeholders,)
+    runs = [run for run in layout if not isinstance(run, str)]
     assert len(positions) == len(runs), f"{item.port}: {len(positions)} placeholders for the runs {runs}"
     lengths[positions] = [run.num_placeholders if isinstance(run, NestedRun) else run for run in runs]
     modality_of_run = np.array([run.modality if isinstance(run, NestedRun) else "" for run in runs])
-    placed = [(item, positions[modality_of_run == ""])]
+    positioned = [(item, positions[modality_of_run == ""])]
     for name, size in item.size.inside.items():
         nested = MediaItem(Port(name, "encoder"), size, (), False, replace(item.media, modality=name))
-        placed.append((nested, positions[modality_of_run == name]))
-    return placed
+        positioned.append((nested, positions[modality_of_run == name]))
+    return positioned
 
 
-def follow(ids: Ids, items: tuple[MediaItem, ...], media: RowMedia) -> tuple[MediaItem, ...]:
+def locate_followed(ids: Ids, items: tuple[MediaItem, ...], media: RowMedia) -> tuple[MediaItem, ...]:
     """Return the items with the spans of followers set, which depend on the spans of all other items."""
 
-    def placed(item: MediaItem) -> MediaItem:
+    def with_spans(item: MediaItem) -> MediaItem:
         module = find_module(media.notation.modalities, item.port)
         if not isinstance(module, Follower):
             return item
         try:
-            return module.locate_item(ids, items, item, media.answers)
+            return module.locate_item(ids, items, item, media.num_responses)
         except BadMedia as bad:
             raise BadRow(str(bad)) from None
 
-    return tuple(map(placed, items))
+    return tuple(map(with_spans, items))
 
 
 def _tokens_of_items(tokens: TokenizedText, media: RowMedia) -> tuple[list[Span], list[Span]]:
     """Return the token range of each item with placeholder tokens: with its begin and end markers, and without them."""
-    whole, inner, stop = [], [], 0
-    for item, written in zip(media.items, media.texts, strict=True):
+    with_markers = []
+    without_markers = []
+    stop = 0
+    for item, item_text in zip(media.items, media.texts, strict=True):
         if item.answer is not None:
             continue
-        start, modality = tokens.text.find(written, stop), media.notation.modalities[item.media.modality]
+        start = tokens.text.find(item_text, stop)
         if start < 0:
             raise BadRow(MOVED.format(name=item.media.name))
-        stop = start + len(written)
-        whole.append((start, stop))
-        inner.append((start + len(modality.begin), stop - len(modality.end)))
-    if not inner:
+        stop = start + len(item_text)
+        modality = media.notation.modalities[item.media.modality]
+        with_markers.append((start, stop))
+        without_markers.append((start + len(modality.begin), stop - len(modality.end)))
+    if not without_markers:
         return [], []
+
     # Special tokens that the tokenizer adds have offsets (0, 0), also at the end. Make the offsets monotonic.
-    offsets = [(int(start), int(stop)) for start, stop in np.maximum.accumulate(np.array(tokens.offsets), axis=0)]
-    return tokens_of_spans(offsets, whole), tokens_of_spans(offsets, inner)
+    monotonic = np.maximum.accumulate(np.array(tokens.offsets), axis=0)
+    offsets = [(int(start), int(stop)) for start, stop in monotonic]
+    return tokens_of_spans(offsets, with_markers), tokens_of_spans(offsets, without_markers)
 
 
 def tokens_of_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
@@ -154,8 +169,10 @@ def tokens_of_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
     def begin(token: int) -> int:
         return min(offsets[token][0], offsets[token - 1][1] if token else 0)
 
-    return [
-        (bisect_right(offsets, start, key=lambda offset: offset[1]), bisect_left(range(len(offsets)), stop, key=begin))
-        for start, stop in spans
-        if start < stop
-    ]
+    ranges = []
+    for start, stop in spans:
+        if start < stop:
+            first = bisect_right(offsets, start, key=lambda offset: offset[1])
+            last = bisect_left(range(len(offsets)), stop, key=begin)
+            ranges.append((first, last))
+    return ranges

@@ -17,15 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from omnizoo.config.errors import UserError
 from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.join_responses import join_responses
-from omnizoo.data.rendering.placeholders import TokenizedText, follow, place, tokens_of_spans
+from omnizoo.data.rendering.placeholders import TokenizedText, locate_followed, place, tokens_of_spans
 from omnizoo.data.rendering.template_conventions import Conventions
 from omnizoo.data.row import CONVERSATION, BadRow, Row
 from omnizoo.data.rows.media import Find, MediaNotation, RowMedia
 from omnizoo.data.rows.messages import Message, read_list, read_messages, read_weight
-from omnizoo.data.rows.preferences import ResponseRow, mismatched_sides, sides_of
-from omnizoo.data.rows.schemas import NOTHING_SAID, ParsedRow, SourceSchema, hint, parse_row, with_json
+from omnizoo.data.rows.preferences import ResponseRow, mismatched_rows, response_rows
+from omnizoo.data.rows.schemas import DEFAULT_SCHEMA, ParsedRow, SourceSchema, hint, parse_row, with_json
 from omnizoo.data.rows.speakers import write_turns
-from omnizoo.data.rows.unused_fields import Pairs, RowFields
+from omnizoo.data.rows.unused_fields import PreferenceRows, RowFields
 from omnizoo.data.sample import RenderedRow
 from omnizoo.data.sources.base import MediaFolder
 from omnizoo.data.token_fields import IGNORE_INDEX, make_columns
@@ -58,10 +58,10 @@ class Renderer:
         seed: int = 0,
         ignore: Sequence[str] = (),
         reserved: Sequence[int] = (),
-        pairs: Pairs = "refused",
-        singles: bool = False,
-        shapes: Sequence[SourceSchema] = (),
-        learns_answers: bool = True,
+        preferences: PreferenceRows = "refused",
+        labeled_responses: bool = False,
+        schemas: Sequence[SourceSchema] = (),
+        trains_decoders: bool = True,
         turns: SpeakerFormat | None = None,
     ) -> None:
         """Build a renderer.
@@ -74,10 +74,10 @@ class Renderer:
             seed: Seed of the random numbers of media items.
             ignore: Names and patterns of fields that may be dropped.
             reserved: Ids of placeholder tokens for media that this run does not provide. They must not occur in texts.
-            pairs: Whether preference pairs are refused, allowed or required.
-            singles: Whether labeled responses are accepted.
-            shapes: Format settings of each source.
-            learns_answers: Whether decoder losses train on desirable responses of preferences.
+            preferences: Whether preference rows are refused, allowed or required.
+            labeled_responses: Whether labeled responses are accepted.
+            schemas: Format settings of each source.
+            trains_decoders: Whether decoder losses train on desirable responses of preferences.
             turns: The format of turns for a model that has speakers and generates no text.
 
         Raises:
@@ -85,10 +85,11 @@ class Renderer:
         """
         if not tokenizer.is_fast:
             raise UserError(
-                f"tokenizer {tokenizer.name_or_path} is a slow one ({type(tokenizer).__name__}): it cannot tell which "
-                "characters a token comes from; convert it to a fast tokenizer (tokenizer.json)"
+                f"{tokenizer.name_or_path}: the tokenizer is slow ({type(tokenizer).__name__}), so the characters of "
+                "its tokens are unknown. Convert it to a fast tokenizer (tokenizer.json)."
             )
-        self.tokenizer, self.append_eos = tokenizer, append_eos
+        self.tokenizer = tokenizer
+        self.append_eos = append_eos
         # Call the Rust tokenizer directly: it takes half the time of the wrapper in transformers.
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
@@ -96,33 +97,35 @@ class Renderer:
         self.special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
         modalities = modalities or {}
-        self.fields = RowFields(modalities, ignore, pairs, singles)
-        self.notation, self.positions, self.seed = MediaNotation(modalities, self.fields), positions, seed
-        self.learns_answers, self.turns = learns_answers, turns
-        self.placeholders, self.reserved = self._check_marks(), list(reserved)
+        self.fields = RowFields(modalities, ignore, preferences, labeled_responses)
+        self.notation = MediaNotation(modalities, self.fields)
+        self.positions = positions
+        self.seed = seed
+        self.trains_decoders = trains_decoders
+        self.turns = turns
+        self.placeholders = self._check_marks()
+        self.reserved = list(reserved)
         for modality in modalities.values():
             if modality.follower is not None:
                 modality.follower.read_with(tokenizer)
         self.conventions: dict[str, Conventions] = {}  # by source of the chat template
-        self.shapes = shapes
-        self.read = [name for name, modality in modalities.items() if modality.encoder is not None]
-        self.produced = [name for name, modality in modalities.items() if modality.decoder is not None]
+        self.schemas = schemas
+        self.encoded = [name for name, modality in modalities.items() if modality.encoder is not None]
+        self.decoded = [name for name, modality in modalities.items() if modality.decoder is not None]
 
     def _check_marks(self) -> list[int]:
         """Check that all marks are special tokens, and return the ids of the placeholder tokens."""
-        modalities, added = self.notation.modalities, self.tokenizer.get_added_vocab()
+        modalities = self.notation.modalities
+        added = self.tokenizer.get_added_vocab()
         for name, modality in modalities.items():
             if modality.follower is not None and modality.encoder is None:
                 continue  # it has no tokens in the sequence
-            for mark in (
-                modality.placeholder,
-                *modality.marks,
-                *filter(None, (modality.begin, modality.end, modality.last)),
-            ):
+            optional_marks = filter(None, (modality.begin, modality.end, modality.last))
+            for mark in (modality.placeholder, *modality.marks, *optional_marks):
                 if mark not in added:
                     raise UserError(
-                        f"{mark!r}, which marks {name} items, is not a special token of tokenizer "
-                        f"{self.tokenizer.name_or_path}; add it there, or name another one"
+                        f"model.modalities.{name}: the mark {mark!r} is not a special token of the tokenizer "
+                        f"{self.tokenizer.name_or_path}. Add it to the tokenizer, or choose another mark."
                     )
         self.last = {name: added[modality.last] for name, modality in modalities.items() if modality.last}
         return sorted({added[modality.placeholder] for modality in modalities.values() if modality.placeholder})
@@ -147,20 +150,25 @@ class Renderer:
         Raises:
             BadRow: If the row cannot be used.
         """
-        shape, given = self.shape(key[0]), self.fields.given(row)
-        if self.fields.has_preference(given):
-            given = with_json(given, shape, self.fields.modalities)
-            sides = [(side, find) for side in sides_of(given, self.fields.singles)]
-            if other is not None:
-                there = with_json(self.fields.given(other), shape, self.fields.modalities)
-                if not self.fields.has_preference(there):
-                    raise BadRow("the other row has no answers")
-                sides += [(side, find_other) for side in mismatched_sides(given, there)]
-            rendered = [(side.role, self._render_one(side, key, find, find_answer)) for side, find_answer in sides]
-            return join_responses(rendered, self.learns_answers)
-        taken = self._conversation(row, given, shape)
-        rendered_row = self._render_one(ResponseRow("", taken.row, taken.prompt), key, find, find)
-        return replace(rendered_row, row_schema=taken.format)
+        schema = self.schema(key[0])
+        present = self.fields.present(row)
+        if not self.fields.has_preference(present):
+            parsed = self._conversation(row, present, schema)
+            rendered_row = self._render_response(ResponseRow("", parsed.row, parsed.prompt), key, find, find)
+            return replace(rendered_row, row_schema=parsed.format)
+
+        present = with_json(present, schema, self.fields.modalities)
+        rows = response_rows(present, self.fields.labeled_responses)
+        responses = [(response, find) for response in rows]
+        if other is not None:
+            other_present = with_json(self.fields.present(other), schema, self.fields.modalities)
+            if not self.fields.has_preference(other_present):
+                raise BadRow("the other row has no responses")
+            responses += [(response, find_other) for response in mismatched_rows(present, other_present)]
+        rendered = []
+        for response, find_response in responses:
+            rendered.append((response.role, self._render_response(response, key, find, find_response)))
+        return join_responses(rendered, self.trains_decoders)
 
     def format_of(self, row: Row, source: int) -> tuple[str, str]:
         """Return the name of the format of a row and the reason for the match; two empty strings if no rule matches.
@@ -168,44 +176,44 @@ class Renderer:
         Raises:
             BadRow: If several rules match.
         """
-        given = self.fields.given(row)
-        if self.fields.has_preference(given):
-            return "preference", "a loss of the run reads its answers"
-        taken = self.taken_as(row, given, self.shape(source))
-        return (taken.format, taken.why) if taken else ("", "")
+        present = self.fields.present(row)
+        if self.fields.has_preference(present):
+            return "preference", "a loss of the run uses its responses"
+        parsed = self.parse_conversation(row, present, self.schema(source))
+        return (parsed.format, parsed.why) if parsed else ("", "")
 
-    def shape(self, source: int) -> SourceSchema:
+    def schema(self, source: int) -> SourceSchema:
         """Return the format settings of a source, by its index."""
-        return self.shapes[source] if source < len(self.shapes) else NOTHING_SAID
+        return self.schemas[source] if source < len(self.schemas) else DEFAULT_SCHEMA
 
-    def _conversation(self, row: Row, given: Row, shape: SourceSchema) -> ParsedRow:
+    def _conversation(self, row: Row, present: Row, schema: SourceSchema) -> ParsedRow:
         """Return a row without preferences, converted from its format. Raises `BadRow` if no format matches."""
-        taken = self.taken_as(row, given, shape)
-        if taken is None:
-            self.fields.check_conversation(given, row, hint(given, shape))
-        assert taken is not None, "without a conversation, a row is bad"
-        self.fields.check_conversation(taken.row, row)
-        return taken
+        parsed = self.parse_conversation(row, present, schema)
+        if parsed is None:
+            self.fields.check_conversation(present, row, hint(present, schema))
+        assert parsed is not None, "without a conversation, a row is bad"
+        self.fields.check_conversation(parsed.row, row)
+        return parsed
 
-    def taken_as(self, row: Row, given: Row, shape: SourceSchema) -> ParsedRow | None:
+    def parse_conversation(self, row: Row, present: Row, schema: SourceSchema) -> ParsedRow | None:
         """Detect the format of a row without preferences, and convert the row. Return None if no format matches.
 
         Args:
             row: The whole row.
-            given: The fields that are neither empty nor ignored.
-            shape: Format settings of the source.
+            present: The fields that are neither empty nor ignored.
+            schema: Format settings of the source.
         """
-        if shape.format == "preference":
-            shape = replace(shape, format=None)  # then `check_conversation` reports what is missing
-        offered = {name: value for name, value in row.items() if name not in self.fields.names}
-        taken = parse_row(offered, given, self.read, self.produced, shape)
+        if schema.format == "preference":
+            schema = replace(schema, format=None)  # then `check_conversation` reports what is missing
+        not_ignored = {name: value for name, value in row.items() if name not in self.fields.ignored}
+        parsed = parse_row(not_ignored, present, self.encoded, self.decoded, schema)
         # An empty conversation has its own error message.
-        if taken is None and any(name in given for name in CONVERSATION):
-            return ParsedRow("", "", given)
-        return taken
+        if parsed is None and any(name in present for name in CONVERSATION):
+            return ParsedRow("", "", present)
+        return parsed
 
-    def _render_one(
-        self, response: ResponseRow, key: tuple[int, int, int], find: Find, find_answer: Find
+    def _render_response(
+        self, response: ResponseRow, key: tuple[int, int, int], find: Find, find_response: Find
     ) -> RenderedRow:
         """Render a row without preferences, or one response with its prompt.
 
@@ -213,43 +221,57 @@ class Renderer:
             response: The row with a single response.
             key: Source, epoch and row number.
             find: Returns the media files that the prompt refers to.
-            find_answer: Returns the media files that the response refers to.
+            find_response: Returns the media files that the response refers to.
         """
-        given = response.row
-        field = next(name for name in CONVERSATION if name in given)
+        row = response.row
+        field = next(name for name in CONVERSATION if name in row)
         is_text = field == "text"
-        media = RowMedia(self.notation, given, find, (self.seed, *key), is_chat=not is_text)
-        if self.turns is not None:
-            if response.role:
-                raise BadRow("a preference is judged by text, which this model does not write")
-            tokens = self._tokens_of_turns(write_turns(given, field, self.turns, media, self.special_tokens))
-        elif is_text:
-            tokens = self._render_text(given, media, response.prompt)
-        else:
-            tokens = self._render_chat(response, field, media, find_answer)
-        if self.reserved and len(found := np.intersect1d(tokens.ids, self.reserved)):
-            token = self.tokenizer.convert_ids_to_tokens(int(found[0]))
-            raise BadRow(f"its text contains {token!r}, which stands for media that nothing feeds to this model")
-        if "weight" in given:
-            weight = read_weight(given["weight"], "its `weight`")
-            if not weight:
-                raise BadRow("no token to learn: its `weight` is 0")
-            tokens = replace(tokens, weights=tokens.weights * np.float32(weight))
-        ids, weights, items, extents = place(tokens, media, self.placeholders, self.last)
-        items = follow(ids, items, media)
-        targets = weights > 0
-        if not targets[1:].any() and not any(item.is_target for item in items):
-            raise BadRow("no token to learn: the loss is on none of its tokens, or on the first one only")
-        is_plain = bool((weights[targets] == 1).all())
+        media = RowMedia(self.notation, row, find, (self.seed, *key), is_chat=not is_text)
+        tokens = self._tokenize(response, field, media, find_response)
+        ids, weights, items, item_spans = place(tokens, media, self.placeholders, self.last)
+        items = locate_followed(ids, items, media)
+
+        is_target = weights > 0
+        if not is_target[1:].any() and not any(item.is_target for item in items):
+            raise BadRow("no targets: no token except possibly the first one contributes to the loss")
+        has_unit_weights = bool((weights[is_target] == 1).all())
         columns = make_columns(
             input_ids=ids,
-            labels=np.where(targets, ids, IGNORE_INDEX),
+            labels=np.where(is_target, ids, IGNORE_INDEX),
             position_ids=self._positions(ids, items),
-            loss_weights=None if is_plain else weights,
+            loss_weights=None if has_unit_weights else weights,
         )
-        of_prompt = len(items) if media.of_prompt is None else media.of_prompt
-        is_prose = is_text and not response.prompt
-        return RenderedRow(columns, items, is_prose=is_prose, item_spans=extents, num_prompt_items=of_prompt)
+        return RenderedRow(
+            columns,
+            items,
+            is_prose=is_text and not response.prompt,
+            item_spans=item_spans,
+            num_prompt_items=len(items) if media.num_prompt_items is None else media.num_prompt_items,
+        )
+
+    def _tokenize(self, response: ResponseRow, field: str, media: RowMedia, find_response: Find) -> TokenizedText:
+        """Tokenize a row with a single response, whose text or messages are in `field`."""
+        row = response.row
+        if self.turns is not None:
+            if response.role:
+                raise BadRow("the losses of preference rows need text targets, and this model generates no text")
+            tokens = self._tokens_of_turns(write_turns(row, field, self.turns, media, self.special_tokens))
+        elif field == "text":
+            tokens = self._render_text(row, media, response.prompt)
+        else:
+            tokens = self._render_chat(response, field, media, find_response)
+
+        if self.reserved:
+            reserved_ids = np.intersect1d(tokens.ids, self.reserved)
+            if len(reserved_ids):
+                token = self.tokenizer.convert_ids_to_tokens(int(reserved_ids[0]))
+                raise BadRow(f"the text contains {token!r}, a placeholder for media that this model does not get")
+        if "weight" in row:
+            weight = read_weight(row["weight"], "`weight`")
+            if not weight:
+                raise BadRow("no targets: `weight` is 0")
+            tokens = replace(tokens, weights=tokens.weights * np.float32(weight))
+        return tokens
 
     def prompt(self, value: list[Message] | str, find: Find = HERE.find) -> RenderedRow:
         """Render a prompt for generation.
@@ -264,8 +286,9 @@ class Renderer:
         """
         media = RowMedia(self.notation, {}, find, (self.seed, 0, 0, 0))
         if self.turns is not None:
-            turn = [{"role": self.turns.default, "content": value}] if isinstance(value, str) else value
-            text = write_turns({"messages": turn}, "messages", self.turns, media, self.special_tokens, asks=True)
+            messages = [{"role": self.turns.default, "content": value}] if isinstance(value, str) else value
+            row = {"messages": messages}
+            text = write_turns(row, "messages", self.turns, media, self.special_tokens, is_prompt=True)
             return self._prompt(text, media)
         if isinstance(value, str) and not self.tokenizer.chat_template:
             return self._prompt(media.text(value), media, add_special_tokens=True)
@@ -274,7 +297,7 @@ class Renderer:
         self._write(messages, media)
         return self._chat_prompt(template, messages, media)
 
-    def question(self, row: Row, find: Find = HERE.find, shape: SourceSchema = NOTHING_SAID) -> Question:
+    def question(self, row: Row, find: Find = HERE.find, schema: SourceSchema = DEFAULT_SCHEMA) -> Question:
         """Split a row into a prompt for generation and the expected response.
 
         The response consists of the last messages of the assistant or, for a plain text, of its second half.
@@ -282,65 +305,76 @@ class Renderer:
         Args:
             row: The row.
             find: Returns the media files that the row refers to.
-            shape: Format settings of the source.
+            schema: Format settings of the source.
 
         Raises:
             BadRow: If the row cannot be used as a prompt, for example because it is a preference.
         """
-        given = self.fields.given(row)
-        if self.fields.has_preference(given):
-            raise BadRow("a preference has several answers: it is not put to the model as a question")
-        taken = self._conversation(row, given, shape)
-        given = taken.row
-        field = next(name for name in CONVERSATION if name in given)
-        media = RowMedia(self.notation, given, find, (self.seed, 0, 0, 0))
+        present = self.fields.present(row)
+        if self.fields.has_preference(present):
+            raise BadRow("a preference row has no single expected response, so it cannot be used as a prompt")
+        parsed = self._conversation(row, present, schema)
+        field = next(name for name in CONVERSATION if name in parsed.row)
+        media = RowMedia(self.notation, parsed.row, find, (self.seed, 0, 0, 0))
         if self.turns is not None:
-            text = write_turns(given, field, self.turns, media, self.special_tokens, asks=True)
-            return Question(self._prompt(text, media), transcript(given[field]), None)
+            text = write_turns(parsed.row, field, self.turns, media, self.special_tokens, is_prompt=True)
+            return Question(self._prompt(text, media), transcript(parsed.row[field]), None)
         if field == "text":
-            return self._begun_text(given, media, taken.prompt)
-        template, messages = self._read_chat(given, field)
-        count = len(messages)
-        while count and messages[count - 1]["role"] == "assistant":
-            count -= 1
-        if not count:
-            raise BadRow("nobody asks anything: all of its messages are the assistant's")
-        asked, answers = messages[:count], messages[count:]
-        shown = transcript(asked)
-        expected = "\n".join(plain(message.get("content")) for message in answers) if answers else None
+            return self._text_question(parsed.row, media, parsed.prompt)
+        return self._chat_question(parsed.row, field, media)
+
+    def _chat_question(self, row: Row, field: str, media: RowMedia) -> Question:
+        """Split a conversation into its prompt and the last messages of the assistant."""
+        template, messages = self._read_chat(row, field)
+        num_prompt = len(messages)
+        while num_prompt and messages[num_prompt - 1]["role"] == "assistant":
+            num_prompt -= 1
+        if not num_prompt:
+            raise BadRow("no prompt: all messages are from the assistant. Add a user message.")
+        prompt = messages[:num_prompt]
+        response = messages[num_prompt:]
+        shown = transcript(prompt)
+        expected = "\n".join(plain(message.get("content")) for message in response) if response else None
+
         for message in messages:
             message.pop("loss")
         for number, message in enumerate(messages):
-            if number == count:
-                items, texts = list(media.items), list(media.texts)
+            if number == num_prompt:
+                prompt_items = list(media.items)
+                prompt_texts = list(media.texts)
             media.begin(message["role"])
             message["content"] = media.write(message.get("content"), False, f"`content` of message {number}")
         media.check_counts()  # of the whole row: columns also contain the items of the response
-        if answers:
-            media.items, media.texts = items, texts
-        return Question(self._chat_prompt(template, asked, media), shown, expected)
+        if response:
+            media.items = prompt_items
+            media.texts = prompt_texts
+        return Question(self._chat_prompt(template, prompt, media), shown, expected)
 
-    def _begun_text(self, given: Row, media: RowMedia, prompt: str) -> Question:
+    def _text_question(self, row: Row, media: RowMedia, prompt: str) -> Question:
         """Split a plain text into its prompt, or else its first half, and the rest."""
-        content = given["text"]
-        if not isinstance(content, str) or media.columns or len(words := content.split(" ")) < 2:
-            raise BadRow("a text with media, or of one word, has no first half to go on from")
-        first = prompt or " ".join(words[: len(words) // 2])
-        begun = self._prompt(media.text(first), media, add_special_tokens=True)
-        return Question(begun, first, content.removeprefix(first))
+        content = row["text"]
+        words = content.split(" ") if isinstance(content, str) else []
+        if media.columns or len(words) < 2:
+            raise BadRow("`text` has media or fewer than two words, so it cannot be split into prompt and response")
+        beginning = prompt or " ".join(words[: len(words) // 2])
+        rendered = self._prompt(media.text(beginning), media, add_special_tokens=True)
+        return Question(rendered, beginning, content.removeprefix(beginning))
 
     def _chat_prompt(self, template: ChatTemplate, messages: list[Message], media: RowMedia) -> RenderedRow:
         """Render messages as a prompt that ends with the header of a response."""
-        return self._prompt(media.widen(template.render(messages, prompt=True))[0], media)
+        text, _ = media.widen(template.render(messages, prompt=True))
+        return self._prompt(text, media)
 
     def _prompt(self, text: str, media: RowMedia, add_special_tokens: bool = False) -> RenderedRow:
         """Tokenize a prompt and expand its placeholder tokens. The result has no labels."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
-        everywhere = np.ones(len(encoding), np.float32)
-        tokens = TokenizedText(text, np.array(encoding.ids, np.int32), encoding.offsets, everywhere)
+        weights = np.ones(len(encoding), np.float32)
+        token_ids = np.array(encoding.ids, np.int32)
+        tokens = TokenizedText(text=text, ids=token_ids, offsets=encoding.offsets, weights=weights)
         ids, _, items, _ = place(tokens, media, self.placeholders, self.last)
         items = tuple(item for item in items if item.answer is None)  # followers do not use earlier messages
-        return RenderedRow(make_columns(input_ids=ids, position_ids=self._positions(ids, items)), items)
+        columns = make_columns(input_ids=ids, position_ids=self._positions(ids, items))
+        return RenderedRow(columns, items)
 
     def _positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[Any] | None:
         """Return the position ids `[rows, tokens]`, or None if positions just count tokens."""
@@ -362,21 +396,20 @@ class Renderer:
         """
         if not self.tokenizer.chat_template:
             return []
-        answer, added = "answer0x", set(self.tokenizer.added_tokens_decoder)
-        turns: list[Message] = [
-            {"role": role, "content": answer if role == "assistant" else "question"}
-            for role in ("user", "assistant", "user")
-        ]
-        for conversation in (turns[:2], turns):
+        response = "answer0x"
+        added = set(self.tokenizer.added_tokens_decoder)
+        user: Message = {"role": "user", "content": "question"}
+        assistant: Message = {"role": "assistant", "content": response}
+        for conversation in ([user, assistant], [user, assistant, dict(user)]):
             try:
                 text = self._template(None).render(conversation)
             except BadRow:
                 continue
             encoding = self.backend.encode(text, add_special_tokens=False)
-            after = text.rfind(answer) + len(answer)
+            response_stop = text.rfind(response) + len(response)
             tokens = zip(encoding.ids, encoding.offsets, strict=True)
-            ends = [token for token, (start, _) in tokens if start >= after and token in added]
-            if answer in text and ends:
+            ends = [token for token, (start, _) in tokens if start >= response_stop and token in added]
+            if response in text and ends:
                 return ends[:1]
         return []
 
@@ -384,8 +417,8 @@ class Renderer:
         """Return the chat template for some tools. Raises `UserError` if the tokenizer has none."""
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"tokenizer {self.tokenizer.name_or_path} has no chat template, which rows with messages need; "
-                "add a chat_template.jinja to its folder"
+                f"{self.tokenizer.name_or_path}: the tokenizer has no chat template, which rows with messages need. "
+                "Add a chat_template.jinja to its folder."
             )
         return ChatTemplate(self.tokenizer.get_chat_template(tools=tools), tools, self.special_tokens)
 
@@ -399,31 +432,32 @@ class Renderer:
         """Return the chat template with the tools of a row, and the messages of the row."""
         tools = read_list(row["tools"], "`tools`") if "tools" in row else None
         template = self._template(tools or None)
-        return template, read_messages(row[field], field, row.get("system"), self._conventions(template), self.fields)
+        conventions = self._conventions(template)
+        return template, read_messages(row[field], field, row.get("system"), conventions, self.fields)
 
     def _write(
-        self, messages: list[Message], media: RowMedia, find_answer: Find = HERE.find, num_answer: int = 0
+        self, messages: list[Message], media: RowMedia, find_response: Find = HERE.find, num_response: int = 0
     ) -> list[float]:
         """Convert the contents of messages to text, in place.
 
         Args:
             messages: The messages, which lose their `loss` key.
             media: Collects the media items.
-            find_answer: Returns the media files that the response of a preference refers to.
-            num_answer: Number of last messages that form the response of a preference; 0 without preferences.
+            find_response: Returns the media files that the response of a preference refers to.
+            num_response: Number of last messages that form the response of a preference; 0 without preferences.
 
         Returns:
             The loss weight of each message; 0 if it is not trained on.
         """
-        wanted = [message.pop("loss") for message in messages]
-        begins = len(messages) - num_answer
-        for number, (message, loss) in enumerate(zip(messages, wanted, strict=True)):
-            if number == begins:
-                media.begin_answer(find_answer)
+        weights = [message.pop("loss") for message in messages]
+        num_prompt = len(messages) - num_response
+        for number, (message, weight) in enumerate(zip(messages, weights, strict=True)):
+            if number == num_prompt:
+                media.begin_response(find_response)
             media.begin(message["role"])
-            message["content"] = media.write(message.get("content"), loss > 0, f"`content` of message {number}")
+            message["content"] = media.write(message.get("content"), weight > 0, f"`content` of message {number}")
         media.check_counts()
-        return wanted
+        return weights
 
     def _render_text(self, row: Row, media: RowMedia, prompt: str) -> TokenizedText:
         """Tokenize the `text` of a row. All tokens are targets, except those of `prompt`, with which it begins."""
@@ -434,11 +468,13 @@ class Renderer:
         media.check_counts()
         if not text:
             raise BadRow("`text` is empty")
-        text = media.widen(text)[0]
+        text, _ = media.widen(text)
         if prompt and media.columns:
-            raise BadRow("a preference pair of plain texts cannot have media; write it as messages")
+            raise BadRow("a preference row of plain texts cannot have media. Use messages.")
+
         encoding = self.backend.encode(text)
-        ids, offsets = encoding.ids, encoding.offsets if media.items else []  # listing the offsets is slow
+        ids = encoding.ids
+        offsets = encoding.offsets if media.items else []  # listing the offsets is slow
         weights = np.ones(len(ids), np.float32)
         if prompt:
             ends = np.maximum.accumulate([end for _, end in encoding.offsets])  # added special tokens have offset 0
@@ -446,36 +482,40 @@ class Renderer:
         if self.append_eos:
             eos = self.tokenizer.eos_token_id
             if eos is None:
-                raise UserError(f"tokenizer {self.tokenizer.name_or_path} has no eos token; set data.append_eos: false")
+                raise UserError(
+                    f"data.append_eos: the tokenizer {self.tokenizer.name_or_path} has no eos token. Set it to false."
+                )
             if ids[-1:] != [eos]:
                 ids.append(eos)
                 offsets.append((len(text), len(text)))
                 weights = np.append(weights, np.float32(1))
-        return TokenizedText(text, np.array(ids, np.int32), offsets, weights)
+        return TokenizedText(text=text, ids=np.array(ids, np.int32), offsets=offsets, weights=weights)
 
-    def _render_chat(self, response: ResponseRow, field: str, media: RowMedia, find_answer: Find) -> TokenizedText:
+    def _render_chat(self, response: ResponseRow, field: str, media: RowMedia, find_response: Find) -> TokenizedText:
         """Tokenize the messages of a row, and check that the chat template drops none of their content."""
         template, messages = self._read_chat(response.row, field)
         conventions = self._conventions(template)
-        wanted = self._write(messages, media, find_answer, response.messages)
+        message_weights = self._write(messages, media, find_response, response.messages)
         conventions.check_fields(messages, template.tools, self.fields)
-        text, spans = template.target_spans(messages, wanted)
+        text, targets = template.target_spans(messages, message_weights)
         conventions.check(messages, template.tools, text)
-        text, marks = media.widen(text, [mark for span, _ in spans for mark in span])
-        spans = [((a, b), weight) for a, b, (_, weight) in zip(marks[::2], marks[1::2], spans, strict=True)]
+
+        text, marks = media.widen(text, [mark for span, _ in targets for mark in span])
+        spans = zip(marks[::2], marks[1::2], strict=True)
         encoding = self.backend.encode(text, add_special_tokens=False)
         offsets = encoding.offsets  # read once, because each access builds a new list
         weights = np.zeros(len(encoding), np.float32)
-        for span, weight in spans:
+        for span, (_, weight) in zip(spans, targets, strict=True):
             for first, last in tokens_of_spans(offsets, [span]):
                 weights[first:last] = weight
-        return TokenizedText(text, np.array(encoding.ids, np.int32), offsets, weights)
+        return TokenizedText(text=text, ids=np.array(encoding.ids, np.int32), offsets=offsets, weights=weights)
 
     def _tokens_of_turns(self, text: str) -> TokenizedText:
         """Tokenize the turns of speakers. Only placeholder tokens get a weight, because text is never a target."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
-        return TokenizedText(text, ids, encoding.offsets, np.isin(ids, self.placeholders).astype(np.float32))
+        weights = np.isin(ids, self.placeholders).astype(np.float32)
+        return TokenizedText(text=text, ids=ids, offsets=encoding.offsets, weights=weights)
 
 
 def transcript(messages: Sequence[Message]) -> str:

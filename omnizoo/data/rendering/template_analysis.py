@@ -14,7 +14,8 @@ GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # tag of transfo
 FIRST_OR_LAST = ("first", "last", "random")
 DUMPS = ("tojson", "items", "string", "pprint", "dictsort", "xmlattr", "urlencode")
 READERS = (nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call, nodes.Filter, nodes.For, nodes.Output)
-ITEM, LIST = "message", "messages"
+ITEM = "message"
+LIST = "messages"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def read_template(source: str) -> TemplateFacts:
         tree = environment.parse(GENERATION.sub("", source))
         words = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
         names = frozenset(node.name for node in tree.find_all(nodes.Name))
-        return TemplateFacts(MessageTracker(tree).looked_at(), words, names)
+        return TemplateFacts(MessageTracker(tree).fields_read(), words, names)
     except (jinja2.TemplateError, RecursionError):  # rendering reports the error
         return TemplateFacts(None, frozenset(), frozenset({"tools"}))
 
@@ -42,16 +43,17 @@ class MessageTracker:
     """Tracks messages through loops, macros and assignments, and collects the fields that are read from them."""
 
     def __init__(self, tree: nodes.Template) -> None:
-        self.tree, self.kinds = tree, {"messages": LIST}
+        self.tree = tree
+        self.kinds = {"messages": LIST}
         self.macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
-        before = -1
-        while len(self.kinds) > before:
-            before = len(self.kinds)
-            for target, kind in self._assigned():
+        num_known = -1
+        while len(self.kinds) > num_known:
+            num_known = len(self.kinds)
+            for target, kind in self._assignments():
                 if kind is not None:
                     self.kinds.setdefault(target, kind)
 
-    def _assigned(self) -> Iterator[tuple[str, str | None]]:
+    def _assignments(self) -> Iterator[tuple[str, str | None]]:
         """Yield the variables that loops, macros and assignments set, each with the kind of its value."""
         for loop in self.tree.find_all(nodes.For):
             if isinstance(loop.target, nodes.Name):
@@ -86,17 +88,17 @@ class MessageTracker:
             return self.kind(node.expr1) or self.kind(node.expr2)
         return None
 
-    def looked_at(self) -> frozenset[str] | None:
+    def fields_read(self) -> frozenset[str] | None:
         """Return the names of the fields that are read, or None if a message may be read as a whole."""
-        found: set[str] = set()
+        fields: set[str] = set()
         for node in self.tree.find_all(READERS):
-            names = self._taken(node)
+            names = self._fields_of(node)
             if names is None:
                 return None
-            found |= names
-        return frozenset(found)
+            fields |= names
+        return frozenset(fields)
 
-    def _taken(self, node: nodes.Node) -> set[str] | None:
+    def _fields_of(self, node: nodes.Node) -> set[str] | None:
         """Return the fields that one expression reads from a message; None if it may read all of them."""
         if isinstance(node, nodes.Getattr) and self.kind(node.node) == ITEM:
             return {node.attr}  # may also be the name of a method, which is harmless
@@ -105,24 +107,26 @@ class MessageTracker:
         if isinstance(node, nodes.Compare) and any(self.kind(other.expr) == ITEM for other in node.ops):
             return constants(node.expr)  # "name" in message
         if isinstance(node, nodes.Call):
-            return self._taken_by_call(node)
+            return self._fields_of_call(node)
         if isinstance(node, nodes.Filter):
-            return self._taken_by_filter(node)
+            return self._fields_of_filter(node)
         if isinstance(node, nodes.For) and self.kind(node.iter) == ITEM:
             return None
         if isinstance(node, nodes.Output) and any(self.kind(part) is not None for part in node.nodes):
             return None
         return set()
 
-    def _taken_by_call(self, call: nodes.Call) -> set[str] | None:
+    def _fields_of_call(self, call: nodes.Call) -> set[str] | None:
         """Return the fields that a call reads, such as `message.get("name")`; None if it may read all of them."""
         method = call.node
         if isinstance(method, nodes.Getattr) and self.kind(method.node) == ITEM:
             return constants(*call.args[:1]) if method.attr == "get" and call.args else None
         is_copy = isinstance(method, nodes.Name) and method.name == "dict"
-        return None if is_copy and any(self.kind(argument) == ITEM for argument in call.args) else set()
+        if is_copy and any(self.kind(argument) == ITEM for argument in call.args):
+            return None
+        return set()
 
-    def _taken_by_filter(self, node: nodes.Filter) -> set[str] | None:
+    def _fields_of_filter(self, node: nodes.Filter) -> set[str] | None:
         """Return the fields that a filter reads, such as `selectattr`; None if it may read all of them."""
         kind = self.kind(node.node)
         if kind == LIST:
@@ -130,10 +134,16 @@ class MessageTracker:
                 return None
             arguments = [*node.args, *(pair.value for pair in node.kwargs)]  # selectattr("role", ...)
             return {str(argument.value) for argument in arguments if isinstance(argument, nodes.Const)}
-        return None if kind == ITEM and node.name in (*DUMPS, "list") else set()
+        if kind == ITEM and node.name in (*DUMPS, "list"):
+            return None
+        return set()
 
 
 def constants(*expressions: nodes.Expr) -> set[str] | None:
     """Return the values of constant expressions, or None if an expression is not constant."""
-    known = [expression for expression in expressions if isinstance(expression, nodes.Const)]
-    return {str(expression.value) for expression in known} if len(known) == len(expressions) else None
+    values = set()
+    for expression in expressions:
+        if not isinstance(expression, nodes.Const):
+            return None
+        values.add(str(expression.value))
+    return values

@@ -8,7 +8,7 @@ from omnizoo.data.rendering.chat_template import ChatTemplate, unused_mark
 from omnizoo.data.rendering.template_analysis import read_template
 from omnizoo.data.row import BadRow
 from omnizoo.data.rows.messages import PLAIN, ROLES, SPEAKERS, Message, check_names
-from omnizoo.data.rows.unused_fields import HARMLESS_IN_MESSAGE, RowFields
+from omnizoo.data.rows.unused_fields import MESSAGE_METADATA_FIELDS, RowFields
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TAIL = 64  # characters; a template may remove the beginning of a response (its thinking), but not its end
@@ -25,9 +25,10 @@ class Conventions:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, Any]) -> None:
-        self.source, self.special_tokens = source, special_tokens
+        self.source = source
+        self.special_tokens = special_tokens
         self.facts = read_template(source)
-        self._is_written: dict[str, bool] = {}  # cache of `is_written`, by role
+        self._renders_role: dict[str, bool] = {}  # cache of `renders_role`, by role
 
     def render(self, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the text of a conversation."""
@@ -41,7 +42,9 @@ class Conventions:
         """Return the role of a speaker, such as "human". Keep a word for tools that only the template defines."""
         role = SPEAKERS.get(speaker, speaker)
         words = self.facts.words
-        return speaker if role == "tool" and speaker in words and "tool" not in words else role
+        if role == "tool" and speaker in words and "tool" not in words:
+            return speaker
+        return role
 
     @cached_property
     def takes_objects(self) -> bool:
@@ -63,14 +66,20 @@ class Conventions:
         except BadRow:
             return ""
 
-    def is_written(self, role: str) -> bool:
+    def renders_role(self, role: str) -> bool:
         """Whether the template renders the content of a message of this role, in a short sample conversation."""
-        if role not in self._is_written:
-            turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            own: Message = {"role": role, "content": "mark0x"}
-            place = {"user": [own, turns[1]], "assistant": [turns[0], own], "system": [own, *turns]}
-            self._is_written[role] = "mark0x" in self._try(place.get(role, [turns[0], turns[1], own]))
-        return self._is_written[role]
+        if role not in self._renders_role:
+            user: Message = {"role": "user", "content": "a"}
+            assistant: Message = {"role": "assistant", "content": "b"}
+            marked: Message = {"role": role, "content": "mark0x"}
+            conversations = {
+                "user": [marked, assistant],
+                "assistant": [user, marked],
+                "system": [marked, user, assistant],
+            }
+            conversation = conversations.get(role, [user, assistant, marked])
+            self._renders_role[role] = "mark0x" in self._try(conversation)
+        return self._renders_role[role]
 
     def check(self, messages: list[Message], tools: list[Any] | None, text: str) -> None:
         """Check that the rendered text contains all messages, tools and tool calls.
@@ -85,26 +94,25 @@ class Conventions:
         """
         if tools:
             if "tools" not in self.facts.variables:
-                raise BadRow("the chat template leaves out its `tools`")
-            check_names(tools, text, "its `tools`")
-        at, unsure = 0, []
+                raise BadRow("the chat template drops `tools`. Use one with tools, or add `tools` to data.ignore.")
+            check_names(tools, text, "`tools`")
+        stop = 0
+        not_found = []
         for number, message in enumerate(messages):
             if "tool_calls" in message:
                 check_names(message["tool_calls"], text, f"the calls of message {number}")
-            if not (content := message["content"].strip()):
+            content = message["content"].strip()
+            if not content:
                 continue
-            if not self.is_written(message["role"]):
-                unsure.append(number)
-            elif (found := text.find(content, at)) >= 0:
-                at = found + len(content)
-            elif len(content) > TAIL and (found := text.find(content[-TAIL:], at)) >= 0:
-                at = found + TAIL
+            content_stop = _find_stop(text, content, stop) if self.renders_role(message["role"]) else None
+            if content_stop is None:
+                not_found.append(number)
             else:
-                unsure.append(number)
-        if unsure:
-            self._check_written(messages, tools, unsure)
+                stop = content_stop
+        if not_found:
+            self._check_rendered(messages, tools, not_found)
 
-    def _check_written(self, messages: list[Message], tools: list[Any] | None, numbers: Sequence[int]) -> None:
+    def _check_rendered(self, messages: list[Message], tools: list[Any] | None, numbers: Sequence[int]) -> None:
         """Check that the template renders these messages, by replacing their contents with markers."""
         contents = "".join(message["content"] for message in messages)
         mark = unused_mark(contents)
@@ -114,34 +122,46 @@ class Conventions:
         text = self.render(marked, tools)
         for number in numbers:
             if marked[number]["content"] not in text:
-                raise BadRow(f"the chat template leaves out message {number} (of the {messages[number]['role']})")
+                raise BadRow(f"the chat template drops message {number} ({messages[number]['role']})")
 
     def check_fields(self, messages: list[Message], tools: list[Any] | None, fields: RowFields) -> None:
-        """Check that the template uses all message fields, except harmless and ignored ones. Raises `BadRow` if not."""
+        """Check that the template uses all message fields, except metadata and ignored ones. Raises `BadRow` if not."""
         for number, message in enumerate(messages):
-            for name in sorted(message.keys() - PLAIN - HARMLESS_IN_MESSAGE):
-                if fields.ignores(name) or self._reads(name, number, messages, tools):
+            for name in sorted(message.keys() - PLAIN - MESSAGE_METADATA_FIELDS):
+                if fields.is_ignored(name) or self._reads(name, number, messages, tools):
                     continue
-                of = f" of message {number} ({message['role']}): the chat template does not use it"
-                raise BadRow(fields.unread([name], of))
+                location = f"message {number} ({message['role']})"
+                raise BadRow(fields.unused_message([name], location, "the chat template does not read it"))
 
     def _reads(self, name: str, number: int, messages: list[Message], tools: list[Any] | None) -> bool:
         """Whether the template uses the field `name` of message `number`."""
-        looked_at = self.facts.fields
-        if looked_at is None:
+        fields_read = self.facts.fields
+        if fields_read is None:
             return True
         if name in REASONING:  # synonyms; templates may drop the reasoning of earlier turns
-            return not looked_at.isdisjoint(REASONING)
+            return not fields_read.isdisjoint(REASONING)
         role = messages[number]["role"]
         if name == "tool_calls" and role == "assistant":
-            return name in looked_at  # `check` also looks for the names of the calls in the text
+            return name in fields_read  # `check` also looks for the names of the calls in the text
         if (role, name) == ("tool", "name"):
             return True  # redundant: the preceding call contains the name
-        if name not in looked_at:
+        if name not in fields_read:
             return False
-        without = {other: value for other, value in messages[number].items() if other != name}
-        changed = [*messages[:number], without, *messages[number + 1 :]]
+        without_field = {other: value for other, value in messages[number].items() if other != name}
+        changed = [*messages[:number], without_field, *messages[number + 1 :]]
         try:
             return self.render(changed, tools) != self.render(messages, tools)
         except BadRow:
             return True
+
+
+def _find_stop(text: str, content: str, start: int) -> int | None:
+    """Return the index after a content, or after its last `TAIL` characters, in a text; None if it is not found."""
+    index = text.find(content, start)
+    if index >= 0:
+        return index + len(content)
+    if len(content) > TAIL:
+        index = text.find(content[-TAIL:], start)
+        if index >= 0:
+            return index + TAIL
+    return None

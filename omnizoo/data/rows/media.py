@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote, unquote_to_bytes
 
 from omnizoo.data.row import BadRow, Row
@@ -24,35 +24,43 @@ from omnizoo.modalities.media import WELL_KNOWN, BadMedia, Media
 
 Find = Callable[[str], Path | bytes]  # returns a media file, or its content, by its name in a row
 
-ENCODED, NAMED = ("bytes", "data", "base64"), ("url", "path")  # keys of an object that contains or locates an item
-DESCRIBES = ("format", "mime_type")  # keys that are not needed: the format is detected from the bytes
+CONTENT_KEYS = ("bytes", "data", "base64")  # keys of an object that contains an item
+LOCATION_KEYS = ("url", "path")  # keys of an object that locates an item
+FORMAT_KEYS = ("format", "mime_type")  # keys that are not needed: the format is detected from the bytes
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
-MOVED = "the chat template leaves out or changes the place of {name}"
+MOVED = "the chat template drops or moves {name}. Use a chat template that keeps media in place."
 PATH_MAX = 4096  # characters; a longer string is not a path
+NEVER = "(?!)"  # a pattern that never matches
 
 
 class MediaNotation:
     """The notation of media: content types and tags in rows, special tokens in the text to be tokenized."""
 
     def __init__(self, modalities: Mapping[str, Modality], fields: RowFields) -> None:
-        self.modalities, self.fields = modalities, fields
-        self.types = {type: name for name in modalities for type in (name, f"{name}_url", f"input_{name}")}
-        marks = {
-            mark for m in modalities.values() for mark in (m.begin, m.placeholder, m.end, m.last, *m.marks) if mark
-        }
-        self.mark = re.compile("|".join(map(re.escape, sorted(marks))) or "(?!)")  # (?!) never matches
-        self.tag = re.compile(f"<({'|'.join(map(re.escape, modalities)) or '(?!)'})>")
+        self.modalities = modalities
+        self.fields = fields
+        self.types: dict[str, str] = {}  # modality by content type
+        marks: set[str] = set()
+        for name, modality in modalities.items():
+            self.types |= dict.fromkeys((name, f"{name}_url", f"input_{name}"), name)
+            marks |= {modality.begin, modality.placeholder, modality.end, modality.last, *modality.marks}
+        special_tokens = sorted(filter(None, marks))
+        self.special_token = re.compile("|".join(map(re.escape, special_tokens)) or NEVER)
+        tags = "|".join(map(re.escape, modalities)) or NEVER
+        self.tag = re.compile(f"<({tags})>")
+
         # Tags of well-known modalities that this model lacks, at positions typical of media: at the start of a line,
         # or at the end of the text.
-        foreign = [name for name in WELL_KNOWN if name not in modalities and f"<{name}>" not in fields.names]
-        names = "|".join(foreign) or "(?!)"
-        self.stray = re.compile(rf"^[ \t]*<({names})>|<({names})>\s*\Z", re.MULTILINE)
+        missing = [name for name in WELL_KNOWN if name not in modalities]
+        unknown_tags = "|".join(name for name in missing if f"<{name}>" not in fields.ignored) or NEVER
+        self.unknown_tag = re.compile(rf"^[ \t]*<({unknown_tags})>|<({unknown_tags})>\s*\Z", re.MULTILINE)
 
-    def written(self, name: str, run: str | int | NestedRun) -> str:
+    def text_of_run(self, name: str, run: str | int | NestedRun) -> str:
         """Return the text of one run of an item. Placeholder tokens are repeated only after tokenization."""
         if isinstance(run, str):
             return run
-        return self.modalities[run.modality if isinstance(run, NestedRun) else name].placeholder
+        modality = run.modality if isinstance(run, NestedRun) else name
+        return self.modalities[modality].placeholder
 
 
 class RowMedia:
@@ -69,23 +77,28 @@ class RowMedia:
     def __init__(
         self, notation: MediaNotation, row: Row, find: Find, key: tuple[int, ...], is_chat: bool = True
     ) -> None:
-        self.notation, self.find, self.key, self.is_chat = notation, find, key, is_chat
-        self.columns = {name: column for name in notation.modalities if (column := read_column(row, name)) is not None}
-        self.taken: Counter[str] = Counter()  # number of tags so far, by modality; may exceed the items in the column
+        self.notation = notation
+        self.find = find
+        self.key = key
+        self.is_chat = is_chat
+        columns = {name: read_column(row, name) for name in notation.modalities}
+        self.columns = {name: column for name, column in columns.items() if column is not None}
+        self.num_tags: Counter[str] = Counter()  # tags so far, by modality; may exceed the items in the column
         self.items: list[MediaItem] = []  # spans are set after tokenization
         self.texts: list[str] = []  # text of each item: begin, inner text and placeholders, end; "" for followers
-        self.of_prompt: int | None = None  # number of items before the response of a preference; None before it begins
-        self.answers = 0  # number of assistant messages so far
+        self.num_prompt_items: int | None = None  # items before the response of a preference; None before it begins
+        self.num_responses = 0  # number of assistant messages so far
         self.role: str | None = None  # role of the current message
 
-    def begin_answer(self, find: Find) -> None:
+    def begin_response(self, find: Find) -> None:
         """Begin the response of a preference. `find` returns the media files that the response refers to."""
-        self.find, self.of_prompt = find, len(self.items)
+        self.find = find
+        self.num_prompt_items = len(self.items)
 
     def begin(self, role: str) -> None:
-        """Begin a message of the given role."""
+        """Begin a message with this role."""
         self.role = role
-        self.answers += role == "assistant"
+        self.num_responses += role == "assistant"
 
     def write(self, content: Any, has_targets: bool, what: str) -> str:
         """Return the content of a message or text as text for the tokenizer, and collect its items.
@@ -97,30 +110,32 @@ class RowMedia:
         """
         if isinstance(content, str):
             if "<" in content:
-                self._refuse_strays(content, what)
-            pieces = self.notation.tag.split(content)  # odd indices are the names of tags
-            return "".join(
-                self._item(p, None, {}, has_targets) if i % 2 else self.text(p) for i, p in enumerate(pieces)
-            )
+                self._check_unknown_tags(content, what)
+            text = ""
+            for i, piece in enumerate(self.notation.tag.split(content)):
+                is_tag = i % 2 == 1  # `split` alternates between text and the names of tags
+                text += self._item(piece, None, {}, has_targets) if is_tag else self.text(piece)
+            return text
         if not isinstance(content, list):
             raise BadRow(f"{what} is {type(content).__name__}, not a string or a list of parts")
         return "".join(self.part(part, has_targets, f"part {i} of {what}") for i, part in enumerate(content))
 
     def text(self, text: str) -> str:
         """Return plain text. Raises `BadRow` if it contains a special token of a modality."""
-        if mark := self.notation.mark.search(text):
-            raise BadRow(f"its text contains {mark[0]!r}, which would be taken for media")
+        match = self.notation.special_token.search(text)
+        if match:
+            raise BadRow(f"the text contains {match[0]!r}, a special token that marks media. Remove it.")
         return text
 
-    def _refuse_strays(self, content: str, what: str) -> None:
+    def _check_unknown_tags(self, content: str, what: str) -> None:
         """Raise `BadRow` for a tag of a modality that this model lacks, unless an end tag shows that it is markup."""
-        for match in self.notation.stray.finditer(content):
+        for match in self.notation.unknown_tag.finditer(content):
             name = match[1] or match[2]
             if f"</{name}>" not in content:
-                known = ", ".join(self.notation.modalities) or "none"
+                accepted = ", ".join(self.notation.modalities) or "no media"
                 raise BadRow(
-                    f"{what} has a <{name}>, which nothing reads: of media, this model reads {known}; if it is only "
-                    f"text, put it into a part of type text, or '<{name}>' into data.ignore"
+                    f"<{name}> in {what} is not used: this model accepts {accepted}. If it is text, move it to a part "
+                    f"of type text, or add '<{name}>' to data.ignore."
                 )
 
     def part(self, part: Any, has_targets: bool, what: str) -> str:
@@ -129,27 +144,38 @@ class RowMedia:
             raise BadRow(f"{what} is not an object with a `type`")
         kind = part["type"]
         # Columnar files give every part the union of all keys, so None means that the key is absent.
-        given = {key: value for key, value in part.items() if key != "type" and value is not None}
+        keys = {key: value for key, value in part.items() if key != "type" and value is not None}
         if kind == "text":
-            if not isinstance(given.get("text"), str):
-                raise BadRow(f"`text` of {what} is {type(given.get('text')).__name__}, not a string")
-            self.notation.fields.check_read(given, ("text",), f" of {what}")
-            return self.text(given["text"])
+            text = keys.get("text")
+            if not isinstance(text, str):
+                raise BadRow(f"`text` of {what} is {type(text).__name__}, not a string")
+            self.notation.fields.check_used(keys, ("text",), what)
+            return self.text(text)
+
         name = self.notation.types.get(kind)
         if name is None:
-            known = ["text", *self.notation.modalities]
-            close = get_close_matches(kind, ["text", *self.notation.types], 1)
-            raise BadRow(
-                f"{what} is of unknown type {kind!r}; known: {', '.join(known)}"
-                + (f" (did you mean {close[0]!r}?)" if close else "")
-            )
-        made = self.notation.modalities[name].decoder or self.notation.modalities[name].follower
-        names = (kind, name, f"{name}_url", *(made.values if made is not None else ()))
-        key = next((key for key in names if key in given), None)
+            self._raise_unknown_type(kind, what)
+        value = self._pop_value(keys, kind, name)
+        options = {key: option for key, option in keys.items() if not self.notation.fields.is_ignored(key)}
+        return self._item(name, value, options, has_targets)
+
+    def _raise_unknown_type(self, kind: str, what: str) -> NoReturn:
+        known = ", ".join(["text", *self.notation.modalities])
+        close = get_close_matches(kind, ["text", *self.notation.types], 1)
+        suggestion = f" (did you mean {close[0]!r}?)" if close else ""
+        raise BadRow(f"{what} has the unknown type {kind!r}; known: {known}{suggestion}")
+
+    def _pop_value(self, keys: dict[str, Any], kind: str, name: str) -> Any:
+        """Remove the value of an item from the keys of its part, and return it; None if there is none."""
+        modality = self.notation.modalities[name]
+        producer = modality.decoder or modality.follower
+        value_keys = producer.values if producer is not None else ()
+        for key in (kind, name, f"{name}_url", *value_keys):
+            if key in keys:
+                return keys.pop(key)
         # Without such a key, the part itself may contain or locate the item, like {"type": "image", "path": ...}.
-        value = given.pop(key) if key else {key: given.pop(key) for key in ENCODED + NAMED if key in given} or None
-        given = {key: option for key, option in given.items() if not self.notation.fields.ignores(key)}
-        return self._item(name, value, given, has_targets)
+        content = {key: keys.pop(key) for key in CONTENT_KEYS + LOCATION_KEYS if key in keys}
+        return content or None
 
     def _item(self, name: str, value: Any, options: dict[str, Any], has_targets: bool) -> str:
         """Return an item as text, and collect it. If `value` is None, take the next item of the column."""
@@ -169,25 +195,29 @@ class RowMedia:
         runs = size.layout or (size.num_placeholders,)
         assert sum(run for run in runs if isinstance(run, int)) == size.num_placeholders, f"{name}: {size}"
         if not size.num_placeholders:
-            raise BadRow(f"{media.name} takes no place among the tokens")
-        inner = "".join(self.notation.written(name, run) for run in runs)
+            raise BadRow(f"{media.name} has 0 placeholder tokens, so the model cannot read it")
+        inner_text = "".join(self.notation.text_of_run(name, run) for run in runs)
+        text = modality.begin + inner_text + modality.end
         port = Port(name, "decoder" if module is modality.decoder else "encoder")
         self.items.append(MediaItem(port, size, (), is_target, media))
-        self.texts.append(modality.begin + inner + modality.end)
-        written = self.texts[-1].strip()  # chat templates may strip contents; `widen` restores the white space
+        self.texts.append(text)
+
+        stripped = text.strip()  # chat templates may strip contents; `widen` restores the white space
+        if not self.is_chat:
+            return stripped
         number = sum(item.port.modality == name for item in self.items)
-        return modality.in_chat.format(item=written, number=number, before=number - 1) if self.is_chat else written
+        return modality.in_chat.format(item=stripped, number=number, before=number - 1)
 
     def _next_of_column(self, name: str) -> tuple[Sequence[Any], int]:
         """Return the column of a modality and the index of the next item. Advances the index."""
-        if self.of_prompt is not None:
+        if self.num_prompt_items is not None:
             example = json.dumps({"type": name, name: "..."})
             raise BadRow(
-                f"an answer of a preference has a <{name}>, but `{name}s` is for media of its prompt; write it as "
-                f"a part of the answer: {example}"
+                f"<{name}> is in a response of a preference, but the items of `{name}s` belong to the prompt. Write "
+                f"the item as a part of the response: {example}"
             )
-        index = self.taken[name]
-        self.taken[name] += 1
+        index = self.num_tags[name]
+        self.num_tags[name] += 1
         return self.columns.get(name, []), index
 
     def _module_of_item(self, name: str, has_targets: bool) -> tuple[Encoder | Decoder | Follower, bool]:
@@ -195,11 +225,11 @@ class RowMedia:
         modality = self.notation.modalities[name]
         label = f"{name} (item {len(self.items)})"
         if modality.follower is not None and modality.encoder is None and self.role != "assistant":
-            where = f"a message of {self.role!r}" if self.role else "a plain text"
-            known = ", ".join(["text", *(name for name, m in self.notation.modalities.items() if m.encoder)])
+            location = f"a message of {self.role!r}" if self.role else "a plain text"
+            encoders = [name for name, m in self.notation.modalities.items() if m.encoder]
             raise BadRow(
-                f"{label} is in {where}: it is what the model says, and so belongs to a message of the assistant; what "
-                f"the model is to read is one of {known}"
+                f"{label} is in {location}, but the model generates {name} and cannot read it. Move it to a message of "
+                f"the assistant; the model can read {', '.join(['text', *encoders])}."
             )
         producer = modality.decoder or modality.follower
         is_target = has_targets and producer is not None
@@ -207,12 +237,12 @@ class RowMedia:
         if producer is not None and (has_targets or module is None):
             module = producer
         assert module is not None, f"modality {name} has no module"
-        if self.of_prompt is not None and is_target:
+        if self.num_prompt_items is not None and is_target:
             if isinstance(module, Follower):
-                raise BadRow(f"{label} is in an answer of a preference, which is judged by its text; leave it out")
+                raise BadRow(f"{label} is in a response of a preference, whose loss depends on text only. Remove it.")
             if not isinstance(module, Encoder | LikelihoodDecoder):
                 reason = module.no_likelihood_reason
-                raise BadRow(f"{label} is in an answer, which is judged by how likely it is; but {reason}")
+                raise BadRow(f"{label} is in a response of a preference, whose loss needs likelihoods; but {reason}")
         return module, is_target
 
     def _measure(
@@ -226,17 +256,17 @@ class RowMedia:
             media = Media(name, value, options, seed_of(*self.key, len(self.items)))
             label = media.name
             if module.item_options is not None:
-                self.notation.fields.check_read(options, {*module.item_options, *DESCRIBES}, f" of {label}")
+                self.notation.fields.check_used(options, {*module.item_options, *FORMAT_KEYS}, label)
             return media, module.measure(media)
         except BadMedia as bad:
             raise BadRow(str(bad) if label in str(bad) else f"{label}: {bad}") from None
 
     def _add_followed(self, name: str, media: Media, size: MediaSize) -> None:
         """Add an item that a follower generates. It has no text in the sequence."""
-        answer = self.answers - 1
-        if any(item.answer == answer and item.port.modality == name for item in self.items):
-            raise BadRow(f"{media.name}: the assistant's message has a {name} already; give one per message")
-        self.items.append(MediaItem(Port(name, "follower"), size, (), True, media, answer=answer))
+        response = self.num_responses - 1
+        if any(item.answer == response and item.port.modality == name for item in self.items):
+            raise BadRow(f"{media.name}: the assistant message has more than one {name}. Keep one per message.")
+        self.items.append(MediaItem(Port(name, "follower"), size, (), True, media, answer=response))
         self.texts.append("")
 
     def widen(self, text: str, marks: Sequence[int] = ()) -> tuple[str, list[int]]:
@@ -249,45 +279,54 @@ class RowMedia:
         Returns:
             The text with white space restored, and the corresponding indices in it.
         """
-        if all(whole == whole.strip() for whole in self.texts):
+        if all(item_text == item_text.strip() for item_text in self.texts):
             return text, list(marks)
-        pieces, at, added = [], 0, []
-        for item, whole in zip(self.items, self.texts, strict=True):
-            start = text.find(short := whole.strip(), at)
+        pieces = []
+        insertions = []  # (index in `text`, number of inserted characters)
+        stop = 0
+        for item, item_text in zip(self.items, self.texts, strict=True):
+            stripped = item_text.strip()
+            start = text.find(stripped, stop)
             if start < 0:
                 raise BadRow(MOVED.format(name=item.media.name))
-            pieces += [text[at:start], whole]
-            at = start + len(short)
-            before = len(whole) - len(whole.lstrip())
-            added += [(start, before), (at, len(whole) - len(short) - before)]
-        moved = [mark + sum(count for place, count in added if place < mark) for mark in marks]
-        return "".join([*pieces, text[at:]]), moved
+            pieces += [text[stop:start], item_text]
+            stop = start + len(stripped)
+            num_leading = len(item_text) - len(item_text.lstrip())
+            num_trailing = len(item_text) - len(stripped) - num_leading
+            insertions += [(start, num_leading), (stop, num_trailing)]
+
+        moved_marks = []
+        for mark in marks:
+            moved_marks.append(mark + sum(count for index, count in insertions if index < mark))
+        return "".join([*pieces, text[stop:]]), moved_marks
 
     def check_counts(self) -> None:
         """Check that each column has as many items as the row has tags. Call it after the last `write`."""
         for name in self.notation.modalities:
-            places, given = self.taken[name], len(self.columns.get(name, ()))
-            if places != given:
-                hint = "" if given else f"; a <{name}> that is only text belongs into a part of type text"
-                raise BadRow(f"{places} places for media (<{name}>), but {given} items in `{name}s`{hint}")
+            num_tags = self.num_tags[name]
+            num_items = len(self.columns.get(name, ()))
+            if num_tags != num_items:
+                hint = "" if num_items else f". If <{name}> is text, move it to a part of type text."
+                raise BadRow(f"<{name}> occurs {num_tags} times, but `{name}s` has {num_items} items{hint}")
 
 
 def read_column(row: Row, name: str) -> list[Any] | None:
     """Return the items of a modality in a row, from the column `NAMEs` or `NAME`. None if the row has neither."""
-    many, one = row.get(f"{name}s"), row.get(name)
-    if many is not None:
-        return many if isinstance(many, list) else [many]
-    if isinstance(one, list) and all(isinstance(value, str | bytes | Mapping) for value in one):
-        return one
-    return None if one is None else [one]
+    plural = row.get(f"{name}s")
+    if plural is not None:
+        return plural if isinstance(plural, list) else [plural]
+    singular = row.get(name)
+    if isinstance(singular, list) and all(isinstance(value, str | bytes | Mapping) for value in singular):
+        return singular
+    return None if singular is None else [singular]
 
 
 def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, Any]]:
     """Return the content of an item (a path, encoded bytes, or plain values), and its options.
 
     Args:
-        value: A string, bytes, plain values, a list of those, or an object with a key of `ENCODED` or `NAMED`. Other
-            keys of such an object are options.
+        value: A string, bytes, plain values, a list of those, or an object with a key of `CONTENT_KEYS` or
+            `LOCATION_KEYS`. Other keys of such an object are options.
         find: Returns the media files that the row refers to.
 
     Raises:
@@ -297,14 +336,15 @@ def read_value(value: Any, find: Find) -> tuple[Path | bytes | Any, dict[str, An
     if isinstance(value, Mapping):
         value = {key: part for key, part in value.items() if part is not None}
         # {"url": ...}, {"data": ..., "format": ...}, {"bytes": ..., "path": ...}. Objects with lists are plain values.
-        pointer = next((key for key in ENCODED + NAMED if isinstance(value.get(key), str | bytes)), None)
-        if pointer and all(isinstance(part, str | bytes | float | int) for part in value.values()):
-            options = {key: part for key, part in value.items() if key not in ENCODED + NAMED}
-            value = value[pointer]
-            if pointer in ENCODED and isinstance(value, str):
+        value_keys = CONTENT_KEYS + LOCATION_KEYS
+        value_key = next((key for key in value_keys if isinstance(value.get(key), str | bytes)), None)
+        if value_key and all(isinstance(part, str | bytes | float | int) for part in value.values()):
+            options = {key: part for key, part in value.items() if key not in value_keys}
+            value = value[value_key]
+            if value_key in CONTENT_KEYS and isinstance(value, str):
                 value = decode_base64(value)
     if value is None or (isinstance(value, str | bytes | list | dict) and not value):
-        raise BadMedia("it is empty")
+        raise BadMedia("the media item is empty")
     if isinstance(value, str):
         value = read_string(value, find)
     elif isinstance(value, list) and all(isinstance(part, str | bytes | Mapping) for part in value):
@@ -320,7 +360,7 @@ def read_string(value: str, find: Find) -> Path | bytes:
     if value.startswith("file://"):
         return find(unquote(value.removeprefix("file://").removeprefix("localhost")))
     if is_address(value):
-        raise BadMedia(f"{value[:256]} is on the network, which training does not read from; download it beforehand")
+        raise BadMedia(f"{value[:256]} is a network address, and training reads local files only. Download it first.")
     if len(value) > PATH_MAX:
         return decode_base64(value)
     try:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.unused_fields import RowFields, says_nothing
+from omnizoo.data.rows.unused_fields import RowFields, is_empty
 
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
-LEARNT = {role: role == "assistant" for role in ROLES}
+DEFAULT_WEIGHTS = {role: float(role == "assistant") for role in ROLES}
 # Speaker names of ShareGPT and similar formats. If the template has its own word for tools, that word is kept.
 SPEAKERS = {
     "human": "user",
@@ -28,10 +28,10 @@ SPEAKERS = {
     "tool_response": "tool",
     "function": "tool",
 }
-ABOUT_LOSS = ("loss", "train", "weight")  # keys of a message that set its loss weight
+LOSS_KEYS = ("loss", "train", "weight")  # keys of a message that set its loss weight
 CALLS = ("function_call", "tool_call")  # speakers whose content is a tool call of the assistant, as JSON
 PLAIN = {"role", "content", "loss"}
-MOST_WEIGHT = 1e6  # maximum loss weight of a message or row
+MAX_WEIGHT = 1e6  # maximum loss weight of a message or row
 
 
 class MessageRules(Protocol):
@@ -62,44 +62,57 @@ def read_messages(value: Any, field: str, system: Any, rules: MessageRules, fiel
         BadRow: If the messages cannot be read.
     """
     if not isinstance(value, list) or not value:
-        raise BadRow(f"`{field}` is not a list of messages, or empty")
+        raise BadRow(f"`{field}` is empty or not a list of messages")
     messages = [read_message(message, number, rules, fields) for number, message in enumerate(value)]
     return messages if system is None else with_system(messages, system)
 
 
-def read_message(said: Any, number: int, rules: MessageRules, fields: RowFields) -> Message:
+def read_message(value: Any, number: int, rules: MessageRules, fields: RowFields) -> Message:
     """Return one message in the form that the template expects. `number` is its index, for error messages."""
-    if not isinstance(said, dict):
+    if not isinstance(value, dict):
         raise BadRow(f"message {number} is not an object with a `role`")
-    if len(said) == 2 and (role := said.get("role")) in LEARNT and isinstance(said.get("content"), str):
-        return {"role": role, "content": said["content"], "loss": float(LEARNT[role])}  # fast path for the common case
+    role = value.get("role")
+    if len(value) == 2 and role in DEFAULT_WEIGHTS and isinstance(value.get("content"), str):
+        # Fast path for the common case.
+        return {"role": role, "content": value["content"], "loss": DEFAULT_WEIGHTS[role]}
+
     # Columnar files give every message the union of all keys, so None means that the key is absent.
-    message: Message = {name: item for name, item in said.items() if item is not None and name not in fields.names}
+    present = {name: item for name, item in value.items() if item is not None}
+    message: Message = {name: item for name, item in present.items() if name not in fields.ignored}
+    _set_role(message, number, rules)
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+        calls = read_list(message["tool_calls"], f"`tool_calls` of message {number}")
+        if calls:
+            message["tool_calls"] = [with_arguments(call, rules, number) for call in calls]
+        else:
+            del message["tool_calls"]
+    message["loss"] = loss_weight(message, number)
+    return {name: item for name, item in message.items() if name in PLAIN or not is_empty(item)}
+
+
+def _set_role(message: Message, number: int, rules: MessageRules) -> None:
+    """Set the `role` and `content` of a message from the keys and speaker names of other conventions, in place."""
     if "from" in message:
-        if both := sorted(message.keys() & {"role", "content"}):
-            raise BadRow(f"message {number} has `from`, and `{both[0]}` too: only one way of writing is read")
+        duplicates = sorted(message.keys() & {"role", "content"})
+        if duplicates:
+            raise BadRow(f"message {number} has both `from` and `{duplicates[0]}`. Keep only one convention.")
         message["role"] = message.pop("from")
         if "value" in message:
             message["content"] = message.pop("value")
     speaker = message.get("role")
     if not isinstance(speaker, str):
         raise BadRow(f"message {number} is not an object with a `role`; it has {', '.join(map(repr, message))}")
+
     if speaker in CALLS and not rules.knows(speaker):
         message |= {"role": "assistant", "content": "", "tool_calls": read_calls(message.get("content"), number)}
     elif speaker not in ROLES:
         message["role"] = rules.role_of(speaker)
         if not rules.knows(message["role"]):
-            raise BadRow(f"`role` of message {number} is {speaker!r}, which the chat template does not know either")
-    if "tool_calls" in message:
-        message.setdefault("content", "")
-        if calls := read_list(message["tool_calls"], f"`tool_calls` of message {number}"):
-            message["tool_calls"] = [with_arguments(call, rules, number) for call in calls]
-        else:
-            del message["tool_calls"]
-    message["loss"] = loss_weight(message, number)
-    for name in [name for name, item in message.items() if name not in PLAIN and says_nothing(item)]:
-        del message[name]
-    return message
+            raise BadRow(
+                f"`role` of message {number} is {speaker!r}, which the chat template does not use. "
+                f"Use one of {', '.join(ROLES)}."
+            )
 
 
 def loss_weight(message: Message, number: int) -> float:
@@ -108,7 +121,9 @@ def loss_weight(message: Message, number: int) -> float:
     `loss` and `train` are synonyms for a weight of 1 or 0. Without any of these keys, the weight is 1 for assistant
     messages and 0 for others.
     """
-    role, flags, weight = message["role"], [], 1.0
+    role = message["role"]
+    flags = []
+    weight = 1.0
     for name in ("loss", "train"):
         if name in message:
             flag = message.pop(name)
@@ -119,18 +134,20 @@ def loss_weight(message: Message, number: int) -> float:
         weight = read_weight(message.pop("weight"), f"`weight` of message {number}")
         if weight and role != "assistant" and True not in flags:
             raise BadRow(
-                f"`weight` of message {number} ({role}) is {weight:g}: write `loss: true` if it shall be learnt"
+                f"`weight` of message {number} ({role}) is {weight:g}, but by default only assistant messages are "
+                "trained on. Add `loss: true` to the message to train on it."
             )
         flags.append(weight > 0)
     if len(set(flags)) > 1:
-        raise BadRow(f"`loss`, `train` and `weight` of message {number} contradict each other")
-    return weight if (flags[0] if flags else role == "assistant") else 0.0
+        raise BadRow(f"`loss`, `train` and `weight` of message {number} contradict each other. Keep one of them.")
+    is_trained = flags[0] if flags else role == "assistant"
+    return weight if is_trained else 0.0
 
 
 def read_weight(value: Any, what: str) -> float:
-    """Return the loss weight of a message or row. Raises `BadRow` unless it is a number from 0 to `MOST_WEIGHT`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_WEIGHT:
-        raise BadRow(f"{what} is {str(value)[:80]!r}; expected what its loss is multiplied by: 0 to {MOST_WEIGHT:g}")
+    """Return the loss weight of a message or row. Raises `BadRow` unless it is a number from 0 to `MAX_WEIGHT`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
+        raise BadRow(f"{what} is {str(value)[:80]!r}; expected a factor for the loss, from 0 to {MAX_WEIGHT:g}")
     return float(value)
 
 
@@ -138,20 +155,18 @@ def with_system(messages: list[Message], system: Any) -> list[Message]:
     """Return the messages, beginning with the system prompt. Raises `BadRow` if they have a different one."""
     if not isinstance(system, str):
         raise BadRow(f"`system` is {type(system).__name__}, not a string")
-    own = [message["content"] for message in messages if message["role"] == "system"]
-    if own and own != [system]:
-        raise BadRow(
-            "it has a `system` field, and another system message; name the field in data.ignore to leave it out"
-        )
-    return messages if own else [{"role": "system", "content": system, "loss": 0.0}, *messages]
+    system_contents = [message["content"] for message in messages if message["role"] == "system"]
+    if system_contents and system_contents != [system]:
+        raise BadRow("`system` differs from the system message of the row. Add `system` to data.ignore to drop it.")
+    return messages if system_contents else [{"role": "system", "content": system, "loss": 0.0}, *messages]
 
 
 def as_prompt(messages: Sequence[Message]) -> list[Message]:
     """Return copies of the messages that are not trained on, whatever loss keys they have."""
     prompt = []
     for message in messages:
-        kept = {key: value for key, value in message.items() if key not in ABOUT_LOSS}
-        prompt.append(kept | {"loss": False})
+        without_loss = {key: value for key, value in message.items() if key not in LOSS_KEYS}
+        prompt.append(without_loss | {"loss": False})
     return prompt
 
 
@@ -159,21 +174,22 @@ def read_calls(value: Any, number: int) -> list[Any]:
     """Return the tool calls in the content of a `function_call` message, which is JSON: one call or a list of calls."""
     calls = parse(value, f"message {number} (function_call)")
     calls = calls if isinstance(calls, list) else [calls]
+    tool_calls = []
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise BadRow(f"message {number} (function_call) is not a call with `name` and `arguments`")
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-        for call in calls
-    ]
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        tool_calls.append({"type": "function", "function": function})
+    return tool_calls
 
 
 def with_arguments(call: Any, rules: MessageRules, number: int) -> Message:
     """Return a tool call with its arguments in the form that the template expects: an object or JSON text."""
     if not isinstance(call, dict):
-        raise BadRow(f"`tool_calls` of message {number} holds {type(call).__name__}, not objects")
-    if isinstance(inner := call.get("function"), dict):
-        return {**call, "function": with_arguments(inner, rules, number)}
+        raise BadRow(f"`tool_calls` of message {number} contains {type(call).__name__}, not objects")
+    function = call.get("function")
+    if isinstance(function, dict):
+        return {**call, "function": with_arguments(function, rules, number)}
     if "arguments" not in call:
         return call
     what = f"`arguments` of a call in message {number}"
@@ -194,7 +210,7 @@ def read_list(value: Any, what: str) -> list[Any]:
     objects = [parse(item, what) for item in value]
     for item in objects:
         if not isinstance(item, dict):
-            raise BadRow(f"{what} holds {type(item).__name__}, not objects")
+            raise BadRow(f"{what} contains {type(item).__name__}, not objects")
     return objects
 
 
@@ -205,8 +221,8 @@ def parse(value: Any, what: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        python = " (written by Python's str(), not by json.dumps?)" if "'" in value else ""
-        raise BadRow(f"{what} is a text, and not valid JSON: {str(error)[:200]}{python}") from None
+        hint = " (write it with json.dumps, not with Python's str)" if "'" in value else ""
+        raise BadRow(f"{what} is a string that is not valid JSON: {str(error)[:200]}{hint}") from None
 
 
 def check_names(functions: Sequence[Any], text: str, what: str) -> None:
@@ -215,4 +231,4 @@ def check_names(functions: Sequence[Any], text: str, what: str) -> None:
         inner = function.get("function") if isinstance(function.get("function"), dict) else function
         name = inner.get("name")
         if isinstance(name, str) and name not in text:
-            raise BadRow(f"the chat template leaves out {name!r} of {what}")
+            raise BadRow(f"the chat template drops {name!r} of {what}")

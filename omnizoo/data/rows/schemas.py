@@ -1,7 +1,7 @@
 """Detect the format of a row by a table of rules, and convert the row to `messages` or `text`.
 
 A rule depends on the names and types of fields. The content of a text matters only for captions: a text with media
-tags is no caption. If several rules match, the row is a bad row unless `data.sources.N.format` selects one.
+tags is not a caption. If several rules match, the row is a bad row unless `data.sources.N.format` selects one.
 Fields that a format does not use stay in the row, and raise an error if they are not used elsewhere
 (`unused_fields.py`).
 """
@@ -14,7 +14,7 @@ from typing import Any
 from omnizoo.data.row import SIDES, BadRow, Row
 from omnizoo.data.rows.media import read_column
 from omnizoo.data.rows.messages import as_prompt, parse
-from omnizoo.data.rows.unused_fields import HARMLESS, meaning
+from omnizoo.data.rows.unused_fields import METADATA_FIELDS, unsupported_reason
 
 # Field names of a plain text, if the row has no other content.
 DOCUMENT = (
@@ -34,9 +34,9 @@ EITHER = ("prompt", "completion", *SIDES)  # fields that contain either a text o
 
 @dataclass(frozen=True)
 class SourceSchema:
-    """Settings for the rows of one source. `where` is its config key, for messages."""
+    """Settings for the rows of one source."""
 
-    where: str = "data.sources.N"
+    key: str = "data.sources.N"  # config key of the source, for messages
     format: str | None = None
     json_columns: Sequence[str] | None = None
 
@@ -45,21 +45,25 @@ class SourceSchema:
 class SchemaInput:
     """The input of a rule: the fields of a row, and the modalities of the model."""
 
-    given: Row  # fields that are not empty
+    present: Row  # fields that are not empty
     names: Collection[str]  # fields that are present, including empty ones
-    read: Collection[str]  # modalities with an encoder
-    produced: Collection[str]  # modalities with a decoder
+    encoded: Collection[str]  # modalities with an encoder
+    decoded: Collection[str]  # modalities with a decoder
 
     @property
     def media(self) -> dict[str, str]:
         """The media column of the row, by modality."""
-        known = sorted({*self.read, *self.produced})
-        return {name: column for name in known for column in (name, f"{name}s") if column in self.given}
+        columns = {}
+        for name in sorted({*self.encoded, *self.decoded}):
+            for column in (name, f"{name}s"):
+                if column in self.present:
+                    columns[name] = column
+        return columns
 
-    def has(self, *needed: str) -> str:
+    def has(self, *required: str) -> str:
         """Return a reason if all of these columns are present and at least one is not empty, and else ""."""
-        if all(name in self.names for name in needed) and any(name in self.given for name in needed):
-            return "it has " + " and ".join(f"`{name}`" for name in needed)
+        if all(name in self.names for name in required) and any(name in self.present for name in required):
+            return "the row has " + " and ".join(f"`{name}`" for name in required)
         return ""
 
 
@@ -84,24 +88,24 @@ class Format:
     convert: Callable[[SchemaInput], tuple[Row, str]] = field(repr=False)  # returns the new row and its prompt
 
 
-NOTHING_SAID = SourceSchema()
+DEFAULT_SCHEMA = SourceSchema()
 
 
 def parse_row(
     row: Row,
-    given: Row,
-    read: Collection[str] = (),
-    produced: Collection[str] = (),
-    shape: SourceSchema = NOTHING_SAID,
+    present: Row,
+    encoded: Collection[str] = (),
+    decoded: Collection[str] = (),
+    schema: SourceSchema = DEFAULT_SCHEMA,
 ) -> ParsedRow | None:
     """Detect the format of a row, and convert the row.
 
     Args:
         row: The whole row.
-        given: The fields of the row that are neither empty nor ignored.
-        read: Modalities for which the model has an encoder.
-        produced: Modalities for which the model has a decoder.
-        shape: Settings of the source, which may select a format.
+        present: The fields of the row that are neither empty nor ignored.
+        encoded: Modalities for which the model has an encoder.
+        decoded: Modalities for which the model has a decoder.
+        schema: Settings of the source, which may select a format.
 
     Returns:
         The converted row, or None if no rule matches.
@@ -109,76 +113,94 @@ def parse_row(
     Raises:
         BadRow: If several rules match, or the row does not match the selected format.
     """
-    given = with_json(given, shape, {*read, *produced})
-    offered = SchemaInput(given, {name for name in row if row[name] is not None} | given.keys(), read, produced)
-    found = {format.name: why for format in FORMATS.values() if (why := format.fits(offered))}
-    if shape.format is not None:
-        return _asked_for(FORMATS[shape.format], found, offered, shape)
+    present = with_json(present, schema, {*encoded, *decoded})
+    names = {name for name in row if row[name] is not None} | present.keys()
+    schema_input = SchemaInput(present=present, names=names, encoded=encoded, decoded=decoded)
+    reasons = {format.name: format.fits(schema_input) for format in FORMATS.values()}
+    matches = {name: reason for name, reason in reasons.items() if reason}
+    if schema.format is not None:
+        return _parse_as(FORMATS[schema.format], matches, schema_input, schema)
     # For `messages` with `text`, `check_conversation` raises an error that suggests data.ignore.
-    if len(found) > 1 and not found.keys() <= {"messages", "text"}:
-        listed = " or ".join(f"{name} ({why})" for name, why in found.items())
-        raise BadRow(f"it can be read as {listed}; set {shape.where}.format to one of {', '.join(found)}")
-    if not found:
+    if len(matches) > 1 and not matches.keys() <= {"messages", "text"}:
+        formats = " or ".join(f"{name} ({reason})" for name, reason in matches.items())
+        raise BadRow(f"the row matches {formats}. Set {schema.key}.format to one of {', '.join(matches)}.")
+    if not matches:
         return None
-    name, why = next(iter(found.items()))
-    return ParsedRow(name, why, *FORMATS[name].convert(offered))
+    name, reason = next(iter(matches.items()))
+    converted, prompt = FORMATS[name].convert(schema_input)
+    return ParsedRow(format=name, why=reason, row=converted, prompt=prompt)
 
 
-def _asked_for(format: Format, found: Mapping[str, str], offered: SchemaInput, shape: SourceSchema) -> ParsedRow:
+def _parse_as(format: Format, matches: Mapping[str, str], schema_input: SchemaInput, schema: SourceSchema) -> ParsedRow:
     """Convert a row to the format that `data.sources.N.format` selects."""
-    if format.name not in found and not (format.name == "text" and "text" in offered.given):
-        has = ", ".join(f"`{name}`" for name in offered.given) or "nothing"
-        raise BadRow(f"{shape.where}.format is {format.name}, which needs {format.rule}; this row has {has}")
-    own = {*format.takes, *offered.media.values()}
-    others = {name for other in found for name in FORMATS[other].takes} - own
-    chosen = replace(offered, given=_rest(offered.given, *(others - {"system", "weight"})))
-    return ParsedRow(format.name, f"{shape.where}.format says so", *format.convert(chosen))
+    present = schema_input.present
+    if format.name not in matches and not (format.name == "text" and "text" in present):
+        names = ", ".join(f"`{name}`" for name in present) or "no fields"
+        raise BadRow(f"{schema.key}.format is {format.name}, which needs {format.rule}; the row has {names}")
+    used = {*format.takes, *schema_input.media.values()}
+    fields_of_others = {name for other in matches for name in FORMATS[other].takes}
+    dropped = fields_of_others - used - {"system", "weight"}
+    converted, prompt = format.convert(replace(schema_input, present=_without(present, *dropped)))
+    return ParsedRow(format=format.name, why=f"set by {schema.key}.format", row=converted, prompt=prompt)
 
 
-def hint(given: Row, shape: SourceSchema) -> str:
+def hint(present: Row, schema: SourceSchema) -> str:
     """Return a suggestion for a row that no rule matches, or ""."""
-    for prompt, answer in OTHER_PAIRS:
-        if prompt in given and answer in given:
-            return f"{shape.where}.columns: {{query: {prompt}, response: {answer}}} reads them as a chat"
-    texts = [name for name, value in given.items() if isinstance(value, str) and name not in HARMLESS]
-    if len(texts) == 1 == len([name for name in given if name not in HARMLESS]) and meaning(texts[0]) is None:
-        return f"{shape.where}.columns: {{text: {texts[0]}}} reads it as a text"
+    for prompt, response in OTHER_PAIRS:
+        if prompt in present and response in present:
+            return f"to read them as a chat, set {schema.key}.columns: {{query: {prompt}, response: {response}}}"
+    names = [name for name in present if name not in METADATA_FIELDS]
+    if len(names) == 1 and isinstance(present[names[0]], str) and unsupported_reason(names[0]) is None:
+        return f"to read it as a text, set {schema.key}.columns: {{text: {names[0]}}}"
     return ""
 
 
 # Fields that contain JSON text
 
 
-def with_json(given: Row, shape: SourceSchema, media: Collection[str]) -> Row:
+def with_json(present: Row, schema: SourceSchema, media: Collection[str]) -> Row:
     """Parse the fields that contain JSON text: lists of messages, lists of media, and the `json_columns`."""
-    asked, changed = shape.json_columns, {}
-    for name, value in given.items():
+    json_columns = schema.json_columns
+    parsed = {}
+    for name, value in present.items():
         if not isinstance(value, str):
             continue
-        if (asked is not None and name in asked) or (name in LISTS and value.lstrip()[:1] in ("[", "{")):
-            changed[name] = parse(value, f"`{name}`")
-        elif name in EITHER and asked is None and _holds_messages(value):
+        is_json_column = json_columns is not None and name in json_columns
+        if is_json_column or (name in LISTS and _looks_like_json(value)):
+            parsed[name] = parse(value, f"`{name}`")
+        elif name in EITHER and json_columns is None and _has_messages(value):
             raise BadRow(
-                f"`{name}` is a text that holds messages as JSON; {shape.where}.json_columns: [{name}] reads them, "
-                "json_columns: [] leaves it a text"
+                f"`{name}` is a string that contains messages as JSON. Set {schema.key}.json_columns: [{name}] to "
+                "parse it, or json_columns: [] to keep it as text."
             )
         elif name.removesuffix("s") in media or name in media:
-            parsed = _list_or_object(value)
-            changed[name] = value if parsed is None else parsed
-    return given | changed
+            json_value = _list_or_object(value)
+            parsed[name] = value if json_value is None else json_value
+    return present | parsed
 
 
-def _holds_messages(text: str) -> bool:
+def _looks_like_json(text: str) -> bool:
+    """Whether a text begins like a JSON list or object."""
+    return text.lstrip()[:1] in ("[", "{")
+
+
+def _has_messages(text: str) -> bool:
     """Whether a text is JSON of messages."""
     value = _list_or_object(text)
     messages = value if isinstance(value, list) else [value]
-    ways = ({"role", "content"}, {"from", "value"})
-    return bool(messages) and all(isinstance(m, dict) and any(way <= m.keys() for way in ways) for m in messages)
+    return bool(messages) and all(map(_is_message, messages))
+
+
+def _is_message(value: Any) -> bool:
+    """Whether a value is a message in one of the two common conventions."""
+    if not isinstance(value, dict):
+        return False
+    return {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
 
 
 def _list_or_object(text: str) -> Any:
     """Parse a JSON list or object. Return None for other text, such as a path that begins with a bracket."""
-    if text.lstrip()[:1] not in ("[", "{"):
+    if not _looks_like_json(text):
         return None
     try:
         return json.loads(text)
@@ -189,133 +211,156 @@ def _list_or_object(text: str) -> Any:
 # Conversion of each format to messages or a text
 
 
-def _unchanged(offered: SchemaInput) -> tuple[Row, str]:
+def _unchanged(schema_input: SchemaInput) -> tuple[Row, str]:
     """Return the row unchanged, for formats that need no conversion."""
-    return offered.given, ""
+    return schema_input.present, ""
 
 
-def _text(given: Row, name: str) -> str:
+def _text(present: Row, name: str) -> str:
     """Return a text field, "" if it is absent. Raises `BadRow` for other types."""
-    value = given.get(name, "")
+    value = present.get(name, "")
     if not isinstance(value, str):
-        raise BadRow(f"`{name}` is {type(value).__name__}, not a text")
+        raise BadRow(f"`{name}` is {type(value).__name__}, not a string")
     return value
 
 
-def _answer(given: Row, name: str) -> str:
+def _response(present: Row, name: str) -> str:
     """Return a response field. Raises `BadRow` if it is empty."""
-    if not (answer := _text(given, name)):
-        raise BadRow(f"`{name}` is empty: there is no answer to learn")
-    return answer
+    response = _text(present, name)
+    if not response:
+        raise BadRow(f"`{name}` is empty, so the row has no response to train on")
+    return response
 
 
-def _rest(given: Row, *taken: str) -> Row:
-    """Return the row without the fields `taken`."""
-    return {name: value for name, value in given.items() if name not in taken}
+def _without(present: Row, *names: str) -> Row:
+    """Return the row without the fields `names`."""
+    return {name: value for name, value in present.items() if name not in names}
 
 
-def _turns(prompt: str, answer: str) -> list[Row]:
+def _turns(prompt: str, response: str) -> list[Row]:
     """Return a user message and an assistant message."""
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
-def _history(given: Row) -> list[Row]:
+def _history(present: Row) -> list[Row]:
     """Return the messages of earlier turns. `history` is a list of [prompt, response] pairs."""
     turns: list[Row] = []
-    history = given.get("history", [])
+    history = present.get("history", [])
     pairs = history if isinstance(history, list | tuple) else [history]
     for number, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise BadRow(f"`history` is not a list of pairs of texts [prompt, answer]: see its entry {number}")
+            raise BadRow(f"entry {number} of `history` is not a pair of strings [prompt, response]")
         turns += _turns(*pair)
     return turns
 
 
-def _chat(given: Row, prompt: str, answer: str) -> list[Row]:
+def _chat(present: Row, prompt: str, response: str) -> list[Row]:
     """Return the messages of a conversation: its history, the prompt and the response."""
     if not prompt:
-        raise BadRow("its prompt is empty")
-    return [*_history(given), *_turns(prompt, answer)]
+        raise BadRow("the prompt is empty")
+    return [*_history(present), *_turns(prompt, response)]
 
 
-def _from_alpaca(offered: SchemaInput) -> tuple[Row, str]:
-    given = offered.given
-    prompt = "\n".join(part for part in (_text(given, "instruction"), _text(given, "input")) if part)
-    chat = _chat(given, prompt, _answer(given, "output"))
-    return _rest(given, "instruction", "input", "output", "history") | {"messages": chat}, ""
+def _from_alpaca(schema_input: SchemaInput) -> tuple[Row, str]:
+    present = schema_input.present
+    prompt_parts = [_text(present, "instruction"), _text(present, "input")]
+    prompt = "\n".join(filter(None, prompt_parts))
+    chat = _chat(present, prompt, _response(present, "output"))
+    return _without(present, "instruction", "input", "output", "history") | {"messages": chat}, ""
 
 
-def _from_query(offered: SchemaInput) -> tuple[Row, str]:
-    given = offered.given
-    chat = _chat(given, _text(given, "query"), _answer(given, "response"))
-    return _rest(given, "query", "response", "history") | {"messages": chat}, ""
+def _from_query(schema_input: SchemaInput) -> tuple[Row, str]:
+    present = schema_input.present
+    chat = _chat(present, _text(present, "query"), _response(present, "response"))
+    return _without(present, "query", "response", "history") | {"messages": chat}, ""
 
 
-def _from_prompt(offered: SchemaInput) -> tuple[Row, str]:
+def _from_prompt(schema_input: SchemaInput) -> tuple[Row, str]:
     """Join `prompt` and `completion` to one text or one conversation, in which only the completion is trained on."""
-    given, rest = offered.given, _rest(offered.given, "prompt", "completion")
-    prompt, completion = given.get("prompt", ""), given.get("completion", "")
+    present = schema_input.present
+    others = _without(present, "prompt", "completion")
+    prompt = present.get("prompt", "")
+    completion = present.get("completion", "")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return rest | {"text": prompt + _answer(given, "completion")}, prompt
+        return others | {"text": prompt + _response(present, "completion")}, prompt
     if not isinstance(prompt, list | dict) or not isinstance(completion, list | dict):
-        kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
-        raise BadRow(f"`prompt` and `completion` are {kinds}; expected two texts, or two lists of messages")
-    before, answer = ([part] if isinstance(part, dict) else part for part in (prompt, completion))
-    if not before or not answer or not all(isinstance(message, dict) for message in (*before, *answer)):
-        raise BadRow("`prompt` and `completion` are not both lists of messages, or one is empty")
-    return rest | {"messages": [*as_prompt(before), *answer]}, ""
+        types = f"{type(prompt).__name__} and {type(completion).__name__}"
+        raise BadRow(f"`prompt` and `completion` are {types}; expected two strings, or two lists of messages")
+
+    prompt_messages = [prompt] if isinstance(prompt, dict) else prompt
+    response_messages = [completion] if isinstance(completion, dict) else completion
+    messages = [*prompt_messages, *response_messages]
+    is_valid = bool(prompt_messages) and bool(response_messages)
+    if not is_valid or not all(isinstance(message, dict) for message in messages):
+        raise BadRow("`prompt` and `completion` must both be lists of messages that are not empty")
+    return others | {"messages": [*as_prompt(prompt_messages), *response_messages]}, ""
 
 
-def _captioned(offered: SchemaInput) -> str:
+def _caption_field(schema_input: SchemaInput) -> str:
     """Return the caption field of a row with media, or "". A `text` without media tags is a caption."""
-    given, media = offered.given, offered.media
-    if not media or any(name in given for name in ("messages", "conversations")):
+    present = schema_input.present
+    media = schema_input.media
+    if not media or any(name in present for name in ("messages", "conversations")):
         return ""
-    if isinstance(given.get("caption"), str):
+    if isinstance(present.get("caption"), str):
         return "caption"
-    text = given.get("text")
-    return "text" if isinstance(text, str) and not any(f"<{name}>" in text for name in media) else ""
+    text = present.get("text")
+    if isinstance(text, str) and not any(f"<{name}>" in text for name in media):
+        return "text"
+    return ""
 
 
-def _fits_caption(offered: SchemaInput, modalities: Collection[str]) -> str:
+def _fits_caption(schema_input: SchemaInput, modalities: Collection[str]) -> str:
     """Return the reason for a match if the row has a caption, and all its media are of these modalities."""
-    media, caption = offered.media, _captioned(offered)
+    media = schema_input.media
+    caption = _caption_field(schema_input)
     if not caption or not all(name in modalities for name in media):
         return ""
     columns = " and ".join(f"`{column}`" for column in media.values())
-    return f"it has {columns}, and `{caption}` for a caption"
+    return f"the row has {columns}, and `{caption}` as a caption"
 
 
-def _from_captioned(offered: SchemaInput, media_first: bool) -> tuple[Row, str]:
-    """Return a row whose `text` is a list of parts: the media and the caption, in the given order."""
-    given, caption, items = offered.given, _captioned(offered), []
-    for name, column in offered.media.items():
-        items += [{"type": name, name: item} for item in read_column({column: given[column]}, name) or []]
-    text = [{"type": "text", "text": given[caption]}]
-    parts = [*items, *text] if media_first else [*text, *items]
-    return _rest(given, caption, *offered.media.values()) | {"text": parts}, ""
+def _from_captioned(schema_input: SchemaInput, media_first: bool) -> tuple[Row, str]:
+    """Return a row whose `text` is a list of parts: the media and the caption, or the caption and the media."""
+    present = schema_input.present
+    caption = _caption_field(schema_input)
+    items: list[Row] = []
+    for name, column in schema_input.media.items():
+        values = read_column({column: present[column]}, name) or []
+        items += [{"type": name, name: value} for value in values]
+    text = {"type": "text", "text": present[caption]}
+    parts = [*items, text] if media_first else [text, *items]
+    return _without(present, caption, *schema_input.media.values()) | {"text": parts}, ""
 
 
-def _document(offered: SchemaInput) -> str:
+def _document_field(schema_input: SchemaInput) -> str:
     """Return the field of a plain text with a name of `DOCUMENT`, if it is the only content of the row, and else ""."""
-    fields = [name for name in offered.given if name not in HARMLESS and name != "weight"]
-    is_text = len(fields) == 1 and fields[0] in DOCUMENT and isinstance(offered.given[fields[0]], str)
-    return fields[0] if is_text else ""
+    present = schema_input.present
+    fields = [name for name in present if name not in METADATA_FIELDS and name != "weight"]
+    is_document = len(fields) == 1 and fields[0] in DOCUMENT and isinstance(present[fields[0]], str)
+    return fields[0] if is_document else ""
 
 
-def _fits_conversation(offered: SchemaInput) -> str:
-    name = next((name for name in ("messages", "conversations") if name in offered.given), "")
-    return f"it has `{name}`" if name else ""
+def _fits_conversation(schema_input: SchemaInput) -> str:
+    for name in ("messages", "conversations"):
+        if name in schema_input.present:
+            return f"the row has `{name}`"
+    return ""
 
 
-def _fits_document(offered: SchemaInput) -> str:
-    name = _document(offered)
-    return f"all it says is `{name}`, a text" if name else ""
+def _fits_text(schema_input: SchemaInput) -> str:
+    is_text = "text" in schema_input.present and _caption_field(schema_input) != "text"
+    return "the row has `text`" if is_text else ""
 
 
-def _from_document(offered: SchemaInput) -> tuple[Row, str]:
-    name = _document(offered)
-    return _rest(offered.given, name) | {"text": offered.given[name]}, ""
+def _fits_document(schema_input: SchemaInput) -> str:
+    name = _document_field(schema_input)
+    return f"the only content of the row is the text `{name}`" if name else ""
+
+
+def _from_document(schema_input: SchemaInput) -> tuple[Row, str]:
+    name = _document_field(schema_input)
+    return _without(schema_input.present, name) | {"text": schema_input.present[name]}, ""
 
 
 FORMATS = {
@@ -332,54 +377,54 @@ FORMATS = {
             "text",
             "`text`",
             ("text",),
-            lambda offered: "it has `text`" if "text" in offered.given and _captioned(offered) != "text" else "",
+            _fits_text,
             _unchanged,
         ),
         Format(
             "preference",
             "`chosen` and `rejected`, or `completion` and `label`",
             (*SIDES, "prompt", "messages", "conversations", "completion", "label"),
-            lambda offered: "",  # detected by `RowFields.has_preference`, because it depends on the losses
+            lambda schema_input: "",  # detected by `RowFields.has_preference`, because it depends on the losses
             _unchanged,
         ),
         Format(
             "alpaca",
-            "`instruction` and `output` (and maybe `input`, `history`, `system`)",
+            "`instruction` and `output` (optional: `input`, `history`, `system`)",
             ("instruction", "input", "output", "history", "system"),
-            lambda offered: offered.has("instruction", "output"),
+            lambda schema_input: schema_input.has("instruction", "output"),
             _from_alpaca,
         ),
         Format(
             "prompt_completion",
-            "`prompt` and `completion`, both texts or both messages",
+            "`prompt` and `completion`, both strings or both messages",
             ("prompt", "completion", "tools"),
-            lambda offered: offered.has("prompt", "completion"),
+            lambda schema_input: schema_input.has("prompt", "completion"),
             _from_prompt,
         ),
         Format(
             "query_response",
-            "`query` and `response` (and maybe `history`, `system`)",
+            "`query` and `response` (optional: `history`, `system`)",
             ("query", "response", "history", "system"),
-            lambda offered: offered.has("query", "response"),
+            lambda schema_input: schema_input.has("query", "response"),
             _from_query,
         ),
         Format(
             "caption",
-            "a column of media that the model reads, and `caption` (or a `text` without places for them)",
+            "a media column that the model has an encoder for, and `caption` (or a `text` without media tags)",
             ("caption",),
-            lambda offered: _fits_caption(offered, offered.read),
-            lambda offered: _from_captioned(offered, media_first=True),
+            lambda schema_input: _fits_caption(schema_input, schema_input.encoded),
+            lambda schema_input: _from_captioned(schema_input, media_first=True),
         ),
         Format(
             "from_caption",
-            "a column of media that the model produces, and `caption` (or a `text` without places for them)",
+            "a media column that the model has a decoder for, and `caption` (or a `text` without media tags)",
             ("caption",),
-            lambda offered: _fits_caption(offered, offered.produced),
-            lambda offered: _from_captioned(offered, media_first=False),
+            lambda schema_input: _fits_caption(schema_input, schema_input.decoded),
+            lambda schema_input: _from_captioned(schema_input, media_first=False),
         ),
         Format(
             "document",
-            f"one text and nothing else, under {', '.join(DOCUMENT)}",
+            f"one text and no other content, in one of {', '.join(DOCUMENT)}",
             DOCUMENT,
             _fits_document,
             _from_document,

@@ -1,4 +1,4 @@
-"""Check that every field of a row is used. An unused field makes a bad row, unless it is known to be harmless.
+"""Check that every field of a row is used. An unused field makes a bad row, unless it is known metadata.
 
 Otherwise a run could silently train without an image, without a system prompt, or on a response that was rejected.
 Therefore no field is dropped silently.
@@ -14,7 +14,7 @@ from omnizoo.modalities.media import WELL_KNOWN
 
 # Metadata that other tools store in rows: ids, origin, topic, statistics. docs/how-to/data.md lists these names.
 # fmt: off
-HARMLESS = frozenset(
+METADATA_FIELDS = frozenset(
     {
         "id", "_id", "uid", "uuid", "guid", "key", "idx", "index", "hash", "md5", "sha256", "row_id", "sample_id",
         "example_id", "doc_id", "document_id", "conversation_id", "conv_id", "dialog_id", "dialogue_id",
@@ -32,32 +32,33 @@ HARMLESS = frozenset(
     }
 )
 # fmt: on
-# In messages, also the id that connects the result of a tool with its call.
-HARMLESS_IN_MESSAGE = HARMLESS | {"tool_call_id"}
+# In messages, the id that connects the result of a tool with its call is metadata as well.
+MESSAGE_METADATA_FIELDS = METADATA_FIELDS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # types whose empty values count as absent
 
-Pairs = Literal["refused", "allowed", "required"]  # whether the losses of the run use preference pairs
+PreferenceRows = Literal["refused", "allowed", "required"]  # whether the losses of the run use preference rows
 
-PAIRS = f"it is one of a preference pair, which is not trained on without {', '.join(PREFERENCES)} in train.losses"
-READ_PAIRS = "preference pairs are read from `chosen` and `rejected`"
-WEIGHTS = "weights of the loss are read from `weight`, of a message or of the row; this is not supported yet"
-TOKENS = "rows that are tokenised already are not supported yet"
-COLUMNS = (
-    "prompts and answers are read from `instruction` and `output`, `prompt` and `completion`, or `query` and `response`"
+NEEDS_PREFERENCE_LOSS = f"preference rows need one of {', '.join(PREFERENCES)} in train.losses"
+PAIR_FIELDS = "preference pairs are read from `chosen` and `rejected`"
+WEIGHT_FIELDS = "loss weights are read from `weight`, in a message or in the row"
+PRETOKENIZED = "pre-tokenized rows are not supported"
+PROMPT_FIELDS = (
+    "prompts and responses are read from `instruction` and `output`, `prompt` and `completion`, or `query` and "
+    "`response`"
 )
-FEEDBACK = "scores of answers are not trained on yet"
-LABELS = "labels of answers are not trained on without kto in train.losses, which reads `label` next to `completion`"
+SCORES = "response scores are not supported"
+LABELS = "labels need kto in train.losses and are read from `label`, next to `completion`"
 # Fields with a known meaning that is not used in training: reason, and name patterns.
 # fmt: off
-MEANT = {
-    PAIRS: (
+UNSUPPORTED_FIELDS = {
+    NEEDS_PREFERENCE_LOSS: (
         "chosen", "chosen_*", "rejected", "rejected_*", "*_chosen", "*_rejected", "preferred", "dispreferred",
     ),
-    FEEDBACK: ("reward", "rewards", "score", "scores", "margin"),
+    SCORES: ("reward", "rewards", "score", "scores", "margin"),
     LABELS: ("label", "kto_tag"),
-    WEIGHTS: ("weights", "*_weight", "loss_scale", "loss_mask"),
-    TOKENS: ("input_ids", "token_ids", "tokens", "labels", "attention_mask", "position_ids"),
-    COLUMNS: (
+    WEIGHT_FIELDS: ("weights", "*_weight", "loss_scale", "loss_mask"),
+    PRETOKENIZED: ("input_ids", "token_ids", "tokens", "labels", "attention_mask", "position_ids"),
+    PROMPT_FIELDS: (
         "instruction", "input", "output", "prompt", "completion", "response", "query", "question", "answer",
         "history", "inputs", "targets", "context",
     ),
@@ -65,13 +66,15 @@ MEANT = {
 # fmt: on
 
 
-def says_nothing(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     """Whether a value is None or empty. Columnar files give every row the union of all keys, so it counts as absent."""
     if value is None:
         return True
     if not isinstance(value, EMPTY):
         return False
-    return not value or (isinstance(value, dict) and all(part is None for part in value.values()))
+    if isinstance(value, dict):
+        return all(part is None for part in value.values())
+    return not value
 
 
 class RowFields:
@@ -80,105 +83,148 @@ class RowFields:
     Args:
         modalities: Names of the modalities of the model.
         ignore: Names and glob patterns of fields to ignore (`data.ignore`).
-        pairs: Whether preference pairs are refused, allowed or required.
-        singles: Whether labeled responses (`completion` and `label`) are accepted as well.
+        preferences: Whether preference rows are refused, allowed or required.
+        labeled_responses: Whether labeled responses (`completion` and `label`) are accepted as preference rows.
     """
 
-    def __init__(self, modalities: Collection[str], ignore: Sequence[str], pairs: Pairs, singles: bool) -> None:
-        self.modalities, self.pairs, self.singles = sorted(modalities), pairs, singles
-        self.names = frozenset(ignore)
-        self.media = {column for name in modalities for column in (name, f"{name}s")}
+    def __init__(
+        self, modalities: Collection[str], ignore: Sequence[str], preferences: PreferenceRows, labeled_responses: bool
+    ) -> None:
+        self.modalities = sorted(modalities)
+        self.preferences = preferences
+        self.labeled_responses = labeled_responses
+        self.ignored = frozenset(ignore)
+        self.media_columns = {column for name in modalities for column in (name, f"{name}s")}
 
-    def ignores(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """Whether `data.ignore` contains the name, or a pattern that matches it."""
-        return name in self.names or any(fnmatchcase(name, pattern) for pattern in self.names)
+        return name in self.ignored or any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
-    def given(self, row: Row) -> Row:
+    def present(self, row: Row) -> Row:
         """Return the fields that are neither empty nor named in `data.ignore`.
 
         Patterns of `data.ignore` do not remove fields here: they only apply to unused fields.
         """
-        there = {name: value for name, value in row.items() if not says_nothing(value) and name not in self.names}
-        if not any(name in there for name in CONVERSATION):  # keep an empty conversation: it has its own error message
-            there |= {name: row[name] for name in CONVERSATION if row.get(name) is not None and name not in self.names}
-        return there
+        not_ignored = {name: value for name, value in row.items() if name not in self.ignored}
+        present = {name: value for name, value in not_ignored.items() if not is_empty(value)}
+        if not any(name in present for name in CONVERSATION):  # an empty conversation has its own error message
+            present |= {name: not_ignored[name] for name in CONVERSATION if not_ignored.get(name) is not None}
+        return present
 
-    def has_preference(self, given: Row) -> bool:
+    def has_preference(self, present: Row) -> bool:
         """Whether the row is read as a preference pair or labeled response.
 
         Raises:
             BadRow: If it is one, and has a field that is not used.
         """
-        if self.pairs == "refused":
+        if self.preferences == "refused":
             return False
-        forms = (SIDES, SINGLE) if self.singles else (SIDES,)
-        form = next((form for form in forms if any(name in given for name in form)), None)
-        if form is None:
+        if any(name in present for name in SIDES):
+            response_fields = SIDES
+        elif self.labeled_responses and any(name in present for name in SINGLE):
+            response_fields = SINGLE
+        else:
             return False
-        self.check_read(given, {*form, *PROMPTS, *self.media, "system", "tools"})
+        self.check_used(present, {*response_fields, *PROMPTS, *self.media_columns, "system", "tools"})
         return True
 
-    def check_conversation(self, given: Row, row: Row, way_out: str = "") -> None:
+    def check_conversation(self, present: Row, row: Row, hint: str = "") -> None:
         """Check that a row without preferences has exactly one conversation or text, and no unused fields.
 
         Args:
-            given: The fields that are neither empty nor ignored.
+            present: The fields that are neither empty nor ignored.
             row: The whole row, for error messages.
-            way_out: Suggestion for a row without a conversation.
+            hint: Suggestion for a row without a conversation.
 
         Raises:
             BadRow: If the row cannot be used.
         """
-        if self.pairs == "required":
-            single = " and no single answer (`completion`, `label`)" if self.singles else ""
+        if self.preferences == "required":
+            labeled = ", or `completion` and `label`" if self.labeled_responses else ""
             raise BadRow(
-                f"it is no preference pair (`chosen`, `rejected`){single}, and the losses of the run read nothing else"
+                f"not a preference row: all losses in train.losses need `chosen` and `rejected`{labeled}. Add "
+                "cross_entropy to train.losses to train on other rows as well."
             )
-        conversations = [name for name in CONVERSATION if name in given]
-        if len(conversations) > 1:
-            both = " and ".join(f"`{name}`" for name in conversations)
-            raise BadRow(f"it has {both}, and only one is read; name the others in data.ignore")
-        for name in self.modalities:
-            if name in given and f"{name}s" in given:
-                raise BadRow(f"it has `{name}` and `{name}s`, and only one is read; name the other in data.ignore")
-        if conversations or any(meaning(name) == PAIRS and not self.ignores(name) for name in given):
-            read = {*conversations, *self.media, "weight"}
-            self.check_read(given, read if conversations == ["text"] else read | {"system", "tools"})
-        if not conversations:
-            needed = "`messages`, `conversations` or `text`"
-            why = way_out or next((why for name in given if (why := meaning(name)) is not None), "")
-            has = ", ".join(map(repr, row)) or "nothing"
-            raise BadRow(f"a row needs {needed}; this one has {has}{f' ({why})' if why else ''}")
 
-    def check_read(self, names: Iterable[str], read: Collection[str], of: str = "") -> None:
-        """Check that each field is used, harmless or ignored.
+        conversations = [name for name in CONVERSATION if name in present]
+        if len(conversations) > 1:
+            names = " and ".join(f"`{name}`" for name in conversations)
+            raise BadRow(f"{names} are present, but only one can be used. Add the others to data.ignore.")
+        for name in self.modalities:
+            plural = f"{name}s"
+            if name in present and plural in present:
+                raise BadRow(
+                    f"`{name}` and `{plural}` are present, but only one can be used. Add the other to data.ignore."
+                )
+
+        if conversations or self._has_unused_preference(present):
+            used = {*conversations, *self.media_columns, "weight"}
+            if conversations != ["text"]:
+                used |= {"system", "tools"}
+            self.check_used(present, used)
+        if not conversations:
+            reason = hint or next(iter(_unsupported_reasons(present)), "")
+            details = f" ({reason})" if reason else ""
+            names = ", ".join(map(repr, row)) or "no fields"
+            raise BadRow(f"`messages`, `conversations` and `text` are missing or empty; the row has {names}{details}")
+
+    def _has_unused_preference(self, present: Row) -> bool:
+        """Whether a field contains a preference, which no loss of the run uses, and is not ignored."""
+        names = [name for name in present if not self.is_ignored(name)]
+        return NEEDS_PREFERENCE_LOSS in _unsupported_reasons(names)
+
+    def check_used(self, names: Iterable[str], used: Collection[str], location: str = "") -> None:
+        """Check that each field is used, metadata or ignored.
 
         Args:
             names: Names of the fields.
-            read: Names of fields that are used.
-            of: Location of the fields for the error message, such as " of message 2".
+            used: Names of fields that are used.
+            location: Location of the fields for the error message, such as "message 2".
 
         Raises:
             BadRow: If a field is not used.
         """
-        unread = [name for name in names if name not in read and name not in HARMLESS and not self.ignores(name)]
-        if unread:
-            raise BadRow(self.unread(unread, of))
+        others = [name for name in names if name not in used and name not in METADATA_FIELDS]
+        unused = [name for name in others if not self.is_ignored(name)]
+        if unused:
+            raise BadRow(self.unused_message(unused, location))
 
-    def unread(self, names: Sequence[str], of: str) -> str:
-        """Return an error message: why these fields are not used, and what to do."""
-        listed = ", ".join(f"`{name}`" for name in names)
-        reasons = [why for name in names if (why := meaning(name)) is not None]
-        why = PAIRS if PAIRS in reasons else next(iter(reasons), None)
-        why = READ_PAIRS if why == PAIRS and self.pairs != "refused" else why
-        if why is None and any(name.removesuffix("s") in WELL_KNOWN for name in names):
-            why = f"of media, this model reads {', '.join(self.modalities) or 'none'}"
-        return f"nothing reads {listed}{of}{f': {why}' if why else ''} (data.ignore leaves out fields by name)"
+    def unused_message(self, names: Sequence[str], location: str, reason: str = "") -> str:
+        """Return an error message for unused fields: why they are not used, and what to do.
+
+        Args:
+            names: The unused fields.
+            location: Location of the fields, such as "message 2"; empty for the row itself.
+            reason: Why they are not used. By default, the reason follows from the names.
+        """
+        fields = ", ".join(f"`{name}`" for name in names)
+        verb, pronoun = ("is", "it") if len(names) == 1 else ("are", "them")
+        place = f" of {location}" if location else ""
+        reason = reason or self._unused_reason(names)
+        because = f": {reason}" if reason else ""
+        return f"{fields}{place} {verb} not used{because}. Add {pronoun} to data.ignore to drop {pronoun}."
+
+    def _unused_reason(self, names: Sequence[str]) -> str:
+        """Return why fields are not used; empty if unknown. The reason of preferences comes first."""
+        reasons = _unsupported_reasons(names)
+        if NEEDS_PREFERENCE_LOSS in reasons:
+            return NEEDS_PREFERENCE_LOSS if self.preferences == "refused" else PAIR_FIELDS
+        if reasons:
+            return reasons[0]
+        if any(name.removesuffix("s") in WELL_KNOWN for name in names):
+            return f"this model accepts {', '.join(self.modalities) or 'no media'}"
+        return ""
 
 
-def meaning(name: str) -> str | None:
+def unsupported_reason(name: str) -> str | None:
     """Return why a field with a known meaning is not used in training; None for other fields."""
-    for why, patterns in MEANT.items():
+    for reason, patterns in UNSUPPORTED_FIELDS.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
-            return why
+            return reason
     return None
+
+
+def _unsupported_reasons(names: Iterable[str]) -> list[str]:
+    """Return why the fields with a known meaning are not used, in the order of the names."""
+    reasons = (unsupported_reason(name) for name in names)
+    return [reason for reason in reasons if reason is not None]

@@ -90,19 +90,20 @@ class MediaFolder:
     def find(self, name: str) -> Path:
         """Return the path of a media file. Raises `BadMedia` if it is not a readable, non-empty file below `root`."""
         path = self.base / name
-        shown = path if len(name) < 256 else f"{name[:64]}..."
+        short_name = path if len(name) < 256 else f"{name[:64]}..."
         try:
             if self.root is not None and not path.resolve().is_relative_to(self.root):
-                raise BadMedia(f"{shown} is outside of {self.root} (data.media_outside: true allows such paths)")
-            about = path.stat()
-            if not stat.S_ISREG(about.st_mode):  # opening a pipe blocks, and a device may never end
-                raise BadMedia(f"{shown} is {kind_of_file(about.st_mode)}, not a file")
-            if about.st_size == 0:
-                raise BadMedia(f"{shown} is empty")
+                raise BadMedia(f"{short_name} is outside {self.root}. Set data.media_outside: true to allow this.")
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe blocks, and a device may never end
+                raise BadMedia(f"{short_name} is {kind_of_file(status.st_mode)}, not a file")
+            if status.st_size == 0:
+                raise BadMedia(f"{short_name} is empty")
         except FileNotFoundError:
-            raise BadMedia(f"{shown} does not exist") from None
+            raise BadMedia(f"{short_name} does not exist") from None
         except (OSError, RuntimeError, ValueError) as error:  # name too long, circular links, null bytes
-            raise BadMedia(f"{shown} cannot be a file: {getattr(error, 'strerror', None) or error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise BadMedia(f"{short_name} is not a valid path: {reason}") from None
         return path
 
 

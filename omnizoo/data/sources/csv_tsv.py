@@ -12,7 +12,7 @@ import numpy as np
 from omnizoo.config.errors import UserError
 from omnizoo.data.row import BadRow, Row
 from omnizoo.data.sources.base import Rows
-from omnizoo.data.sources.jsonl import MOST_BYTES, IndexedFile
+from omnizoo.data.sources.jsonl import MAX_BYTES, IndexedFile
 
 CSV = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = ";\t|,"
@@ -24,31 +24,34 @@ class CsvFile(IndexedFile):
     stored_kind = "CsvRows"
 
     def index(self) -> tuple[Rows, Rows, Rows]:
-        csv.field_size_limit(MOST_BYTES)  # process-wide; the default limit is 128 KiB per cell
-        ends = [0]
+        csv.field_size_limit(MAX_BYTES)  # process-wide; the default limit is 128 KiB per cell
+        line_ends = [0]
 
         def lines() -> Iterator[str]:
             with open(self.path, "rb") as file:
                 for number, line in enumerate(file, 1):
-                    ends.append(ends[-1] + len(line))
+                    line_ends.append(line_ends[-1] + len(line))
+                    encoding = "utf-8-sig" if number == 1 else "utf-8"
                     try:
-                        yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                        yield line.decode(encoding)
                     except UnicodeDecodeError as error:
-                        raise UserError(f"{self.path}:{number} is not UTF-8 ({error.reason})") from None
+                        message = f"{self.path}:{number}: not UTF-8 ({error.reason}). Convert the file to UTF-8."
+                        raise UserError(message) from None
 
         self.names: list[str] = []
         rows: list[tuple[int, int, int]] = []
-        before = 0
+        lines_before = 0
         reader = csv.reader(lines(), delimiter=CSV[self.path.suffix], strict=True)
         try:
             for record in reader:
                 if record and not self.names:
                     self.names = record
                 elif record:
-                    rows.append((ends[before], ends[reader.line_num], before + 1))
-                before = reader.line_num
+                    rows.append((line_ends[lines_before], line_ends[reader.line_num], lines_before + 1))
+                lines_before = reader.line_num
         except csv.Error as error:
-            raise UserError(f"{self.path}:{reader.line_num} is not valid CSV: {error}") from None
+            raise UserError(f"{self.path}:{reader.line_num}: not valid CSV: {error}") from None
+
         self._check_names()
         starts, stops, line_numbers = np.array(rows, np.int64).reshape(-1, 3).T
         return starts, stops, line_numbers
@@ -56,21 +59,30 @@ class CsvFile(IndexedFile):
     def _check_names(self) -> None:
         """Check that column names are unique and not empty, and that the delimiter is plausible."""
         names = self.names
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"{self.path} has several columns of the name {twice[0]!r}; its first line names them")
-        if "" in names:
-            raise UserError(f"{self.path}: column {names.index('') + 1} has no name; the first line names them")
-        if len(names) == 1 and (other := next((sign for sign in OTHER_DELIMITERS if sign in names[0]), None)):
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
             raise UserError(
-                f"{self.path} has one column, {names[0][:80]!r}: is it separated by {other!r}? Columns of .csv are "
-                "separated by commas, of .tsv by tabs"
+                f"{self.path}: several columns are named {repeated[0]!r}. Rename them in the first line, which has the "
+                "column names."
+            )
+        if "" in names:
+            raise UserError(
+                f"{self.path}: column {names.index('') + 1} has no name. Add it to the first line, which has the "
+                "column names."
+            )
+
+        delimiters = [sign for sign in OTHER_DELIMITERS if sign in names[0]] if len(names) == 1 else []
+        if delimiters:
+            raise UserError(
+                f"{self.path}: the file has one column, {names[0][:80]!r}, which contains {delimiters[0]!r}. Separate "
+                "the columns of .csv files by commas, and those of .tsv files by tabs."
             )
 
     def parse(self, text: bytes) -> Row:
         try:
             (cells,) = csv.reader([text.decode()], delimiter=CSV[self.path.suffix], strict=True)
         except (csv.Error, ValueError) as error:
-            raise BadRow(f"is not the CSV that it was when it was opened: {error}") from None
+            raise BadRow(f"the file has changed since it was opened: {error}") from None
         if len(cells) != len(self.names):
-            raise BadRow(f"it has {len(cells)} cells, but {self.path.name} has {len(self.names)} columns")
+            raise BadRow(f"the row has {len(cells)} cells, but {self.path.name} has {len(self.names)} columns")
         return dict(zip(self.names, cells, strict=True))

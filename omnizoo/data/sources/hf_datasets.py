@@ -16,8 +16,10 @@ class HFDataset(FolderRows):
     stored_kind = "DatasetRows"
 
     def __init__(self, name: str, folder: MediaFolder, dataset: Any) -> None:
-        self.name, self.folder = name, folder
-        self.dataset, self.features = dataset.with_format("arrow"), undecoded(dataset.features)
+        self.name = name
+        self.folder = folder
+        self.dataset = dataset.with_format("arrow")
+        self.features = without_decoding(dataset.features)
         # In JSON columns a null was written by the author of the row, so it is kept.
         self.structs = [name for name in STRUCTS if "Json(" not in repr(self.features.get(name))]
 
@@ -28,22 +30,24 @@ class HFDataset(FolderRows):
         try:
             value: Row = self.features.decode_example(self.dataset[row].to_pylist()[0])
         except arrow_errors() as error:
-            raise BadRow(f"cannot be read: {first_line(error)}") from None
+            raise BadRow(f"the row is not readable: {first_line(error)}") from None
         check_characters(value)
         return without_nulls(value, self.structs)
 
 
-def undecoded(feature: Any) -> Any:
+def without_decoding(feature: Any) -> Any:
     """Return the features with decoding turned off, except for JSON, which is stored as text."""
     from datasets import Json
 
     if isinstance(feature, dict):
-        return type(feature)({name: undecoded(part) for name, part in feature.items()})
+        return type(feature)({name: without_decoding(part) for name, part in feature.items()})
     if isinstance(feature, list):
-        return [undecoded(part) for part in feature]
+        return [without_decoding(part) for part in feature]
     if hasattr(feature, "feature"):
-        return replace(feature, feature=undecoded(feature.feature))
-    return replace(feature, decode=False) if hasattr(feature, "decode") and not isinstance(feature, Json) else feature
+        return replace(feature, feature=without_decoding(feature.feature))
+    if hasattr(feature, "decode") and not isinstance(feature, Json):
+        return replace(feature, decode=False)
+    return feature
 
 
 def open_with_datasets(path: Path, folder: MediaFolder, split: str, is_saved_dataset: bool) -> RowSource:
@@ -57,20 +61,34 @@ def open_with_datasets(path: Path, folder: MediaFolder, split: str, is_saved_dat
     try:
         if is_saved_dataset:
             dataset = datasets.load_from_disk(str(path))
-            dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+            if isinstance(dataset, datasets.DatasetDict):
+                dataset = dataset[split]
         else:
-            name, files = (str(path), None) if path.is_dir() else (builder_of(path), {split: str(path)})
-            offline = datasets.DownloadConfig(local_files_only=True)
-            # Read cells as text, so that `NA` and `007` stay unchanged. Only compressed CSV files are read here.
-            texts = {"na_filter": False, "dtype": "string", "sep": "\t" if ".tsv" in path.suffixes else ","}
-            options = texts if name == "csv" else {}
-            dataset = datasets.load_dataset(name, data_files=files, split=split, download_config=offline, **options)
+            dataset = _load_files(path, split)
     except Exception as error:  # includes any error of the parsers for formats and compression
         raise UserError(
-            f"data source {path} holds no JSONL, Parquet or tar, and `datasets` cannot load it (split {split!r}): "
+            f"{path}: no JSONL, CSV, Parquet or tar file, and `datasets` failed to load it (split {split!r}): "
             f"{first_line(error)}"
         ) from error
     return HFDataset(str(path), folder, dataset)
+
+
+def _load_files(path: Path, split: str) -> Any:
+    """Load a file, or the files of a folder, with `datasets`."""
+    import datasets
+
+    offline = datasets.DownloadConfig(local_files_only=True)
+    if path.is_dir():
+        return datasets.load_dataset(str(path), data_files=None, split=split, download_config=offline)
+
+    builder = builder_of(path)
+    options: dict[str, Any] = {}
+    if builder == "csv":
+        # Read cells as text, so that `NA` and `007` stay unchanged. Only compressed CSV files are read here.
+        delimiter = "\t" if ".tsv" in path.suffixes else ","
+        options = {"na_filter": False, "dtype": "string", "sep": delimiter}
+    files = {split: str(path)}
+    return datasets.load_dataset(builder, data_files=files, split=split, download_config=offline, **options)
 
 
 def builder_of(path: Path) -> str:

@@ -16,7 +16,7 @@ from omnizoo.data.row import BadRow, Row, check_characters
 from omnizoo.data.sources.base import FolderRows, MediaFolder, Rows
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-MOST_BYTES = 1 << 30  # limit per line or tar member: a single read cannot return much more
+MAX_BYTES = 1 << 30  # limit per line or tar member: a single read cannot return much more
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # lone surrogates, and also valid pairs
 
 
@@ -24,7 +24,9 @@ class IndexedFile(FolderRows):
     """A file whose rows are byte ranges. Opening the file indexes the ranges; a row is parsed when it is read."""
 
     def __init__(self, path: Path, folder: MediaFolder, open_file: Callable[[Path], FileIO]) -> None:
-        self.path, self.folder, self.open_file = path, folder, open_file
+        self.path = path
+        self.folder = folder
+        self.open_file = open_file
         self.starts, self.stops, self.lines = self.index()
 
     @abstractmethod
@@ -39,7 +41,8 @@ class IndexedFile(FolderRows):
         return len(self.starts)
 
     def read(self, row: int) -> Row:
-        start, stop = int(self.starts[row]), int(self.stops[row])
+        start = int(self.starts[row])
+        stop = int(self.stops[row])
         return self.parse(read_bytes(self.open_file, self.path, start, stop - start))
 
     def where(self, row: int) -> str:
@@ -71,8 +74,9 @@ class JsonArrayFile(JsonlFile):
 
     def where(self, row: int) -> str:
         """Return the path with the line of the row, or with its index if several rows begin on that line."""
-        shared = np.searchsorted(self.lines, self.lines[row], "right") - np.searchsorted(self.lines, self.lines[row])
-        return super().where(row) if shared == 1 else f"{self.path}[{row}]"
+        line = self.lines[row]
+        rows_on_line = np.searchsorted(self.lines, line, "right") - np.searchsorted(self.lines, line)
+        return super().where(row) if rows_on_line == 1 else f"{self.path}[{row}]"
 
 
 def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size: int) -> bytes:
@@ -82,15 +86,15 @@ def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size
         BadRow: If the range is too large, or the file was truncated since it was opened.
         UserError: If the file cannot be read.
     """
-    if size > MOST_BYTES:
-        raise BadRow(f"its {size:,} bytes are more than the {MOST_BYTES:,} that are read at once")
+    if size > MAX_BYTES:
+        raise BadRow(f"{size:,} bytes are more than the limit of {MAX_BYTES:,}")
     try:
-        found = os.pread(open_file(path).fileno(), size, start)
+        content = os.pread(open_file(path).fileno(), size, start)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
-    if len(found) < size:
-        raise BadRow(f"{len(found)} of its {size} bytes are there: the file has been cut since it was opened")
-    return found
+    if len(content) < size:
+        raise BadRow(f"only {len(content)} of {size} bytes are left: the file was truncated after it was opened")
+    return content
 
 
 def parse_object(text: bytes) -> Row:
@@ -104,7 +108,7 @@ def parse_object(text: bytes) -> Row:
     except RecursionError:
         raise BadRow("not valid JSON: nested too deeply") from None
     if not isinstance(value, dict):
-        raise BadRow(f"a JSON object was expected, not {type(value).__name__}")
+        raise BadRow(f"expected a JSON object, not {type(value).__name__}")
     if SURROGATE.search(text):
         check_characters(value)
     return value
@@ -114,14 +118,18 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> Row:
     """Build a dict, and raise `ValueError` for a repeated key: JSON does not define which value counts."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        twice = next(key for key in value if sum(name == key for name, _ in pairs) > 1)
-        raise ValueError(f"the key {twice!r} is there twice in one object")
+        names = [name for name, _ in pairs]
+        repeated = next(key for key in value if names.count(key) > 1)
+        raise ValueError(f"an object has the key {repeated!r} twice")
     return value
 
 
 def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Rows]:
     """Return the start byte, the stop byte and the line number (from 1) of every line that is not blank."""
-    ends, first_bytes, position, after_newline = [], [], 0, True
+    ends = []
+    first_bytes = []
+    position = 0
+    after_newline = True
     with open(path, "rb") as file:
         while chunk := file.read(chunk_bytes):
             data = np.frombuffer(chunk, np.uint8)
@@ -131,65 +139,81 @@ def index_lines(path: Path, chunk_bytes: int = 1 << 24) -> tuple[Rows, Rows, Row
             ends.append(newlines + position)
             position += len(data)
             after_newline = chunk.endswith(b"\n")
-    last = np.array([] if after_newline else [position], np.int64)  # last line, if it has no newline
-    stops = np.concatenate([*ends, last])
+
+    last_end = np.array([] if after_newline else [position], np.int64)  # last line, if it has no newline
+    stops = np.concatenate([*ends, last_end])
     starts = np.concatenate((np.zeros(1, np.int64), stops[:-1] + 1))[: len(stops)]
     lines = np.arange(1, len(stops) + 1)
     if not len(stops):
         return starts, stops, lines
+
     # Only lines that begin with white space can be blank. There are few of them, so read each one.
-    keep = np.ones(len(stops), bool)
+    white_space = np.frombuffer(b" \t\r\n\v\f", np.uint8)
+    may_be_blank = np.isin(np.concatenate(first_bytes), white_space)
+    has_row = np.ones(len(stops), bool)
     with open(path, "rb") as file:
-        for line in np.flatnonzero(np.isin(np.concatenate(first_bytes), np.frombuffer(b" \t\r\n\v\f", np.uint8))):
+        for line in np.flatnonzero(may_be_blank):
             file.seek(starts[line])
-            keep[line] = bool(file.read(stops[line] - starts[line]).strip())
-    return (starts, stops, lines) if keep.all() else (starts[keep], stops[keep], lines[keep])
+            has_row[line] = bool(file.read(stops[line] - starts[line]).strip())
+    if has_row.all():
+        return starts, stops, lines
+    return starts[has_row], stops[has_row], lines[has_row]
 
 
 def index_array(path: Path) -> tuple[Rows, Rows, Rows]:
     """Return the start byte, the stop byte and the line number (from 1) of each value of a JSON array."""
     size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise UserError(f"{path} is one JSON array of {size:,} bytes; write more than {MOST_BYTES:,} as JSONL")
-    data, mark = path.read_bytes(), b"\xef\xbb\xbf"
-    byte, line, before = len(mark) if data.startswith(mark) else 0, 1, 0
-    found: list[tuple[int, int, int]] = []
+    if size > MAX_BYTES:
+        raise UserError(
+            f"{path}: a JSON array of {size:,} bytes is larger than the limit of {MAX_BYTES:,}. Convert it to JSONL."
+        )
+    data = path.read_bytes()
+    byte_order_mark = b"\xef\xbb\xbf"
+    byte = len(byte_order_mark) if data.startswith(byte_order_mark) else 0
+    line = 1
+    previous_stop = 0
+    values: list[tuple[int, int, int]] = []
     try:
         text = data[byte:].decode()
         for start, stop in spans_of_array(text):
-            byte += len(text[before:start].encode())
-            line += text.count("\n", before, start)
+            byte += len(text[previous_stop:start].encode())
+            line += text.count("\n", previous_stop, start)
             length = len(text[start:stop].encode())
-            found.append((byte, byte + length, line))
-            byte, line, before = byte + length, line + text.count("\n", start, stop), stop
+            values.append((byte, byte + length, line))
+            byte += length
+            line += text.count("\n", start, stop)
+            previous_stop = stop
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no valid JSON array: {str(error)[:200]}") from None
-    starts, stops, lines = np.array(found, np.int64).reshape(-1, 3).T
+        raise UserError(f"{path}: not a valid JSON array: {str(error)[:200]}") from None
+    starts, stops, lines = np.array(values, np.int64).reshape(-1, 3).T
     return starts, stops, lines
 
 
 def spans_of_array(text: str) -> Iterator[tuple[int, int]]:
     """Yield the start and stop character of each value of a JSON array."""
-    decoder, gap = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
+    decoder = json.JSONDecoder()
+    white_space = re.compile(r"[ \t\r\n]*")
 
-    def sign(place: int) -> tuple[str, int]:
+    def next_character(index: int) -> tuple[str, int]:
         """Return the next character that is not white space, and its index."""
-        found = gap.match(text, place)
-        assert found is not None, "it matches nothing, too"
-        return text[found.end() : found.end() + 1], found.end()
+        match = white_space.match(text, index)
+        assert match is not None, "the pattern also matches the empty string"
+        return text[match.end() : match.end() + 1], match.end()
 
-    next_one, at = sign(text.index("[") + 1)
-    while next_one != "]":
-        _, end = decoder.raw_decode(text, at)
-        yield at, end
-        next_one, at = sign(end)
-        if next_one == ",":
-            _, at = sign(at + 1)
-        elif next_one != "]":
-            line = text.count("\n", 0, at) + 1
-            raise ValueError(f"a comma or the end was expected in line {line}")
-    if rest := sign(at + 1)[0]:
-        raise ValueError(f"there is more after its end: {rest!r}")
+    character, start = next_character(text.index("[") + 1)
+    while character != "]":
+        _, stop = decoder.raw_decode(text, start)
+        yield start, stop
+        character, start = next_character(stop)
+        if character == ",":
+            _, start = next_character(start + 1)
+        elif character != "]":
+            line = text.count("\n", 0, start) + 1
+            raise ValueError(f"expected a comma or the end of the array in line {line}")
+
+    extra, _ = next_character(start + 1)
+    if extra:
+        raise ValueError(f"{extra!r} follows the end of the array")
 
 
 def is_array(path: Path) -> bool:

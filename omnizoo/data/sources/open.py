@@ -35,8 +35,8 @@ from omnizoo.data.sources.webdataset import TAR, WebDatasetFile
 from omnizoo.modalities.media import kind_of_file
 
 log = logging.getLogger(__name__)
-# Words for splits in file and folder names, as in `datasets`. They must be delimited: `contrastive.jsonl` is no train
-# split.
+# Words for splits in file and folder names, as in `datasets`. They must be delimited: `contrastive.jsonl` is not a
+# train split.
 SPLIT_WORDS = {
     "train": "train(?:ing)?",
     "validation": "valid(?:ation)?|val|dev",
@@ -86,7 +86,7 @@ def open_source(
     if spec.media_dir is not None and is_address(spec.media_dir):
         media = Remote(spec.media_dir, cache_dir)
     elif spec.media_dir is not None and not Path(spec.media_dir).expanduser().is_dir():
-        raise UserError(f"media_dir {spec.media_dir} of data source {spec.name} is not a folder")
+        raise UserError(f"{key}.media_dir: {spec.media_dir} is not a folder (source {spec.name})")
     if spec.path is None:
         source = open_rows(spec, media_outside)
     else:
@@ -97,14 +97,15 @@ def open_source(
             media = remote if spec.media_dir is None else media
         source = open_path(spec, path, media_outside, modalities, media)
     if spec.take is not None:
-        rows, source = len(source), RowSubset(source, spec.take)
+        rows = len(source)
+        source = RowSubset(source, spec.take)
         if rows and not len(source):
-            raise UserError(f"{key}.take: {spec.take} of the {rows} rows of {spec.name} is none")
+            raise UserError(f"{key}.take: {spec.take} selects none of the {rows} rows of {spec.name}")
     if not len(source):
-        raise UserError(f"data source {spec.name} has no rows")
+        raise UserError(f"{spec.name}: the source has no rows. Add rows to it, or remove it from data.sources.")
     if spec.columns:
-        way = "; columns are written {name here: name in the rows}"
-        check_columns(source, list(spec.columns.values()), f"{key}.columns", way)
+        syntax = ". Write columns as {new name: name in the rows}"
+        check_columns(source, list(spec.columns.values()), f"{key}.columns", syntax)
         source = RenamedRows(source, spec.columns)
     if spec.json_columns:
         check_columns(source, spec.json_columns, f"{key}.json_columns")
@@ -118,8 +119,8 @@ def row_files(names: list[str], spec: data_section.SourceSettings) -> list[str]:
     with_rows = [name for name in names if has_rows(PurePosixPath(name))]
     if not with_rows:
         listed = ", ".join(names[:5]) or "nothing"
-        raise UserError(f"data source {spec.name} has no file with rows ({', '.join(ROW_FILES)}); it has {listed}")
-    return of_split(with_rows, spec.split, spec.name)
+        raise UserError(f"{spec.name}: no file with rows ({', '.join(ROW_FILES)}); the folder contains {listed}")
+    return files_of_split(with_rows, spec.split, spec.name)
 
 
 def has_rows(name: PurePath) -> bool:
@@ -148,19 +149,23 @@ def open_path(
     except FileNotFoundError:
         hint = hub_hint(str(spec.path), "dataset")
         raise UserError(
-            f"data source {path} does not exist; give a JSONL, CSV, Parquet or tar file, or a folder of them{hint}"
+            f"{path}: the data source does not exist. Give a JSONL, CSV, Parquet or tar file, or a folder of them{hint}"
         ) from None
     except (OSError, ValueError) as error:  # no access, name too long, circular links, null bytes
-        raise UserError(f"data source {path}: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: the data source is not readable: {reason}") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise UserError(f"data source {path} is {kind_of_file(mode)}, not a file or folder")
+        raise UserError(f"{path}: the data source is {kind_of_file(mode)}, not a file or folder")
 
     def folder_of(file: Path) -> MediaFolder:
         """Return the folder in which the rows of `file` find their media files."""
         if spec.media_dir is None:
-            base, root = (place if place.is_dir() else place.parent for place in (file, path))
+            base = file if file.is_dir() else file.parent
+            root = path if path.is_dir() else path.parent
+        elif remote is not None:
+            base = root = remote.mirror
         else:
-            base = root = remote.mirror if remote is not None else Path(spec.media_dir).expanduser()
+            base = root = Path(spec.media_dir).expanduser()
         if remote is not None:
             return RemoteFolder(base, root.resolve(), remote=remote)
         return MediaFolder(base, None if media_outside else root.resolve())
@@ -172,7 +177,8 @@ def open_path(
             return concatenate(files, folder_of, modalities)
         return open_with_datasets(path, folder_of(path), spec.split, is_saved_dataset)
     except OSError as error:
-        raise UserError(f"data source {path}: {error.filename or ''}: {error.strerror or first_line(error)}") from None
+        reason = error.strerror or first_line(error)
+        raise UserError(f"{path}: the data source is not readable: {error.filename or ''}: {reason}") from None
 
 
 class OpenFiles:
@@ -183,16 +189,17 @@ class OpenFiles:
     """
 
     def __init__(self) -> None:
-        self.opened = functools.lru_cache(maxsize=64)(open_unbuffered)
+        self.cached_open = functools.lru_cache(maxsize=64)(open_unbuffered)
 
     def __call__(self, path: Path) -> FileIO:
-        return self.opened(path)
+        return self.cached_open(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpenFiles, ()
 
 
 def open_unbuffered(path: Path) -> FileIO:
+    """Open a file for `os.pread`, which needs no buffer."""
     return open(path, "rb", buffering=0)
 
 
@@ -208,7 +215,8 @@ def concatenate(files: list[Path], folder_of: Callable[[Path], MediaFolder], mod
             return WebDatasetFile(file, modalities, open_file)
         if file.suffix in CSV:
             return CsvFile(file, folder_of(file), open_file)
-        return (JsonArrayFile if is_array(file) else JsonlFile)(file, folder_of(file), open_file)
+        json_class = JsonArrayFile if is_array(file) else JsonlFile
+        return json_class(file, folder_of(file), open_file)
 
     parts = [open_part(file) for file in files]
     return parts[0] if len(parts) == 1 else Concatenation(parts)
@@ -219,19 +227,29 @@ def data_files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path] if path.suffix in ROW_FILES else []
     files = sorted(file for file in path.rglob("*") if has_rows(file.relative_to(path)) and file.is_file())
-    shards = {file.with_suffix("") for file in files if file.suffix in TAR}
-    if shards:  # tools that write shards also write one table of statistics per shard
-        beside = {file: file.with_name(file.stem.removesuffix("_stats")) for file in files if file.suffix not in TAR}
-        if strangers := [file for file, shard in beside.items() if shard not in shards]:
+    tar_files = [file for file in files if file.suffix in TAR]
+    if tar_files:
+        _check_other_files(path, tar_files, [file for file in files if file.suffix not in TAR])
+        files = tar_files
+    names = [str(file.relative_to(path)) for file in files]
+    return [path / name for name in files_of_split(names, split, str(path))]
+
+
+def _check_other_files(path: Path, tar_files: list[Path], others: list[Path]) -> None:
+    """Check that the other files of a folder with tar files are tables of statistics.
+
+    Tools that write tar shards also write one such table per shard.
+    """
+    shards = {file.with_suffix("") for file in tar_files}
+    for file in others:
+        if file.with_name(file.stem.removesuffix("_stats")) not in shards:
             raise UserError(
-                f"data source {path} has tar files and others ({strangers[0].relative_to(path)}); "
-                "give the files or folders that hold the rows as sources of their own"
+                f"{path}: the folder has tar files and other files with rows ({file.relative_to(path)}). Add each "
+                "file or folder with rows to data.sources separately."
             )
-        files = [file for file in files if file not in beside]
-    return [path / name for name in of_split([str(file.relative_to(path)) for file in files], split, str(path))]
 
 
-def of_split(names: list[str], split: str, source: str) -> list[str]:
+def files_of_split(names: list[str], split: str, source: str) -> list[str]:
     """Return the files of a split if the names distinguish at least two splits, and else all files."""
     splits: dict[str, list[str]] = {}
     for file in names:
@@ -243,7 +261,7 @@ def of_split(names: list[str], split: str, source: str) -> list[str]:
         return names
     if split not in splits:
         raise UserError(
-            f"data source {source} has the splits {', '.join(splits)}, not {split!r}; set `split` of the source"
+            f"{source}: the source has the splits {', '.join(splits)}, not {split!r}. Set `split` of the source."
         )
     log.info("%s: reading the %d files of split %s", source, len(splits[split]), split)
     return splits[split]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pyarrow  # imported at run time only where needed: most runs read no Parquet
 
 PARQUET = (".parquet",)
-MOST_ROWS_PER_BYTE = 1000  # a footer with more rows per byte of the file is damaged
+MAX_ROWS_PER_BYTE = 1000  # a footer with more rows per byte of the file is damaged
 
 
 def arrow_errors() -> tuple[type[Exception], ...]:
@@ -33,7 +33,8 @@ class GroupCache:
     """
 
     def __init__(self, limit: int = 1 << 30) -> None:
-        self.limit, self.bytes = limit, 0
+        self.limit = limit
+        self.bytes = 0
         self.tables: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
         self.damaged: dict[tuple[Path, int], str] = {}
 
@@ -55,12 +56,13 @@ class GroupCache:
                     table = file.read_row_group(group, use_threads=False)
                 table.validate(full=True)  # without this, damaged offsets would read arbitrary memory
             except arrow_errors() as error:
-                self.damaged[key] = f"its row group {group} is damaged: {first_line(error)}"
+                self.damaged[key] = f"row group {group} is damaged: {first_line(error)}"
                 raise BadRow(self.damaged[key]) from None
             self.tables[key] = table
-            self.bytes += self.tables[key].nbytes
+            self.bytes += table.nbytes
             while self.bytes > self.limit and len(self.tables) > 1:
-                self.bytes -= self.tables.popitem(last=False)[1].nbytes
+                _, oldest = self.tables.popitem(last=False)
+                self.bytes -= oldest.nbytes
         self.tables.move_to_end(key)
         return self.tables[key]
 
@@ -74,17 +76,22 @@ class ParquetFile(FolderRows):
         from pyarrow.parquet import read_metadata
 
         self.name = self.path = path
-        self.folder, self.cache = folder, cache
+        self.folder = folder
+        self.cache = cache
         try:
             metadata = read_metadata(path)
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             names = metadata.schema.to_arrow_schema().names
         except arrow_errors() as error:
-            raise UserError(f"{path} is not a readable Parquet file: {first_line(error)}") from None
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise UserError(f"{path} has several columns of the name {min(twice)!r}")
-        if min(sizes, default=0) < 0 or not sum(sizes) == metadata.num_rows <= MOST_ROWS_PER_BYTE * path.stat().st_size:
-            raise UserError(f"{path} is not a readable Parquet file: {metadata.num_rows} rows cannot be in it")
+            raise UserError(f"{path}: not a readable Parquet file: {first_line(error)}") from None
+
+        repeated = {name for name in names if names.count(name) > 1}
+        if repeated:
+            raise UserError(f"{path}: several columns are named {min(repeated)!r}. Rename them.")
+        num_rows = metadata.num_rows
+        has_valid_sizes = min(sizes, default=0) >= 0 and sum(sizes) == num_rows
+        if not has_valid_sizes or num_rows > MAX_ROWS_PER_BYTE * path.stat().st_size:
+            raise UserError(f"{path}: not a readable Parquet file: its footer has an impossible row count, {num_rows}")
         self.extents = np.cumsum([0, *(size for size in sizes if size)])
         self.groups = [group for group, size in enumerate(sizes) if size]
 
@@ -100,5 +107,5 @@ class ParquetFile(FolderRows):
             try:
                 value[name] = column[offset].as_py()
             except arrow_errors() as error:
-                raise BadRow(f"its {name!r} cannot be read: {first_line(error)}") from None
+                raise BadRow(f"`{name}` is not readable: {first_line(error)}") from None
         return without_nulls(value, STRUCTS)

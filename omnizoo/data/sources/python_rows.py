@@ -20,7 +20,7 @@ from omnizoo.data.row import BadRow, Row, check_characters
 from omnizoo.data.sources.base import FolderRows, MediaFolder, RowSource
 from omnizoo.data.sources.hf_datasets import HFDataset
 
-MOST_IN_MEMORY = 1_000_000  # maximum number of rows of an iterable
+MAX_ROWS_IN_MEMORY = 1_000_000  # maximum number of rows of an iterable
 EXPECTED = (
     "rows: a list of dicts or an iterable of them, a `datasets.Dataset`, a torch dataset, or an omnizoo.RowSource"
 )
@@ -32,11 +32,13 @@ class PythonRows(FolderRows):
     stored_kind = "GivenRows"
 
     def __init__(self, rows: Any, name: str, folder: MediaFolder) -> None:
-        self.rows, self.name, self.folder = rows, name, folder
+        self.rows = rows
+        self.name = name
+        self.folder = folder
         try:
             self.count = len(rows)
         except CODE_ERRORS as error:
-            raise UserError(f"{name}: how many rows it has cannot be told: {named_line(error)}") from error
+            raise UserError(f"{name}: counting the rows failed: {named_line(error)}") from error
 
     @property
     def is_in_memory(self) -> bool:
@@ -56,19 +58,22 @@ class UserRows(RowSource):
     Args:
         source: The source of the user.
         name: Name of the source in messages.
-        again: Function and arguments that open the source again in another process, as `__reduce__` returns them. The
+        reopen: Function and arguments that open the source again in another process, as `__reduce__` returns them. The
             source may have members that cannot be pickled, such as a connection. None: the source is pickled.
     """
 
-    def __init__(self, source: RowSource, name: str, again: tuple[Any, ...] | None) -> None:
-        self.source, self.name, self.again = source, name, again
+    def __init__(self, source: RowSource, name: str, reopen: tuple[Any, ...] | None) -> None:
+        self.source = source
+        self.name = name
+        self.reopen = reopen
         try:
-            self.extents, self.count = source.extents, len(source)
+            self.extents = source.extents
+            self.count = len(source)
         except CODE_ERRORS as error:
-            raise UserError(f"{name}: how many rows it has cannot be told: {named_line(error)}") from error
+            raise UserError(f"{name}: counting the rows failed: {named_line(error)}") from error
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self.again or super().__reduce_ex__(protocol)
+        return self.reopen or super().__reduce_ex__(protocol)
 
     def __len__(self) -> int:
         return self.count
@@ -90,12 +95,13 @@ def read_row(read: Callable[[int], Any], number: int) -> Row:
     except UserError:
         raise
     except CODE_ERRORS as error:
-        raise BadRow(f"cannot be read: {named_line(error)}") from error
+        raise BadRow(f"the row is not readable: {named_line(error)}") from error
     if not isinstance(value, Mapping):
-        raise BadRow(f"a row is a dict; this one is of type {type(value).__name__}")
+        raise BadRow(f"the row is {type(value).__name__}, not a dict")
     row = dict(value)
-    if odd := [name for name in row if not isinstance(name, str)]:
-        raise BadRow(f"its field {odd[0]!r:.40} has no name: expected text, not {type(odd[0]).__name__}")
+    for name in row:
+        if not isinstance(name, str):
+            raise BadRow(f"the field name {name!r:.40} is {type(name).__name__}, not a string")
     check_characters(row)
     return row
 
@@ -103,25 +109,43 @@ def read_row(read: Callable[[int], Any], number: int) -> Row:
 def open_rows(spec: SourceSettings, media_outside: bool) -> RowSource:
     """Open a source of rows from Python: a callable that the config names, or an object passed to `omnizoo.train`."""
     if spec.rows is not None:
-        rows, name = call(spec.rows, "data.sources.rows", f"a callable that gives {EXPECTED}", spec.options), spec.rows
+        rows = call(spec.rows, "data.sources.rows", f"a callable that returns {EXPECTED}", spec.options)
+        name = spec.rows
     elif isinstance(spec.given, PythonObject):
-        rows, name = spec.given.value, spec.given.name
+        rows = spec.given.value
+        name = spec.given.name
     else:
-        raise UserError(f"data.sources: {spec.given} was an object in Python; give it to omnizoo.train again")
+        raise UserError(f"data.sources: {spec.given} was a Python object. Pass it to omnizoo.train again.")
+
     if isinstance(rows, RowSource):
         if spec.media_dir is not None:
-            raise UserError(f"{name}: media_dir is for plain rows; a RowSource finds media by its own `find`")
-        return UserRows(rows, name, (open_rows, (spec, media_outside)) if spec.rows is not None else None)
+            raise UserError(
+                f"{name}: media_dir applies to plain rows only; a RowSource has the method `find`. Remove media_dir."
+            )
+        reopen = (open_rows, (spec, media_outside)) if spec.rows is not None else None
+        return UserRows(rows, name, reopen)
+
+    _check_type(rows, name)
     base = Path(spec.media_dir).expanduser() if spec.media_dir is not None else Path()
     folder = MediaFolder(base, None if media_outside else base.resolve())
-    if isinstance(rows, str | bytes | Path | Mapping | type):
-        kind = f"the class {rows.__name__}" if isinstance(rows, type) else f"a {type(rows).__name__}"
-        hint = " (a file or folder goes into data.sources: [{path: ...}])" if isinstance(rows, str | Path) else ""
-        raise UserError(f"{name} is {kind}; expected {EXPECTED}{hint}")
     if is_plain_dataset(rows):
         return HFDataset(name, folder, rows)
-    by_number = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
-    return PythonRows(rows if by_number else read_all(rows, name), name, folder)
+
+    has_random_access = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    if not has_random_access or isinstance(rows, IterableDataset):
+        rows = read_all(rows, name)
+    return PythonRows(rows, name, folder)
+
+
+def _check_type(rows: Any, name: str) -> None:
+    """Raise `UserError` for objects that are likely mistakes, such as a path or a class."""
+    if not isinstance(rows, str | bytes | Path | Mapping | type):
+        return
+    kind = f"the class {rows.__name__}" if isinstance(rows, type) else f"a {type(rows).__name__}"
+    hint = ""
+    if isinstance(rows, str | Path):
+        hint = ". Set data.sources: [{path: ...}] to read a file or folder."
+    raise UserError(f"{name}: {kind} is not a source of rows; expected {EXPECTED}{hint}")
 
 
 def is_plain_dataset(rows: Any) -> bool:
@@ -131,20 +155,20 @@ def is_plain_dataset(rows: Any) -> bool:
 
 
 def read_all(rows: Any, name: str) -> list[Any]:
-    """Read all rows of an iterable. Raises `UserError` if there are none, or more than `MOST_IN_MEMORY`."""
+    """Read all rows of an iterable. Raises `UserError` if there are none, or more than `MAX_ROWS_IN_MEMORY`."""
     if not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
-        raise UserError(f"{name} is a {type(rows).__name__}; expected {EXPECTED}")
+        raise UserError(f"{name}: a {type(rows).__name__} is not a source of rows; expected {EXPECTED}")
     try:
-        read = list(islice(iter(rows), MOST_IN_MEMORY + 1))
+        row_list = list(islice(iter(rows), MAX_ROWS_IN_MEMORY + 1))
     except UserError:
         raise
     except CODE_ERRORS as error:
-        raise UserError(f"{name}: its rows cannot be read: {named_line(error)}") from error
-    if len(read) > MOST_IN_MEMORY:
+        raise UserError(f"{name}: reading the rows failed: {named_line(error)}") from error
+    if len(row_list) > MAX_ROWS_IN_MEMORY:
         raise UserError(
-            f"{name} gave more than {MOST_IN_MEMORY:,} rows: what has no length is kept in memory, and must end before "
-            "that; give something with rows by number (a list, a `datasets.Dataset`, an omnizoo.RowSource)"
+            f"{name}: an iterable is read into memory, but this one has more than {MAX_ROWS_IN_MEMORY:,} rows. Use a "
+            "source with random access: a list, a `datasets.Dataset` or an omnizoo.RowSource."
         )
-    if not read:
-        raise UserError(f"{name} gave no rows; a generator gives its rows once only: was it used before?")
-    return read
+    if not row_list:
+        raise UserError(f"{name}: the iterable has no rows. A generator can be read only once: pass a new one.")
+    return row_list

@@ -41,7 +41,7 @@ class RemoteFolder(MediaFolder):
         """Return the local copy of a media file, and download it if it does not exist yet."""
         local = Path(os.path.normpath(self.base / name))
         if not local.is_relative_to(self.remote.mirror):
-            raise BadMedia(f"{name[:256]} is outside of {self.remote.address}, of which media are copied")
+            raise BadMedia(f"{name[:256]} is outside {self.remote.address}. Set media_dir to the folder of the media.")
         if not local.exists() and len(name) < 1024:
             self.remote.fetch(local.relative_to(self.remote.mirror).as_posix(), missing_is_bad=True)
         return super().find(name)
@@ -81,36 +81,40 @@ class Remote:
         Raises:
             UserError: If the address does not exist, or cannot be reached and has no copy.
         """
-        note = self.cache / f"{self._folder_name([])}.json"
+        latest_copy = self.cache / f"{self._folder_name([])}.json"
         try:
-            is_file, found = self._look()
+            is_file, versions = self._list_files()
         except FileNotFoundError:
-            raise UserError(f"data source {self.address} does not exist") from None
+            raise UserError(f"{self.address}: the data source does not exist") from None
         except UserError as error:
-            if not note.exists():
+            if not latest_copy.exists():
                 raise
-            known: dict[str, str] = json.loads(note.read_text())
-            log.warning("%s; using the copy of it in %s", error, self.cache / known["folder"])
-            self.mirror = self.cache / known["folder"]
-            return self.mirror / known["path"]
-        names = list(found) if is_file else choose(list(found))
-        self.mirror = self.cache / self._folder_name([[name, found[name]] for name in names])
+            saved: dict[str, str] = json.loads(latest_copy.read_text())
+            self.mirror = self.cache / saved["folder"]
+            log.warning("%s; using the copy in %s", error, self.mirror)
+            return self.mirror / saved["path"]
+
+        names = list(versions) if is_file else choose(list(versions))
+        self.mirror = self.cache / self._folder_name([[name, versions[name]] for name in names])
         for name in names:
             self.fetch(name)
-        local = self.mirror / (names[0] if is_file else "")
-        note.write_text(json.dumps({"folder": self.mirror.name, "path": names[0] if is_file else ""}))
-        return local
+        path = names[0] if is_file else ""
+        latest_copy.write_text(json.dumps({"folder": self.mirror.name, "path": path}))
+        return self.mirror / path
 
-    def _look(self) -> tuple[bool, dict[str, str]]:
+    def _list_files(self) -> tuple[bool, dict[str, str]]:
         """Return whether the address is a file, and the version of each file by its relative name."""
-        with self._explained():
-            about = self.system.info(self.path)
-            if about["type"] == "file":
+        with self._user_errors():
+            info = self.system.info(self.path)
+            if info["type"] == "file":
                 self.path, _, name = self.path.rpartition("/")
-                return True, {name: _version(about)}
-            below = self.system.find(self.path, detail=True)
-        start = self.path.rstrip("/") + "/" if self.path.strip("/") else self.path
-        return False, {full.removeprefix(start).lstrip("/"): _version(about) for full, about in sorted(below.items())}
+                return True, {name: _version(info)}
+            infos = self.system.find(self.path, detail=True)
+        prefix = self.path.rstrip("/") + "/" if self.path.strip("/") else self.path
+        versions = {}
+        for full_name, info in sorted(infos.items()):
+            versions[full_name.removeprefix(prefix).lstrip("/")] = _version(info)
+        return False, versions
 
     def fetch(self, name: str, missing_is_bad: bool = False) -> Path:
         """Return the local copy of a file, and download it if it does not exist yet.
@@ -125,34 +129,34 @@ class Remote:
             return local
         try:
             local.parent.mkdir(parents=True, exist_ok=True)
-            with _held(local.with_name(f".{local.name}.lock")):
+            with _file_lock(local.with_name(f".{local.name}.lock")):
                 if local.exists():  # another process has downloaded it meanwhile
                     return local
                 partial = local.with_name(f".{local.name}.{os.getpid()}.partial")
-                with self._explained():
+                with self._user_errors():
                     self.system.get_file(str(PurePosixPath(self.path) / name), str(partial))
                 partial.replace(local)
         except FileNotFoundError:
-            if missing_is_bad:
-                raise BadMedia(f"{self.address}: there is no {name[:256]}") from None
-            raise UserError(f"{self.address}: there is no {name[:256]}") from None
+            message = f"{self.address}: {name[:256]} does not exist"
+            raise (BadMedia(message) if missing_is_bad else UserError(message)) from None
         except OSError as error:
-            raise UserError(f"data.cache_dir: {local} cannot be written: {error.strerror or error}") from None
+            raise UserError(f"data.cache_dir: writing {local} failed: {error.strerror or error}") from None
         return local
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _user_errors(self) -> Iterator[None]:
         """Context manager: convert errors of the file system, except `FileNotFoundError`, to `UserError`."""
         try:
             yield
         except FileNotFoundError:
             raise
         except Exception as error:  # each file system has its own error classes for network, login and names
-            way = ""
+            hint = ""
             if self.address.startswith("hf://datasets/"):
                 name = "/".join(self.address.removeprefix("hf://datasets/").split("/")[:2]).partition("@")[0]
-                way = f"; where there is a network: `hf download {name} --repo-type dataset --local-dir DIR`"
-            raise UserError(f"{self.address} cannot be read: {first_line(error)}{way}") from error
+                command = f"hf download {name} --repo-type dataset --local-dir DIR"
+                hint = f". Download it on a machine with network access: `{command}`"
+            raise UserError(f"{self.address}: not readable: {first_line(error)}{hint}") from error
 
 
 def connect(address: str) -> tuple[Any, str]:
@@ -164,21 +168,21 @@ def connect(address: str) -> tuple[Any, str]:
     except ImportError as error:  # the message of fsspec contains the name of the package
         raise UserError(f"{address}: a package is not installed: {first_line(error)}") from None
     except ValueError as error:
-        expected = "expected a file, a folder, or an address that fsspec reads"
+        expected = "expected a file, a folder, or an address that fsspec supports"
         raise UserError(f"{address}: {first_line(error)}; {expected}") from None
     except Exception as error:
-        raise UserError(f"{address} cannot be read: {first_line(error)}") from error
+        raise UserError(f"{address}: not readable: {first_line(error)}") from error
     return system, path
 
 
-def _version(about: dict[str, Any]) -> str:
+def _version(info: dict[str, Any]) -> str:
     """Return a string that changes with the content of a file: its size and the version fields of the file system."""
-    known = {key: str(about[key]) for key in VERSIONS if about.get(key) is not None}
-    return json.dumps({"size": about.get("size"), **known}, sort_keys=True)
+    fields = {key: str(info[key]) for key in VERSIONS if info.get(key) is not None}
+    return json.dumps({"size": info.get("size"), **fields}, sort_keys=True)
 
 
 @contextmanager
-def _held(lock: Path) -> Iterator[None]:
+def _file_lock(lock: Path) -> Iterator[None]:
     """Context manager: hold a file lock, so that one process of this machine at a time downloads a file."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -7,7 +7,7 @@ from omnizoo.config.plugins import nearest
 from omnizoo.data.row import BadRow, Row
 from omnizoo.data.sources.base import RowSource, RowView
 
-LOOK = 64  # number of first rows, one of which must have a column
+NUM_CHECKED_ROWS = 64  # number of first rows, one of which must have a column
 
 
 class RenamedRows(RowView):
@@ -19,46 +19,51 @@ class RenamedRows(RowView):
     """
 
     def __init__(self, source: RowSource, columns: Mapping[str, str]) -> None:
-        self.source, self.extents = source, source.extents
-        self.columns, self.here = columns, {theirs: here for here, theirs in columns.items()}
+        self.source = source
+        self.extents = source.extents
+        self.columns = columns
+        self.new_names = {old_name: new_name for new_name, old_name in columns.items()}
 
     def locate(self, row: int) -> tuple[RowSource, int]:
         return self.source, row
 
     def read(self, row: int) -> Row:
-        read = self.source.read(row)
-        for here, theirs in self.columns.items():
-            if here in read and here not in self.here and theirs in read:
+        fields = self.source.read(row)
+        for new_name, old_name in self.columns.items():
+            is_taken = new_name in fields and new_name not in self.new_names
+            if is_taken and old_name in fields:
                 raise BadRow(
-                    f"`columns` of its source reads {theirs!r} as `{here}`, but it has a field {here!r}, too; rename "
-                    f"that one as well: {{{here}: {theirs}, other_{here}: {here}}}"
+                    f"`columns` of the source renames {old_name!r} to `{new_name}`, but the row already has a field "
+                    f"{new_name!r}. Rename that field as well: "
+                    f"{{{new_name}: {old_name}, other_{new_name}: {new_name}}}"
                 )
-        return {self.here.get(name, name): value for name, value in read.items()}
+        return {self.new_names.get(name, name): value for name, value in fields.items()}
 
 
-def check_columns(source: RowSource, wanted: Sequence[str], key: str, way: str = "") -> None:
-    """Check that each wanted field occurs in at least one of the first rows.
+def check_columns(source: RowSource, required: Sequence[str], key: str, hint: str = "") -> None:
+    """Check that each required field occurs in at least one of the first rows.
 
     Args:
         source: The source of the rows.
-        wanted: Names of fields that the config requires.
+        required: Names of fields that the config requires.
         key: Config key of these names, for messages.
-        way: Text to append to the message.
+        hint: Text to append to the message.
 
     Raises:
         UserError: If none of the first rows has one of the fields.
     """
-    found: dict[str, None] = {}
-    for row in range(min(LOOK, len(source))):
+    names: dict[str, None] = {}
+    num_checked = min(NUM_CHECKED_ROWS, len(source))
+    for row in range(num_checked):
         try:
-            found |= dict.fromkeys(source.read(row))
+            names |= dict.fromkeys(source.read(row))
         except BadRow:
             continue
-    if not found:
+    if not names:
         return  # all of them are bad rows, which are reported when they are read
-    for name in wanted:
-        if name not in found:
+    for name in required:
+        if name not in names:
             raise UserError(
-                f"{key}: none of the first {min(LOOK, len(source))} rows has a field {name!r}; they have "
-                f"{', '.join(list(found)[:20])}{nearest(name, found)}{way}"
+                f"{key}: none of the first {num_checked} rows has a field {name!r}; they have "
+                f"{', '.join(list(names)[:20])}{nearest(name, names)}{hint}"
             )

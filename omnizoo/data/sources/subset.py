@@ -16,13 +16,17 @@ class RowSubset(RowView):
     """
 
     def __init__(self, source: RowSource, take: str) -> None:
-        found = EVERY.fullmatch(take)
-        assert found is not None, "checked with the config"
-        self.source, self.others, self.every = source, bool(found[1]), int(found[2])
-        kept_before = source.extents - source.extents // self.every if self.others else source.extents // self.every
-        self.extents = np.unique(kept_before)
+        match = EVERY.fullmatch(take)
+        assert match is not None, "checked with the config"
+        self.source = source
+        self.is_complement = bool(match[1])
+        self.every = int(match[2])
+        selected_before = source.extents // self.every  # number of n-th rows before each boundary
+        if self.is_complement:
+            selected_before = source.extents - selected_before
+        self.extents = np.unique(selected_before)
 
     def locate(self, row: int) -> tuple[RowSource, int]:
-        if self.others:
+        if self.is_complement:
             return self.source, row + row // (self.every - 1)
         return self.source, (row + 1) * self.every - 1

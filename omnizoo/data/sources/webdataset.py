@@ -29,14 +29,18 @@ class WebDatasetFile(RowSource):
     stored_kind = "TarSamples"
 
     def __init__(self, path: Path, modalities: Collection[str], open_file: Callable[[Path], FileIO]) -> None:
-        self.path, self.modalities, self.open_file = path, modalities, open_file
+        self.path = path
+        self.modalities = modalities
+        self.open_file = open_file
         samples, self.unusable = index_tar(path)
-        self.keys, members = list(samples), list(samples.values())
+        self.keys = list(samples)
+        members = list(samples.values())
         # Nearly all rows have the same kinds, so equal tuples are stored once.
-        known: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self.kinds = [known.setdefault(kinds, kinds) for kinds in map(tuple, members)]
+        stored_kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.kinds = [stored_kinds.setdefault(kinds, kinds) for kinds in map(tuple, members)]
         self.firsts = np.cumsum([0, *map(len, members)])
-        self.spans = np.array([span for member in members for span in member.values()], np.int64).reshape(-1, 2)
+        spans = [span for spans_by_kind in members for span in spans_by_kind.values()]
+        self.spans = np.array(spans, np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -44,33 +48,54 @@ class WebDatasetFile(RowSource):
     def read(self, row: int) -> Row:
         kinds = self.kinds[row]
         if self.keys[row] in self.unusable:  # without this member, the row would have another meaning
-            raise BadRow(f"its member {self.unusable[self.keys[row]]}")
+            raise BadRow(f"the member {self.unusable[self.keys[row]]}")
         value = parse_object(self._read(row, "json")) if "json" in kinds else {}
         if any(value.get(name) is not None for name in CONVERSATION):
-            # Return members that the row does not refer to as fields, so that they are reported as unused.
-            named, key = set(strings(value)), self.keys[row].lower()
-            prefixes = ("", f"{key}.", f"{key.rpartition('/')[2]}.")
-            unnamed = [kind for kind in kinds if not any(prefix + kind in named for prefix in prefixes)]
-            return value | {f".{kind}": kind for kind in unnamed if kind != "json"}
+            return value | self._unnamed_members(row, value)
         if "txt" not in kinds:
             return dict.fromkeys(kinds)  # no conversation: the error message lists these fields
+        return self._text_with_media(row, value)
+
+    def _unnamed_members(self, row: int, value: Row) -> Row:
+        """Return members that the json does not refer to as fields, so that they are reported as unused."""
+        names = set(strings(value))
+        key = self.keys[row].lower()
+        prefixes = ("", f"{key}.", f"{key.rpartition('/')[2]}.")
+        unnamed: Row = {}
+        for kind in self.kinds[row]:
+            is_named = any(prefix + kind in names for prefix in prefixes)
+            if not is_named and kind != "json":
+                unnamed[f".{kind}"] = kind
+        return unnamed
+
+    def _text_with_media(self, row: int, value: Row) -> Row:
+        """Return a row with the media members followed by the txt.
+
+        Other members, and the fields of the json (`value`), stay fields of the row, so that they are reported as
+        unused. A caption that repeats the txt is left out.
+        """
         try:
             text = self._read(row, "txt").decode()
         except UnicodeDecodeError as error:
-            raise BadRow(f"its txt is not UTF-8 ({error})") from None
-        types = [(kind, content_type(kind, self.modalities)) for kind in kinds]
-        media = [{"type": type, type: kind} for kind, type in types if type is not None]
-        # Other members, and the fields of the json, are reported as unused, except for a caption that repeats the txt.
-        value = {name: part for name, part in value.items() if (name, part) != ("caption", text)}
-        value |= {f".{kind}": kind for kind, type in types if type is None and kind not in ("txt", "json")}
-        return value | {"text": [*media, {"type": "text", "text": text}]}
+            raise BadRow(f"the member .txt is not UTF-8 ({error})") from None
+        fields = {name: part for name, part in value.items() if (name, part) != ("caption", text)}
+        media: list[Row] = []
+        for kind in self.kinds[row]:
+            modality = content_type(kind, self.modalities)
+            if modality is not None:
+                media.append({"type": modality, modality: kind})
+            elif kind not in ("txt", "json"):
+                fields[f".{kind}"] = kind
+        return fields | {"text": [*media, {"type": "text", "text": text}]}
 
     def find(self, row: int, name: str) -> bytes:
-        key, kinds = self.keys[row], self.kinds[row]
+        key = self.keys[row]
+        kinds = self.kinds[row]
         for prefix in (f"{key}.", f"{key.rpartition('/')[2]}.", ""):
-            if name.startswith(prefix) and (kind := name.removeprefix(prefix).lower()) in kinds:
+            kind = name.removeprefix(prefix).lower()
+            if name.startswith(prefix) and kind in kinds:
                 return self._read(row, kind)
-        raise BadMedia(f"the sample has no member {name[:64]!r}; it has {', '.join(kinds)}")
+        raise BadMedia(f"the row has no member {name[:64]!r}; its members are {', '.join(kinds)}")
 
     def _read(self, row: int, kind: str) -> bytes:
         """Return the content of one member of a row."""
@@ -116,13 +141,13 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
                 if member.issym() or member.islnk():
                     unusable.setdefault(key, f".{kind} is a link")
                 elif not member.isfile() or member.issparse():
-                    unusable.setdefault(key, f".{kind} is no plain file")
+                    unusable.setdefault(key, f".{kind} is not a plain file")
                 elif kind.lower() in kinds:
-                    unusable.setdefault(key, f".{kind} is there twice")
+                    unusable.setdefault(key, f".{kind} occurs twice")
                 kinds[kind.lower()] = (member.offset_data, member.size)
             check_tar_end(path, tar.offset)
     except (tarfile.TarError, *CODE_ERRORS) as error:  # some damage raises errors other than TarError
-        raise UserError(f"{path} is not a readable tar file without compression: {first_line(error)}") from None
+        raise UserError(f"{path}: not a readable tar file without compression: {first_line(error)}") from None
     return samples, unusable
 
 
@@ -140,13 +165,16 @@ def check_tar_end(path: Path, end: int) -> None:
         mark = file.read(tarfile.BLOCKSIZE)
         if not mark.rstrip(b"\0") and len(mark) < tarfile.BLOCKSIZE:
             raise tarfile.ReadError(
-                "it has no end mark, so it was cut, or never finished (if it is whole: truncate -s +1K FILE adds one)"
+                "the end mark is missing, so the archive was truncated or never finished. If it is complete, add the "
+                "mark with `truncate -s +1K FILE`."
             )
         if mark.rstrip(b"\0"):
-            raise tarfile.ReadError(f"there is no header at byte {end}, where one was expected")
+            raise tarfile.ReadError(f"no tar header at byte {end}")
         while rest := file.read(1 << 20):
             if rest.rstrip(b"\0"):
-                raise tarfile.ReadError(f"there is more after its end mark at byte {end}; were archives joined?")
+                raise tarfile.ReadError(
+                    f"data follows the end mark at byte {end}. If archives were concatenated, split them."
+                )
 
 
 def content_type(kind: str, modalities: Collection[str]) -> str | None:
@@ -155,11 +183,14 @@ def content_type(kind: str, modalities: Collection[str]) -> str | None:
     The kind may contain the name of a modality (`depth`, `depth.npy`, `depth2.npy`). Otherwise the MIME type of the
     suffix decides. Raises `BadRow` if the suffix has no MIME type.
     """
-    named = [word for part in kind.split(".") if (word := part.rstrip("0123456789")) in modalities]
-    if named:
-        return named[0]
-    registered = mimetypes.guess_type(f"member.{kind}")[0]
-    if registered is None:
-        raise BadRow(f"cannot tell what its member .{kind} is: call it .<modality>.{kind}, or describe it in a .json")
-    main = registered.partition("/")[0]
-    return None if main in ("text", "application") else main
+    for part in kind.split("."):
+        word = part.rstrip("0123456789")
+        if word in modalities:
+            return word
+    mime_type = mimetypes.guess_type(f"member.{kind}")[0]
+    if mime_type is None:
+        raise BadRow(
+            f"the member .{kind} has an unknown type. Rename it to .<modality>.{kind}, or name it in a .json member."
+        )
+    main_type = mime_type.partition("/")[0]
+    return None if main_type in ("text", "application") else main_type

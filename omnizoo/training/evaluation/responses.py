@@ -157,7 +157,7 @@ def choose_rows(reader: Reader) -> list[HeldOutRow]:
 
     def rows_with_prompt(source_number: int, name: str, source: RowSource) -> Iterator[HeldOutRow]:
         for number in range(min(len(source), SEARCHED_ROWS + count)):
-            held_out = HeldOutRow(name, source, reader.renderer.shape(source_number), number)
+            held_out = HeldOutRow(name, source, reader.renderer.schema(source_number), number)
             try:
                 reader.renderer.question(source.read(number), held_out.find, held_out.schema)
             except (BadRow, BadMedia) as reason:

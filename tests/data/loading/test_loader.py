@@ -44,7 +44,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """texts.jsonl, chats.parquet, and tiny.jsonl with fewer rows than lanes."""
-    path, dice, words = tmp_path_factory.mktemp("data"), random.Random(0), TEXT.split()
+    path = tmp_path_factory.mktemp("data")
+    dice = random.Random(0)
+    words = TEXT.split()
 
     def text(longest: int) -> str:
         return " ".join(dice.choices(words, k=dice.randint(1, longest)))
@@ -313,7 +315,8 @@ def test_sources_may_move_but_not_change(
 
     original = loader(folder / "texts.jsonl")
     original.next_step()
-    state, expected = original.state_dict(), packs_of([original.next_step()])
+    state = original.state_dict()
+    expected = packs_of([original.next_step()])
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes((folder / "texts.jsonl").read_bytes())
     resumed = loader(moved)
@@ -373,7 +376,7 @@ def test_evaluation_without_a_usable_row_is_refused(
 ) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", [{"text": ""}])
     config = configure(eval_sources=[SourceSettings(path=str(path))], on_bad_row="skip")
-    with pytest.raises(UserError, match=r"data\.eval_sources .*no usable row"):
+    with pytest.raises(UserError, match=r"^data\.eval_sources: .*no usable row"):
         read_held_out(build_reader(held_out_config(config), tokenizer), 0, 1)
 
 

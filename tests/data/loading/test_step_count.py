@@ -60,7 +60,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """Texts, some longer than a pack, and fewer chats than lanes."""
-    dice, words = random.Random(1), TEXT.split()
+    dice = random.Random(1)
+    words = TEXT.split()
 
     def say(most: int) -> str:
         return " ".join(dice.choices(words, k=dice.randint(1, most)))

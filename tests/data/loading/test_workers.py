@@ -51,7 +51,8 @@ class Locked(RowSource):
     """It holds what no other process can be given."""
 
     def __init__(self, count: int = 60) -> None:
-        self.rows, self.lock = make(count), threading.Lock()
+        self.rows = make(count)
+        self.lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,7 +71,7 @@ def test_rows_that_cannot_be_pickled_are_read_without_workers_and_a_warning_says
         loader = loader_of(given, tokenizer, 2)
         assert ids_of(loader) == expected
     (warning,) = [record.getMessage() for record in caplog.records if "data.workers" in record.getMessage()]
-    assert warning.startswith("data.workers: 0 instead of 2: other processes cannot be given ")
+    assert warning.startswith("data.workers: using 0 instead of 2")
     assert "lock" in warning
     assert loader.workers == 0
 
@@ -148,7 +149,8 @@ for sources in (config.data.sources, [own]):
 def test_a_script_without_a_guard_is_not_run_again_by_workers(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    file, script = tmp_path / "rows.jsonl", tmp_path / "script.py"
+    file = tmp_path / "rows.jsonl"
+    script = tmp_path / "script.py"
     file.write_text("".join(json.dumps(row) + "\n" for row in make()))
     script.write_text(SCRIPT)
     config = loader_of(SourceSettings(path=str(file)), tokenizer, 0).config.model_dump_json()

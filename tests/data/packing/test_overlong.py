@@ -13,7 +13,7 @@ from toy_media import MARKS, MODALITIES, chat, shown
 
 from omnizoo.config.sections.data import DataSection, SourceSettings
 from omnizoo.data.loading.lanes import Lane
-from omnizoo.data.packing.overlong import fit_to_pack, longest_each, num_targets, truncate
+from omnizoo.data.packing.overlong import fit_to_pack, max_response_length, num_targets, truncate
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.row import BadRow
 from omnizoo.data.sample import RenderedRow, Segment
@@ -30,7 +30,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 @pytest.fixture(scope="module")
 def pairs(renderer: Renderer) -> Renderer:
-    return Renderer(renderer.tokenizer, True, MODALITIES, pairs="required")
+    return Renderer(renderer.tokenizer, True, MODALITIES, preferences="required")
 
 
 def data(**options: Any) -> DataSection:
@@ -57,7 +57,7 @@ def test_a_prompt_longer_than_a_pack_leaves_nothing_to_learn_and_the_row_is_left
     row = chat("so many words " * 9, "yes") if "messages" in prompt else prompt
     found = fit_to_pack(0, 0, 0, renderer.render(row), data(pack_tokens=12))
     assert (found.samples, found.counter) == ([], "dropped_overlong")
-    assert "nothing that is learnt" in found.reason
+    assert "no targets" in found.reason
 
 
 @pytest.mark.parametrize("row", [chat("q", "so many words " * 9), {"text": "so many words " * 9}])
@@ -92,7 +92,7 @@ def test_media_are_kept_whole_or_go_with_their_marks(renderer: Renderer) -> None
     seen = set()
     for most in range(2, len(whole.input_ids)):
         if most < 6:  # the second item and its marks
-            with pytest.raises(BadRow, match="no cut would help"):
+            with pytest.raises(BadRow, match=r"data\.pack_tokens"):
                 truncate(whole, most)
             continue
         if (shorter := truncate(whole, most)) is None:
@@ -112,7 +112,7 @@ def test_media_are_kept_whole_or_go_with_their_marks(renderer: Renderer) -> None
 
 def test_an_item_larger_than_a_pack_is_a_bad_row(renderer: Renderer) -> None:
     rendered = renderer.render(chat("<audio>", "yes", audios=[[1] * 50]))
-    with pytest.raises(BadRow, match=r"largest item, audio given as list, takes 50"):
+    with pytest.raises(BadRow, match=r"largest item, audio given as list, has 50"):
         fit_to_pack(0, 0, 0, rendered, data(pack_tokens=48))
     assert fit_to_pack(0, 0, 0, rendered, data(pack_tokens=48, overlong="drop")).counter == "dropped_overlong"
 
@@ -162,7 +162,7 @@ def test_a_pair_that_would_lose_an_item_of_an_answer_or_its_end_is_left_out(end:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(5, 200))
 @settings(max_examples=200, deadline=None)
 def test_the_limit_of_answers_is_the_largest_that_fits(lengths: list[int], most: int) -> None:
-    limit = longest_each(lengths, most)
+    limit = max_response_length(lengths, most)
     if sum(lengths) <= most:
         assert limit == max(lengths)
         return

@@ -22,7 +22,8 @@ def samples_of(lengths: Sequence[int]) -> list[Sample]:
 
 
 def pack_all(lengths: Sequence[int], pack_tokens: int, look_ahead: int | None) -> list[list[Sample]]:
-    packer, packs = Packer(pack_tokens, look_ahead), []
+    packer = Packer(pack_tokens, look_ahead)
+    packs = []
     for sample in samples_of(lengths):
         packer.add(sample)
         if packer.is_ready:
@@ -53,7 +54,8 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_too_large(case: tuple[int, l
 @settings(max_examples=200, deadline=None)
 def test_every_pack_holds_the_oldest_sample_so_none_waits_for_long(case: tuple[int, list[int], int]) -> None:
     limit, lengths, look_ahead = case
-    packer, waited = Packer(limit, look_ahead), dict.fromkeys(range(len(lengths)), 0)
+    packer = Packer(limit, look_ahead)
+    waited = dict.fromkeys(range(len(lengths)), 0)
     for sample in samples_of(lengths):
         packer.add(sample)
         if packer.is_ready:
@@ -95,7 +97,8 @@ def test_packs_of_very_many_short_samples_are_full() -> None:
 
 
 def test_the_window_of_a_lane_grows_with_its_packs() -> None:
-    packer, sizes = Packer(1024), []
+    packer = Packer(1024)
+    sizes = []
     for sample in samples_of(lognormal(3000, 1024, mean=300)):
         packer.add(sample)
         if packer.is_ready:

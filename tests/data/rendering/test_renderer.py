@@ -124,7 +124,8 @@ def test_mistral_like_template_without_generation_prompt(tmp_path: Path, trim_of
 
 
 def test_qwen3_like_template_that_strips_thinking_from_earlier_turns(tmp_path: Path) -> None:
-    first, second = "<think>\nhm\n</think>\n\nhello", "<think>\nwell\n</think>\n\nso on"
+    first = "<think>\nhm\n</think>\n\nhello"
+    second = "<think>\nwell\n</think>\n\nso on"
     assert shown(renderer_for(tmp_path, QWEN3), {"messages": conversation("hi", first, "and?", second)}) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello<|im_end|>]]\n"
         "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[[<think>\nwell\n</think>\n\nso on<|im_end|>]]\n"
@@ -238,7 +239,8 @@ def test_any_conversation_is_learnt_exactly_where_the_assistant_speaks(
     rendered = Renderer(chat_tokenizer, append_eos=True).render({"messages": conversation(*texts)})
     expected: list[bool] = []
     head = chat_tokenizer(f"{len(texts)}\n" if rewrites else "").input_ids
-    ids, expected = list(head), [False] * len(head)
+    ids = list(head)
+    expected = [False] * len(head)
     for i, text in enumerate(texts):  # special tokens never merge with their surroundings; a newline may
         for piece, is_target in (
             (f"<|im_start|>{('user', 'assistant')[i % 2]}\n", False),
@@ -280,9 +282,9 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored(tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "x"}, "needs `messages`, `conversations` or `text`; this one has 'prompt'"),
-        ({}, "this one has nothing"),
-        ({"text": None, "messages": None}, "needs `messages`, `conversations` or `text`"),
+        ({"prompt": "x"}, "the row has 'prompt'"),
+        ({}, "no fields"),
+        ({"text": None, "messages": None}, "`messages`, `conversations` and `text`"),
         ({"text": ""}, "`text` is empty"),
         ({"text": 3}, "`text` is int"),
         ({"messages": []}, "empty"),
@@ -292,8 +294,8 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored(tmp_path: Pat
         ({"messages": [{"role": "user", "content": ["x"]}]}, "part 0 of `content` of message 0 is not an object"),
         ({"messages": [{"role": "user"}]}, "`content` of message 0 is NoneType"),
         ({"messages": [{"role": "user", "content": "x", "loss": "yes"}]}, "`loss` of message 0"),
-        ({"messages": conversation("only a question")}, "no token to learn"),
-        ({"messages": conversation("a", "b"), "tools": "x"}, "`tools` is a text"),
+        ({"messages": conversation("only a question")}, "no targets"),
+        ({"messages": conversation("a", "b"), "tools": "x"}, "`tools` is a string"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
@@ -302,7 +304,7 @@ def test_a_row_that_cannot_be_used_says_why(tmp_path: Path, row: dict[str, Any],
 
 
 def test_a_single_token_has_nothing_to_predict(tmp_path: Path) -> None:
-    with pytest.raises(BadRow, match="no token to learn"):
+    with pytest.raises(BadRow, match="no targets"):
         Renderer(make_tokenizer(tmp_path), append_eos=False).render({"text": "a"})
 
 
@@ -313,7 +315,7 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -
 
 def test_a_template_that_hides_a_message_is_a_bad_row_that_suggests_generation_tags(tmp_path: Path) -> None:
     template = "{{ messages | length }} {{ messages[0]['content'] | upper }}"
-    with pytest.raises(BadRow, match=r"cannot tell where message 1 is.*{% generation %}"):
+    with pytest.raises(BadRow, match=r"message 1 .*{% generation %}"):
         renderer_for(tmp_path, template).render({"messages": conversation("a", "b")})
 
 
@@ -325,13 +327,14 @@ def test_messages_without_a_chat_template_are_the_users_to_fix(tmp_path: Path) -
 def test_append_eos_without_an_eos_token_is_the_users_to_fix(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
     tokenizer.eos_token = None
-    with pytest.raises(UserError, match="append_eos: false"):
+    with pytest.raises(UserError, match=r"^data\.append_eos"):
         Renderer(tokenizer, append_eos=True).render({"text": "a b"})
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
     class Slow:
-        is_fast, name_or_path = False, "some/folder"
+        is_fast = False
+        name_or_path = "some/folder"
 
-    with pytest.raises(UserError, match="some/folder is a slow one"):
+    with pytest.raises(UserError, match=r"^some/folder: .* slow"):
         Renderer(Slow(), append_eos=True)  # type: ignore[arg-type]

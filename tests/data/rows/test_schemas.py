@@ -1,4 +1,4 @@
-"""Every file of the table becomes what its author meant, or is refused in one line: nothing is silently wrong."""
+"""Each file of the table renders to the expected text, or raises an error of one line."""
 
 import re
 from pathlib import Path
@@ -32,12 +32,12 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_file_of_rows_becomes_what_was_meant(case: Case, tmp_path: Path, tokenizer, media: Path) -> None:
+def test_file_of_rows_renders_as_expected_or_raises(case: Case, tmp_path: Path, tokenizer, media: Path) -> None:
     path = tmp_path / case.file
     case.write(path)
     spec = SourceSettings(path=str(path), media_dir=str(media), **case.source)
-    shape = SourceSchema("data.sources.0", spec.format, spec.json_columns)
-    renderer = Renderer(tokenizer, True, MODALITIES, ignore=case.ignore, shapes=[shape])
+    schema = SourceSchema("data.sources.0", spec.format, spec.json_columns)
+    renderer = Renderer(tokenizer, True, MODALITIES, ignore=case.ignore, schemas=[schema])
 
     def read():
         source = open_source(spec, modalities=MODALITIES, key="data.sources.0")
@@ -55,33 +55,32 @@ def test_a_file_of_rows_becomes_what_was_meant(case: Case, tmp_path: Path, token
     assert rendered.row_schema == case.format
 
 
-def test_the_table_is_large_and_has_every_format() -> None:
+def test_table_of_cases_covers_every_format() -> None:
     assert len(CASES) >= 60
     assert len({case.name for case in CASES}) == len(CASES)
     assert {case.format for case in CASES if case.format} == set(ROW_FORMATS) - {"preference"}
     assert tuple(FORMATS) == ROW_FORMATS
 
 
-def test_which_format_a_row_is_and_why() -> None:
+def test_parse_row_returns_format_and_reason() -> None:
     row: dict[str, object] = {"instruction": "add", "output": "2"}
-    taken = parse_row(row, given=row)
-    assert taken is not None
-    assert (taken.format, taken.why) == ("alpaca", "it has `instruction` and `output`")
+    parsed = parse_row(row, present=row)
+    assert parsed is not None
+    assert (parsed.format, parsed.why) == ("alpaca", "the row has `instruction` and `output`")
     row = {"sentence": "so", "label": 1}
-    assert parse_row(row, given=row) is None
+    assert parse_row(row, present=row) is None
     row = {"image": "a.png", "caption": "so"}
-    taken = parse_row(row, given=row, read=["image"])
-    assert taken is not None
-    assert (taken.format, taken.why) == ("caption", "it has `image`, and `caption` for a caption")
+    parsed = parse_row(row, present=row, encoded=["image"])
+    assert parsed is not None
+    assert (parsed.format, parsed.why) == ("caption", "the row has `image`, and `caption` as a caption")
 
 
-def test_rows_of_the_old_formats_go_through_unchanged() -> None:
+def test_messages_and_text_rows_are_unchanged() -> None:
     for row in (
         {"text": "a", "weight": 2},
         {"messages": [], "x": 1, "tools": []},
         {"conversations": [{"from": "gpt"}]},
     ):
-        given = dict(row)
-        taken = parse_row(row, given=given)
-        assert taken is not None
-        assert (taken.row, taken.prompt) == (row, "")
+        parsed = parse_row(row, present=dict(row))
+        assert parsed is not None
+        assert (parsed.row, parsed.prompt) == (row, "")

@@ -1,4 +1,4 @@
-"""What is trained is what a row says: nothing of it is left out without a word. More rows are in corpus_rows.py."""
+"""No field of a row is dropped silently. More rows are in corpus_rows.py."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.rendering.template_analysis import read_template
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.unused_fields import HARMLESS
+from omnizoo.data.rows.unused_fields import METADATA_FIELDS
 from omnizoo.models.build import build_model
 from omnizoo.models.media.model_inputs import read_modalities, unread_inputs
 
@@ -40,7 +40,7 @@ def verdict(renderer: Renderer, row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("template", [CHATML, TOOLS, THINKS, OBSERVES])
-def test_what_is_said_of_a_row_does_not_depend_on_the_rows_before_it(tmp_path: Path, template: str) -> None:
+def test_result_of_a_row_does_not_depend_on_earlier_rows(tmp_path: Path, template: str) -> None:
     # else the rows left out, and so the data, would depend on how lanes are spread over processes
     call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}
     rows: list[dict[str, Any]] = [
@@ -57,7 +57,8 @@ def test_what_is_said_of_a_row_does_not_depend_on_the_rows_before_it(tmp_path: P
     ]
     tokenizer = make_tokenizer(tmp_path, template)
     alone = [verdict(Renderer(tokenizer, True), row) for row in rows]
-    forward, backward = Renderer(tokenizer, True), Renderer(tokenizer, True)
+    forward = Renderer(tokenizer, True)
+    backward = Renderer(tokenizer, True)
     assert [verdict(forward, row) for row in rows] == alone
     assert [verdict(backward, row) for row in reversed(rows)] == alone[::-1]
 
@@ -82,17 +83,17 @@ def test_what_is_said_of_a_row_does_not_depend_on_the_rows_before_it(tmp_path: P
         ("{% for m in messages %", None),
     ],
 )  # fmt: skip
-def test_which_fields_of_messages_a_template_reads(template: str, fields: set[str] | None) -> None:
+def test_template_analysis_returns_message_fields(template: str, fields: set[str] | None) -> None:
     assert read_template(template).fields == fields
 
 
-def test_the_docs_list_every_field_that_is_known_to_be_harmless() -> None:
+def test_docs_list_all_metadata_fields() -> None:
     docs = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    assert [name for name in HARMLESS if f"`{name}`" not in docs] == []
+    assert [name for name in METADATA_FIELDS if f"`{name}`" not in docs] == []
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_a_model_that_reads_more_than_text_must_be_allowed_to_train_on_text_alone(family: str) -> None:
+def test_multimodal_model_without_recipe_needs_text_only(family: str) -> None:
     config = PUBLISHED[family]
     model = build_model(ModelSection(config=config), "fp32")
     with pytest.raises(UserError, match=r"reads image.* has no recipe.*model.text_only: true"):
@@ -111,12 +112,12 @@ def test_a_model_that_reads_more_than_text_must_be_allowed_to_train_on_text_alon
     ],
     ids=lambda config: config.model_type,
 )
-def test_a_text_model_is_not_taken_for_one_that_reads_more(config: PretrainedConfig) -> None:
+def test_text_models_have_no_unread_inputs(config: PretrainedConfig) -> None:
     with torch.device("meta"):
         assert unread_inputs(AutoModelForCausalLM.from_config(config)) == []
 
 
-def test_text_alone_trains_the_language_model_as_if_it_stood_alone(tmp_path: Path) -> None:
+def test_text_only_training_matches_separate_language_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     fields = dict(PUBLISHED["vipllava"])
     whole = VipLlavaForConditionalGeneration(AutoConfig.for_model(fields.pop("model_type"), **fields))
@@ -138,15 +139,15 @@ def test_text_alone_trains_the_language_model_as_if_it_stood_alone(tmp_path: Pat
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=1e-6)
 
 
-def test_a_token_that_stands_for_media_nobody_feeds_is_refused_in_a_text(tmp_path: Path) -> None:
+def test_reserved_placeholder_in_text_raises(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, special_tokens=("<pic>",))
     renderer = Renderer(tokenizer, True, reserved=[tokenizer.convert_tokens_to_ids("<pic>")])
     assert len(renderer.render({"text": "a pic"}).input_ids)
-    with pytest.raises(BadRow, match="its text contains '<pic>', which stands for media that nothing feeds"):
+    with pytest.raises(BadRow, match="'<pic>'"):
         renderer.render({"text": "a <pic>"})
 
 
-def test_bad_rows_are_red_on_terminal_and_page_even_if_there_is_no_other(
+def test_bad_rows_are_red_on_terminal_and_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_config(tmp_path)
@@ -159,7 +160,7 @@ def test_bad_rows_are_red_on_terminal_and_page_even_if_there_is_no_other(
         said = capsys.readouterr()
         assert f"\x1b[1;31mbad row: \x1b[0m\x1b[31m{rows}:" in said.out
         assert said.err.count("error: ") == 1
-        assert "nothing reads `image`" in said.err
+        assert "`image` is not used" in said.err
         page = (tmp_path / "page.html").read_text()
-        assert f'<td class="bad">{rows}:1: nothing reads `image`' in page
+        assert f'<td class="bad">{rows}:1: `image` is not used' in page
         assert ".bad { color: var(--bad) }" in page

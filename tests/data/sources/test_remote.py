@@ -86,10 +86,10 @@ def test_media_next_to_the_rows_are_copied_when_they_are_asked_for(memory: Any, 
     assert isinstance(found, Path)
     assert found.read_bytes() == toy(2)
     assert not list(tmp_path.rglob("3.toy"))
-    with pytest.raises(BadMedia, match=r"there is no media/9\.toy"):
+    with pytest.raises(BadMedia, match=r"media/9\.toy does not exist"):
         source.find(0, "media/9.toy")
     for outside in ("../secret.toy", "/etc/passwd"):
-        with pytest.raises(BadMedia, match="is outside of"):
+        with pytest.raises(BadMedia, match="is outside"):
             source.find(0, outside)
 
 
@@ -114,16 +114,16 @@ def test_without_a_network_the_last_copy_is_used_and_that_is_said(
     monkeypatch.setattr(type(memory), "info", fail)
     with caplog.at_level(logging.WARNING):
         assert rows_of(opened(f"{PLACE}/rows.jsonl", tmp_path)) == [{"text": "a"}]
-    assert "no route to host; using the copy of it in" in caplog.text
-    with pytest.raises(UserError, match=r"other\.jsonl cannot be read: no route to host"):
+    assert "no route to host; using the copy in" in caplog.text
+    with pytest.raises(UserError, match=r"other\.jsonl: not readable: no route to host"):
         opened(f"{PLACE}/other.jsonl", tmp_path)
 
 
 def test_what_is_not_there_is_one_line(memory: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data source memory://omnizoo_test_remote/no\.jsonl does not exist"):
+    with pytest.raises(UserError, match=r"^memory://omnizoo_test_remote/no\.jsonl: .*does not exist"):
         opened(f"{PLACE}/no.jsonl", tmp_path)
     put(memory, "notes.md", b"so")
-    with pytest.raises(UserError, match=r"has no file with rows \(.*\); it has notes\.md"):
+    with pytest.raises(UserError, match=r"no file with rows \(.*\); .* notes\.md"):
         opened(PLACE, tmp_path)
     with pytest.raises(UserError, match="Protocol not known: nope; expected"):
         opened("nope://x/rows.jsonl", tmp_path)

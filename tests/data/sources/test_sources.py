@@ -82,7 +82,7 @@ def test_a_malformed_line_is_a_bad_row_named_by_file_and_line(tmp_path: Path) ->
     path.write_bytes(b'{"text": "one"}\n\n{"text": "two"\n[1]\n{"text": "\xff"}\n')
     source = opened(path)
     assert source.read(0) == {"text": "one"}
-    for row, line, reason in ((1, 3, "not valid JSON"), (2, 4, "a JSON object was expected"), (3, 5, "not valid JSON")):
+    for row, line, reason in ((1, 3, "not valid JSON"), (2, 4, "JSON object"), (3, 5, "not valid JSON")):
         with pytest.raises(BadRow, match=reason):
             source.read(row)
         assert source.where(row) == f"{path}:{line}"
@@ -176,20 +176,20 @@ def test_what_datasets_can_load_locally(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hf_cache")
 def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jsonl does not exist"):
+    with pytest.raises(UserError, match=r"nowhere\.jsonl: .*does not exist"):
         opened(tmp_path / "nowhere.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match=r"empty\.jsonl has no rows"):
+    with pytest.raises(UserError, match=r"empty\.jsonl: .*no rows"):
         opened(tmp_path / "empty.jsonl")
     write_parquet(tmp_path / "empty.parquet", rows(1)[:0])
-    with pytest.raises(UserError, match=r"empty\.parquet has no rows"):
+    with pytest.raises(UserError, match=r"empty\.parquet: .*no rows"):
         opened(tmp_path / "empty.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match=r"broken\.parquet is not a readable Parquet file"):
+    with pytest.raises(UserError, match=r"broken\.parquet: not a readable Parquet file"):
         opened(tmp_path / "broken.parquet")
     (tmp_path / "model.pkl").write_bytes(b"\x80")
     with pytest.raises(UserError, match=r"unknown file type '\.pkl'"):
         opened(tmp_path / "model.pkl")
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match="nothing holds no JSONL, Parquet or tar"):
+    with pytest.raises(UserError, match="nothing: no JSONL, CSV, Parquet or tar"):
         opened(tmp_path / "nothing")

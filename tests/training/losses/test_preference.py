@@ -37,7 +37,7 @@ from omnizoo.data.loading.reader import build_reader
 from omnizoo.data.packing.overlong import split
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.preferences import ResponseRow, sides_of
+from omnizoo.data.rows.preferences import ResponseRow, response_rows
 from omnizoo.data.sample import Preferences
 from omnizoo.data.token_fields import IGNORE_INDEX
 from omnizoo.models.build import build_model
@@ -334,7 +334,7 @@ def test_prompt_media_are_encoded_once_for_both_responses(omni: Path) -> None:
         for row in range(12):
             found = partial(source.find, row)
             pairs.append(reader.renderer.render(source.read(row), (0, 0, row), found))
-            for side in sides_of(source.read(row)):
+            for side in response_rows(source.read(row)):
                 plain = ResponseRow("", side.row)
                 apart.append(reader.renderer._render_one(plain, (0, 0, row), found, found))
         outputs, gradients = [], []
@@ -403,7 +403,7 @@ def test_response_key_depends_on_tokens_and_media_content(omni: Path) -> None:
 
 def test_every_row_format_has_targets_on_responses_only(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
-    renderer = Renderer(tokenizer, True, pairs="required")
+    renderer = Renderer(tokenizer, True, preferences="required")
     chat = [{"from": "human", "value": "question"}]
     for row in (
         {"messages": [USER], "chosen": "yes", "rejected": "no"},
@@ -424,9 +424,7 @@ def test_every_row_format_has_targets_on_responses_only(tmp_path: Path) -> None:
     found = renderer.render({"prompt": "and so on", "chosen": " yes", "rejected": " no"})
     half = slice(0, found.responses[0][1])
     assert tokenizer.decode(found.input_ids[half][found.is_target[half]]) == " yes<|endoftext|>"
-    with pytest.raises(
-        BadRow, match=r"preference pair are longer than data.pack_tokens \(8\), and a pair is never cut"
-    ):
+    with pytest.raises(BadRow, match=r"more than data.pack_tokens \(8\), and preference rows are never split"):
         list(split(0, 0, 0, found, 8))
 
 
@@ -443,21 +441,21 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"chosen": [USER, YES], "rejected": [USER, YES, USER, NO]}, "differ at message 2"),
     ({"prompt": "else", "chosen": [USER, YES], "rejected": [USER, NO]}, "`prompt` is not what `chosen` and"),
     ({"messages": [USER], "chosen": YES | {"weight": 0.5}, "rejected": NO}, "has no weights"),
-    ({"messages": [USER], "chosen": YES, "rejected": NO, "weight": 2}, "nothing reads `weight`"),
+    ({"messages": [USER], "chosen": YES, "rejected": NO, "weight": 2}, "`weight` is not used"),
     (
         {"messages": [USER], "chosen": YES, "rejected": NO, "rejected_response": "x"},
         "read from `chosen` and `rejected`",
     ),
     ({"messages": [USER], "chosen": 7, "rejected": NO}, "`chosen` is int, not a text, a message"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "write it as messages"),
-    ({"text": "a"}, "it is no preference pair"),
+    ({"text": "a"}, "not a preference row"),
 ]
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
 def test_bad_preference_pair_raises_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(BadRow) as caught:
-        Renderer(make_tokenizer(tmp_path), True, pairs="required").render(row)
+        Renderer(make_tokenizer(tmp_path), True, preferences="required").render(row)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -468,16 +466,16 @@ BAD_SINGLE_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"completion": "b", "label": True}, "needs a `prompt`"),
     ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1; expected true (a good answer) or false"),
     ({"prompt": "a", "completion": [USER, YES], "label": True}, "does not begin with a message of the assistant's"),
-    ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "nothing reads `score`"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "nothing reads `label`"),
-    ({"text": "a"}, "it is no preference pair (`chosen`, `rejected`) and no single answer"),
+    ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "`score` is not used"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "`label` is not used"),
+    ({"text": "a"}, "not a preference row"),
 ]
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_SINGLE_ROWS)
 def test_bad_labeled_response_raises(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(BadRow) as caught:
-        Renderer(make_tokenizer(tmp_path), True, pairs="required", singles=True).render(row)
+        Renderer(make_tokenizer(tmp_path), True, preferences="required", labeled_responses=True).render(row)
     assert reason in str(caught.value)
 
 

@@ -26,7 +26,7 @@ from omnizoo.data.loading.prepare import prepare_pack
 from omnizoo.data.loading.reader import Reader, build_reader
 from omnizoo.data.packing.overlong import split
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.preferences import ResponseRow, sides_of
+from omnizoo.data.rows.preferences import ResponseRow, response_rows
 from omnizoo.models.build import build_model
 from omnizoo.models.media.model_inputs import read_modalities
 from omnizoo.models.read_config import load_tokenizer
@@ -180,7 +180,7 @@ def test_losses_of_media_responses_match_plain_torch(tmp_path: Path) -> None:
     names = [name for batch in data.micro_batches for name in batch.sample_ids]
     rows = sorted({int(name.split("/")[2]) for name in names})
     for number in rows:
-        for side in sides_of(reader.sources[0].read(number)):
+        for side in response_rows(reader.sources[0].read(number)):
             own.append(score(model, reader, side, number))
             with torch.no_grad():
                 others.append(score(frozen, reader, side, number))
@@ -375,8 +375,8 @@ def test_media_without_likelihood_is_a_bad_row(tmp_path: Path, monkeypatch: pyte
     reader = read(path)
     no = said("no")
     for chosen, reason in (
-        (said(part("image", "media/0.png")), r"image \(item 0\) is in an answer, .* the whole path of a flow"),
-        (said(part("series", [1.0] * 4)), r"series \(item 0\) is in an answer, .* has no `log_likelihood`"),
+        (said(part("image", "media/0.png")), r"image \(item 0\) is in a response .* the whole path of a flow"),
+        (said(part("series", [1.0] * 4)), r"series \(item 0\) is in a response .* has no `log_likelihood`"),
         ({"role": "assistant", "content": "<audio>"}, r"`audios` is for media of its prompt; .*\"type\": \"audio\""),
         (said(part("audio", "media/9.wav")), r"media/9.wav"),
     ):
@@ -385,7 +385,7 @@ def test_media_without_likelihood_is_a_bad_row(tmp_path: Path, monkeypatch: pyte
             reader.renderer.render(row, find=partial(reader.sources[0].find, 0))
         assert "\n" not in str(caught.value)
     both = [said(part("series", np.ones(4))) for _ in range(2)]
-    with pytest.raises(BadRow, match="are the same: nothing is preferred"):
+    with pytest.raises(BadRow, match="`chosen` and `rejected` are equal"):
         reader.renderer.render({"messages": [USER], "chosen": [both[0]], "rejected": [both[1]]})
 
 
