@@ -1,4 +1,4 @@
-"""The whole training loop by hand, from the public API alone: what `omnizoo train` does, without its comforts.
+"""A complete training loop that uses only the public API: the core of `omnizoo train`.
 
 python examples/linear_train.py examples/text_tiny.yaml --train.steps 20 --log.dir runs/linear
 torchrun --standalone --nproc-per-node 2 examples/linear_train.py examples/text_tiny.yaml
@@ -15,27 +15,29 @@ def main(path: str, overrides: list[str]) -> None:
     checkpoints = Path(config.log.dir) / "checkpoints"
 
     with omnizoo.process_group() as process:
-        # Who is where: FSDP2/HSDP axes over all processes.
+        # The device mesh: FSDP2/HSDP and the other parallel axes over all ranks.
         mesh = omnizoo.build_mesh(config, process)
 
-        # The untouched Hugging Face class on meta.
+        # The unmodified Hugging Face class on the meta device.
         tokenizer = omnizoo.load_tokenizer(config.model)
         model = omnizoo.build_model(config.model, config.train.precision)
 
-        # Rows -> packs, media decoded: the same packs at the same step for any layout.
+        # The loader renders rows to packs and decodes media. Each step has the same packs on every layout.
         media = omnizoo.read_modalities(model, config.model)
         loader = omnizoo.build_loader(config, tokenizer, mesh.rank, mesh.layout.world, **media)
-        config = omnizoo.count_steps(config, loader.reader, mesh)  # of train.epochs, if that is set
+        config = omnizoo.count_steps(config, loader.reader, mesh)  # if train.epochs is set
 
-        # Shards, then weights.
-        origin = omnizoo.find_checkpoint(config, checkpoints, mesh)
-        omnizoo.parallelize_model(model, mesh, config, load=origin.checkpoint is None)
+        # Shard the model, then load its weights.
+        starting_point = omnizoo.find_checkpoint(config, checkpoints, mesh)
+        omnizoo.parallelize_model(model, mesh, config, load=starting_point.checkpoint is None)
         optimizer = omnizoo.build_optimizer(model, config)
 
-        # Packs are assigned to ranks by cost; losses are means over the whole step.
+        # The balancer assigns packs to ranks by cost. Losses are means over all targets of the step.
         balancer = omnizoo.Balancer(model, mesh, config)
         objective = omnizoo.build_objective(model, mesh, config)
-        start, state = 0, omnizoo.load_checkpoint(origin, model, optimizer)
+
+        start = 0
+        state = omnizoo.load_checkpoint(starting_point, model, optimizer)
         if state:
             start = state["step"]
             loader.load_state_dict(state["loader"])
@@ -46,8 +48,9 @@ def main(path: str, overrides: list[str]) -> None:
             if mesh.is_first:
                 print(f"step {step}/{config.train.steps}  loss {result.loss:.6f}  grad norm {result.grad_norm:.4f}")
 
-        lanes = mesh.gather(loader.state_dict())
-        state = {"run": origin.run, "loader": omnizoo.merge_states(lanes) if mesh.is_first else None}
+        loader_states = mesh.gather(loader.state_dict())
+        loader_state = omnizoo.merge_states(loader_states) if mesh.is_first else None
+        state = {"run": starting_point.run, "loader": loader_state}
         omnizoo.save_checkpoint(checkpoints, config.train.steps, model, optimizer, state, mesh, config, tokenizer)
 
 

@@ -1,8 +1,8 @@
-"""Makes `examples/data/tiny`: a toy world of sums and errands as text and chat rows, and a byte-level BPE for it.
+"""Write `examples/data/tiny`: stories and sums as text, chat and preference rows, and a byte-level BPE tokenizer.
 
     python examples/make_tiny_data.py examples/data/tiny
 
-The result is in the repository, so that the examples run on a fresh clone; this script says where it came from.
+The files are in the repository, so the examples run on a fresh clone. This script documents how they were generated.
 """
 
 import json
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def stories(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """An errand with a running count; lengths vary widely, as real text does."""
+    """Yield stories with a running count. Their lengths vary widely, as those of real text."""
     while True:
         name, thing, count = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
         lines = [f"{name} went to {rng.choice(PLACES)} with {count} {thing}."]
@@ -43,7 +43,7 @@ def stories(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def conversations(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Sums in one to four turns."""
+    """Yield chats with sums, one to four turns long."""
     while True:
         messages = []
         for _ in range(rng.choice([1, 1, 1, 2, 3, 4])):
@@ -54,7 +54,7 @@ def conversations(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def preferences(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """The right sum in few words is preferred to a wrong one, or to one in many words."""
+    """Yield preference pairs: a short correct response is preferred to a wrong or a long one."""
     while True:
         a, b = rng.randint(0, 20), rng.randint(0, 20)
         wrong = f"It is {a + b + rng.choice([-2, -1, 1, 2])}."
@@ -64,10 +64,12 @@ def preferences(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Iterator[dict[str, Any]], count: int) -> None:
+    """Write the next `count` rows as JSON lines."""
     path.write_text("".join(json.dumps(next(rows)) + "\n" for _ in range(count)))
 
 
 def write_tokenizer(folder: Path, texts: list[str], vocabulary: int) -> None:
+    """Train a byte-level BPE tokenizer on `texts` and save it with a chat template."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

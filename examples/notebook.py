@@ -1,4 +1,4 @@
-"""A run from Python, as in a notebook: own module, rows, loss and callback. `python examples/notebook.py RUN_FOLDER`"""
+"""Train from Python with a custom model, rows, loss and callback. Run `python examples/notebook.py RUN_FOLDER`."""
 
 import sys
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import omnizoo
 
 
 class Tiny(torch.nn.Module):
-    _no_split_modules = ("Linear",)  # what is sharded one by one
+    _no_split_modules = ("Linear",)  # the unit of FSDP sharding
 
     def __init__(self, width=32, vocabulary=512):
         super().__init__()
@@ -24,13 +24,13 @@ class Tiny(torch.nn.Module):
 
 
 class Modesty(omnizoo.Loss):
-    def from_logits(self, logits, batch):  # no token is ruled out
+    def from_logits(self, logits, batch):  # keeps the probability of every token above zero
         return batch.sum(-logits.log_softmax(-1).mean(-1))
 
 
 class Farewell(omnizoo.Callback):
     def on_end(self, event):
-        print(f"the run ended at step {event.step}: {event.outcome}")
+        print(f"The run ended at step {event.step}: {event.outcome}")
 
 
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Every test starts outside of any world and leaves signals and environment as they were."""
+"""Each test starts without variables of a distributed launch, and signal handlers and environment are restored."""
 
 import logging
 import signal
@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import pytest
 from processes import WORLD, start_server
 
-logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which buries what a failing test says
+logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, which hides the message of a failing test
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests in the background of a script: what they start would, too
+# A background job of a script ignores SIGINT, and so do all processes that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("slow") for item in session.items):
-        start_server()  # before anybody else starts one that has imported less, or blocks signals
+        start_server()  # before a test starts a server with fewer imports or blocked signals
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
-"""The invariants that a reader of the source can check: no modality and no model is named in the core, and computation
-never meets communication. (Which room may import which is import-linter's, in `make lint`.)
+"""Invariants of the source: the core names no modality and no model, and only some packages communicate.
+
+import-linter, in `make lint`, checks which package may import which.
 """
 
 import ast
@@ -13,15 +14,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 PACKAGE = Path(__file__).parents[1] / "omnizoo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODALITIES = {"image", "images", "audio", "audios", "video", "videos", "vision", "speech"}
-NAMED_FREELY = ("modalities", "recipes")
+MAY_NAME_MODALITIES = ("modalities", "recipes")
 
 
-def room(file: Path) -> str:
+def package_of(file: Path) -> str:
+    """Return the sub-package of a file."""
     return file.relative_to(PACKAGE).parts[0]
 
 
 def strings(file: Path) -> Iterator[tuple[int, str]]:
-    """Strings of the code; those that stand alone (docstrings) and config descriptions are prose."""
+    """Yield line and value of each string, except docstrings and config descriptions."""
     tree = ast.parse(file.read_text())
     prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     prose |= {
@@ -37,6 +39,7 @@ def strings(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of each import."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -46,6 +49,7 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def names_used(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of each attribute."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute):
             yield node.lineno, ast.unparse(node)
@@ -53,112 +57,114 @@ def names_used(file: Path) -> Iterator[tuple[int, str]]:
 
 def test_package_files_are_found() -> None:
     assert len(FILES) > 30
-    assert {"models", "ops", "parallel", "training"} <= {room(file) for file in FILES}
+    assert {"models", "ops", "parallel", "training"} <= {package_of(file) for file in FILES}
 
 
-ROOMS = sorted({room(file) for file in FILES if file.parent != PACKAGE})
-# What of torch.distributed a room may have, besides `parallel`, which has all of it.
+PACKAGES = sorted({package_of(file) for file in FILES if file.parent != PACKAGE})
+# Names of torch.distributed that a package may use; `parallel` may use all of them.
 MAY_USE = {
     "ops": (  # private names of torch are in one file
         "torch.distributed.distributed_c10d._abort_process_group",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",  # wrapped by plans
     ),
-    "checkpoint": ("torch.distributed.checkpoint",),  # DCP, which has collectives of its own
-    "planning": ("torch.distributed.tensor.DTensor", "torch.distributed.ProcessGroup"),  # to look at them
+    "checkpoint": ("torch.distributed.checkpoint",),  # DCP, which calls collectives itself
+    "planning": ("torch.distributed.tensor.DTensor", "torch.distributed.ProcessGroup"),  # to inspect them
     "verification": ("torch.distributed.tensor.DTensor", "torch.distributed.FileStore"),
     "cli": ("torch.distributed.is_backend_available",),
 }
 
 
-@pytest.mark.parametrize("which", [name for name in ROOMS if name != "parallel"])
-def test_only_allowed_packages_communicate(which: str) -> None:
-    found = [
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "parallel"])
+def test_only_allowed_packages_communicate(package: str) -> None:
+    violations = [
         f"{file}:{line} {name}"
         for file in FILES
-        if room(file) == which
+        if package_of(file) == package
         for line, name in [*imports(file), *names_used(file)]
-        if name.startswith("torch.distributed") and not name.startswith(MAY_USE.get(which, ()))
-        if not any(allowed.startswith(name) for allowed in MAY_USE.get(which, ()))
+        if name.startswith("torch.distributed") and not name.startswith(MAY_USE.get(package, ()))
+        if not any(allowed.startswith(name) for allowed in MAY_USE.get(package, ()))
     ]
-    assert found == []
+    assert violations == []
 
 
 def test_private_torch_names_are_imported_in_one_file() -> None:
-    found = [
+    violations = [
         f"{file}:{line} {name}"
         for file in FILES
         if file != PACKAGE / "ops/torch_private.py"
         for line, name in imports(file)
         if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
     ]
-    assert found == []
+    assert violations == []
 
 
 def test_communication_never_imports_models_modalities_or_recipes() -> None:
     above = ("omnizoo.models", "omnizoo.modalities", "omnizoo.recipes", "transformers")
-    found = [
+    violations = [
         f"{file}:{line} {name}"
         for file in FILES
-        if room(file) == "parallel"
+        if package_of(file) == "parallel"
         for line, name in imports(file)
         if name.startswith(above)
     ]
-    assert found == []
+    assert violations == []
 
 
 def test_modality_names_are_only_in_modalities_and_recipes() -> None:
-    found = [
+    violations = [
         f"{file}:{line} {text!r}"
         for file in FILES
-        if room(file) not in NAMED_FREELY
+        if package_of(file) not in MAY_NAME_MODALITIES
         for line, text in strings(file)
         if not text.startswith("omnizoo.modalities.")  # a module path
         and MODALITIES & set(text.lower().replace("/", " ").replace(".", " ").replace("_", " ").split())
     ]
-    assert found == []
+    assert violations == []
 
 
 def test_model_types_are_only_named_in_recipes() -> None:
-    """A string that is a model type; and no class of a family is imported, so that none is patched or copied."""
-    types = set(CONFIG_MAPPING_NAMES) - {"git"}  # the program, too
+    """No string is a model type, and no class of a model family is imported, so none is patched or copied."""
+    types = set(CONFIG_MAPPING_NAMES) - {"git"}  # also the name of a program
     assert {"qwen3", "llama", "gpt_oss"} <= types
-    found = [
+    violations = [
         f"{file}:{line} {text!r}"
         for file in FILES
-        if room(file) != "recipes"
+        if package_of(file) != "recipes"
         for line, text in strings(file)
         if text in types
     ]
-    found += [
+    violations += [
         f"{file}:{line} {name}"
         for file in FILES
-        if room(file) != "recipes"
+        if package_of(file) != "recipes"
         for line, name in imports(file)
         if name.startswith("transformers.models.") and not name.startswith("transformers.models.auto.")
     ]
-    assert found == []
+    assert violations == []
 
 
 def test_no_code_branches_on_composed_models() -> None:
-    """What either says of its media, it says by `MediaModel`."""
+    """Composed models and multimodal HF models share the interface `MediaModel`."""
     others = [file for file in FILES if file != PACKAGE / "models/media/composed.py"]
-    found = [f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.endswith(".OmniModel")]
-    assert found == []
+    violations = [f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.endswith(".OmniModel")]
+    assert violations == []
 
 
 def test_package_does_not_unpickle() -> None:
-    """No pickle, and no torch.load; torch's own collectives of objects stay between our own ranks. So does what a rank
-    gives its loader workers, which never is in a file that others could write."""
+    """The package does not use pickle or torch.load.
+
+    Exceptions: object collectives of torch between ranks, and data that a rank passes to its loader workers.
+    """
     others = [file for file in FILES if file != PACKAGE / "data/loading/worker_pickling.py"]
-    found = [
+    violations = [
         f"{f}:{line} {name}" for f in others for line, name in imports(f) if name.split(".")[0] in ("pickle", "dill")
     ]
-    found += [f"{f}:{line} {name}" for f in FILES for line, name in names_used(f) if name == "torch.load"]
-    assert found == []
+    violations += [f"{f}:{line} {name}" for f in FILES for line, name in names_used(f) if name == "torch.load"]
+    assert violations == []
 
 
 def test_package_keeps_its_size_and_shape() -> None:
-    """The limits of tests/support/layout_metrics.py, which prints where they are exceeded."""
+    """tests/support/layout_metrics.py has the limits, and prints where they are exceeded."""
     functions = list(layout_metrics.functions())
     crowded = {
         folder: count
@@ -176,11 +182,11 @@ def test_package_keeps_its_size_and_shape() -> None:
 
 
 def test_only_the_command_line_imports_recipes() -> None:
-    found = [
+    violations = [
         f"{file}:{line} {name}"
         for file in FILES
-        if room(file) not in ("cli", "recipes")
+        if package_of(file) not in ("cli", "recipes")
         for line, name in imports(file)
         if name.startswith("omnizoo.recipes")
     ]
-    assert found == []
+    assert violations == []

@@ -1,4 +1,4 @@
-"""Modules that are named in strings exist. Preloading ignores import errors: a wrong name only makes workers slow."""
+"""Modules that are named in strings exist. Preloading ignores import errors, so a wrong name only slows workers."""
 
 import ast
 import os

@@ -1,5 +1,7 @@
-"""Names of transformers and torch that are not public, or that OmniZoo leans on more than their authors promise: each
-must be there with the meaning it was used for. A failure here says what to look at after an upgrade."""
+"""Private names of transformers and torch, and undocumented behavior that OmniZoo relies on, are as expected.
+
+A failure here shows what to check after an upgrade.
+"""
 
 import inspect
 import sys
@@ -46,7 +48,7 @@ def tiny(family: str) -> PreTrainedModel:
 
 
 def test_installed_versions_are_tested_versions() -> None:
-    """And the package's own requirements say the same."""
+    """The requirements of the package allow the same versions."""
     needed = {r.name: r.specifier for r in map(Requirement, requires("omnizoo") or []) if r.marker is None}
     for package, (first, last) in TESTED.items():
         installed = Version(version(package).partition("+")[0])
@@ -54,7 +56,7 @@ def test_installed_versions_are_tested_versions() -> None:
         assert needed[package].contains(first)
         assert needed[package].contains(last)
         later = f"{Version(last).major}.{Version(last).minor + 1}.0"
-        assert not needed[package].contains(later), f"{package} {later} was never tried"
+        assert not needed[package].contains(later), f"{package} {later} was not tested"
 
 
 def test_changed_private_name_raises_with_version_to_install() -> None:
@@ -72,7 +74,7 @@ def test_import_error_of_tested_package_exits_with_2(
 ) -> None:
     monkeypatch.setitem(sys.modules, "omnizoo.cli.recipes", None)  # as if it could not be imported
     with pytest.raises(ImportError):
-        main(["recipes"])  # our own files are a bug, and no matter of versions
+        main(["recipes"])  # an import error in OmniZoo's own files is a bug, not a version mismatch
 
     def fails(args: Namespace) -> int:
         raise ImportError("cannot import name 'x' from 'transformers'", name="transformers")
@@ -80,7 +82,7 @@ def test_import_error_of_tested_package_exits_with_2(
     monkeypatch.setitem(sys.modules, "omnizoo.cli.recipes", SimpleNamespace(add_arguments=str, run=fails))
     assert main(["recipes"]) == 2
     error = capsys.readouterr().err
-    assert "omnizoo was tested with 5.21.1 to 5.23.0" in error
+    assert "5.21.1 to 5.23.0" in error
     assert error.count("\n") == 1
 
 
@@ -96,7 +98,7 @@ def test_models_declare_attention_interface_and_state() -> None:
     assert not hf_private.carries_state(tiny("llama"))
     assert transformers.MambaForCausalLM._is_stateful
     assert not transformers.BloomForCausalLM._supports_attention_backend
-    # Hybrids use the interface, and do not say so.
+    # Hybrid models use the interface without declaring it.
     assert not transformers.Qwen3NextForCausalLM._supports_attention_backend
     hybrid = AutoConfig.for_model("qwen3_next", num_hidden_layers=4, hidden_size=64, num_experts=4)
     with torch.device("meta"):
@@ -108,7 +110,7 @@ def test_initialization_rules_run_on_meta_only_if_requested() -> None:
     applied = []
     with patch.object(transformers.LlamaPreTrainedModel, "_init_weights", lambda self, module: applied.append(module)):
         tiny("llama")
-        assert not applied  # transformers leaves them out; if this fails, `rules_on_meta` is no longer needed
+        assert not applied  # transformers skips them on meta; if this fails, `rules_on_meta` is no longer needed
         with hf_private.rules_on_meta():
             model = tiny("llama")
         assert set(applied) == set(model.modules())
@@ -159,7 +161,7 @@ def test_adamw_collects_kernel_lists_in_one_method() -> None:
 
 
 def test_recurrent_layers_call_rules_by_expected_names() -> None:
-    """As `models/interfaces/recurrent.py` finds them: by what the code of a layer's forward calls."""
+    """`models/interfaces/recurrent.py` finds the rules by the names that the forward of a layer calls."""
     scan = {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
     for family, name, rules in (
         ("qwen3_next", "Qwen3NextGatedDeltaNet", {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}),

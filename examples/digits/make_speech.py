@@ -1,10 +1,10 @@
-"""Makes `examples/digits/speech.parquet`: zero to nine, spoken by espeak-ng in many voices, speeds and pitches.
+"""Write `examples/digits/speech.parquet`: zero to nine, spoken by espeak-ng in many voices, speeds and pitches.
 
     apt-get install espeak-ng && python examples/digits/make_speech.py
 
-The result is in the repository, so that the demo needs no espeak-ng; this script says where it came from. Clips are
-mono, 8 kHz, FLAC with 8 bits per sample (lossless from there on, about 2 KB each). The voices of the held-out clips
-are never heard in training.
+The file is in the repository, so the demo does not need espeak-ng. This script documents how it was generated. Clips
+are mono FLAC at 8 kHz with 8 bits per sample, about 2 KB each. The voices of the held-out clips are not in the training
+clips.
 """
 
 import io
@@ -21,16 +21,17 @@ from scipy.signal import resample_poly
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 ACCENTS = ["en-us", "en-us-nyc", "en-gb", "en-gb-x-rp", "en-gb-scotland"]
-VOICES = {  # espeak-ng's voice variants: other formants, breath and intonation
+VOICES = {  # voice variants of espeak-ng: they differ in formants, breath and intonation
     "train": ["m1", "m2", "m4", "m5", "m7", "m8", "f1", "f3", "f5", "linda", "steph", "adam", "zac", "grandpa"],
     "held_out": ["m3", "m6", "f2", "f4", "edward"],
 }
-TAKES = {"train": 3, "held_out": 4}  # of every digit by every voice, each with its own accent, speed and pitch
+TAKES = {"train": 3, "held_out": 4}  # recordings of each digit per voice, with random accent, speed and pitch
 SAMPLE_RATE = 8000
-QUIET = 0.02  # of the peak: what is below it before and after the word is cut off
+QUIET = 0.02  # fraction of the peak; quieter audio before and after the word is trimmed
 
 
 def speak(word: str, voice: str, speed: int, pitch: int) -> npt.NDArray[np.float64]:
+    """Return a spoken word as a waveform with peak 1, without silence at its ends."""
     command = ["espeak-ng", "-v", voice, "-s", str(speed), "-p", str(pitch), "--stdout", word]
     wave, rate = soundfile.read(io.BytesIO(subprocess.run(command, capture_output=True, check=True).stdout))
     wave = resample_poly(wave, SAMPLE_RATE // 50, rate // 50)
@@ -41,6 +42,7 @@ def speak(word: str, voice: str, speed: int, pitch: int) -> npt.NDArray[np.float
 
 
 def flac(wave: npt.NDArray[np.float64]) -> bytes:
+    """Encode a waveform as FLAC with 8 bits per sample."""
     file = io.BytesIO()
     soundfile.write(file, 0.9 * wave, SAMPLE_RATE, format="FLAC", subtype="PCM_S8", compression_level=1.0)
     return file.getvalue()
@@ -53,7 +55,9 @@ def main() -> None:
         for variant in variants:
             for digit, word in enumerate(WORDS):
                 for _ in range(TAKES[split]):
-                    voice, speed, pitch = f"{rng.choice(ACCENTS)}+{variant}", rng.randint(120, 190), rng.randint(25, 75)
+                    voice = f"{rng.choice(ACCENTS)}+{variant}"
+                    speed = rng.randint(120, 190)
+                    pitch = rng.randint(25, 75)
                     audio = flac(speak(word, voice, speed, pitch))
                     rows.append(
                         {"audio": audio, "digit": digit, "voice": voice, "speed": speed, "pitch": pitch, "split": split}

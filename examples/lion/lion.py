@@ -1,10 +1,10 @@
-"""An optimizer of one's own: Lion ("Symbolic Discovery of Optimization Algorithms"), and a schedule to go with it.
+"""A custom optimizer, Lion ("Symbolic Discovery of Optimization Algorithms"), and a custom schedule.
 
     PYTHONPATH=examples/lion omnizoo train examples/text_tiny.yaml --optimizer.kind lion:Lion \\
         --optimizer.options.betas "[0.9, 0.98]" --train.lr 1e-4 --train.schedule lion:inverse_root
 
-Parameters are sharded tensors (DTensor): plain torch on them is right on every layout. All that lasts from one step to
-the next lives in `self.state[parameter]`, as tensors like the parameter or of no dimension; checkpoints keep that.
+Parameters are DTensors: plain torch operations on them are correct on every layout. All state between steps is in
+`self.state[parameter]`, as tensors with the shape of the parameter or scalars. Checkpoints contain this state.
 """
 
 from collections.abc import Iterable
@@ -23,20 +23,21 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update the parameters by the sign of the interpolated momentum."""
         for group in self.param_groups:
-            now, later = group["betas"]
+            update_beta, momentum_beta = group["betas"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
                     state["momentum"] = torch.zeros_like(p)
-                update = state["momentum"].lerp(p.grad, 1 - now).sign()
+                update = state["momentum"].lerp(p.grad, 1 - update_beta).sign()
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-                state["momentum"].lerp_(p.grad, 1 - later)
+                state["momentum"].lerp_(p.grad, 1 - momentum_beta)
 
 
 def inverse_root(train: TrainSection, step: int) -> float:
-    """Linear warmup, then falling with the root of the step; `step` counts from 1."""
+    """Return the learning rate of `step`, which counts from 1: linear warmup, then 1 / sqrt(step)."""
     warmup = max(1, train.warmup_steps)
     return train.lr * min(step / warmup, (warmup / step) ** 0.5)

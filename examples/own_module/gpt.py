@@ -1,12 +1,15 @@
-"""A model of one's own: a small GPT in plain torch. Its layout is OmniZoo's business; nothing here knows of ranks.
+"""A custom model: a small GPT in plain torch. OmniZoo parallelizes it; this file has no distributed code.
 
     PYTHONPATH=examples/own_module omnizoo train examples/text_tiny.yaml --model.module gpt:GPT \\
         --model.config '{vocabulary: 512, width: 128, heads: 4, layers: 4}' --nproc 2
 
-From Python, `omnizoo.train(config, model=GPT(...))` trains an object, from the weights that it has. A model is called
-as Hugging Face models are. It needs three things: `_no_split_modules`, the classes that are sharded one by one;
-attention through `omnizoo.attend`, with the keyword arguments of forward handed on, so that samples of a pack stay
-apart and ranks may share them; and logits only of the places in `logits_to_keep`.
+From Python, `omnizoo.train(config, model=GPT(...))` trains an object, starting from its weights. OmniZoo calls a model
+like a Hugging Face model. The model needs three things:
+
+- `_no_split_modules` names the block classes, the unit of FSDP sharding.
+- Attention calls `omnizoo.attend` with the keyword arguments of forward. It keeps the samples of a pack apart and works
+  with sequence parallelism.
+- Logits are computed only at the positions in `logits_to_keep`.
 """
 
 from types import SimpleNamespace
@@ -27,8 +30,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(*mlp)
 
     def forward(self, x: torch.Tensor, **pack: Any) -> torch.Tensor:
-        split = self.qkv(self.before(x)).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2)
-        query, key, value = split.chunk(3, dim=1)  # [1, heads, tokens, width of a head]
+        heads = self.qkv(self.before(x)).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=1)  # [1, heads, tokens, head_dim]
         x = x + self.out(omnizoo.attend(query, key, value, **pack).flatten(2))
         return x + self.mlp(x)
 
@@ -45,7 +48,7 @@ class GPT(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, **pack: Any
     ) -> SimpleNamespace:
-        """`input_ids` and `position_ids` are [1, tokens]; positions begin anew with each sample."""
+        """Return the logits. `input_ids` and `position_ids` are [1, tokens]; positions restart in each sample."""
         x = self.tokens(input_ids) + self.places(position_ids)
         for block in self.blocks:
             x = block(x, **pack)

@@ -1,9 +1,9 @@
-"""Makes what the vision examples read besides the pictures of make_rows.py: questions on them, and tokenizers with the
-marks of all these families.
+"""Write the rows of the vision examples, which use the images of make_rows.py, and tokenizers with the special tokens
+of all these families.
 
     python examples/published/make_vision.py examples/published/data
 
-The result is in the repository, so that the examples run on a fresh clone; this script says where it came from.
+The files are in the repository, so the examples run on a fresh clone. This script documents how they were generated.
 """
 
 import json
@@ -11,9 +11,9 @@ import random
 import sys
 from pathlib import Path
 
-from make_rows import draw, rows, write_tokenizer
+from make_rows import chat_rows, write_image, write_tokenizer
 
-# Their ids are their places in this list; the models' configs have them, too.
+# A token's id is its index in this list. The configs of the models contain these ids.
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]  # 3: Gemma 3
 SPECIAL += ["<img>", "<IMG_CONTEXT>", "</img>"]  # 6: InternVL
@@ -22,7 +22,7 @@ SPECIAL += ["<|image_start|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>",
 SPECIAL += ["<|image_end|>"]
 SPECIAL += ["<|image>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>"]  # 18: Gemma 4, with <|image|>
 SPECIAL += ["<image>"]  # 24: LLaVA
-# Came later: in a tokenizer of its own, others stay as they are.
+# Families that were added later have separate tokenizers, so the ids of the others do not change.
 KIMI = [*SPECIAL[:3], "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"]  # 3
 MINICPM = [*SPECIAL[:3], "<image>", "</image>", "<slice>", "</slice>"]  # 3
 MINICPM += ["<image_id>", "</image_id>", "<|image_pad|>"]  # 7
@@ -30,12 +30,12 @@ MINICPM += ["<image_id>", "</image_id>", "<|image_pad|>"]  # 7
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    dice = random.Random(0)
-    pictures = [draw(folder, dice, number) for number in range(8)]  # the same ones again
-    sounds = [(f"audio{number}.flac", "a tone") for number in range(8)]
+    rng = random.Random(0)
+    images = [write_image(folder, rng, number) for number in range(8)]  # the same files as make_rows.py writes
+    audio = [(f"audio{number}.flac", "a tone") for number in range(8)]
     texts = []
-    for name, made in {"pictures": {"image": pictures}, "heard": {"image": pictures, "audio": sounds}}.items():
-        lines = [json.dumps(row) for row in rows(made, random.Random(1), 120)]
+    for name, media in {"pictures": {"image": images}, "heard": {"image": images, "audio": audio}}.items():
+        lines = [json.dumps(row) for row in chat_rows(media, random.Random(1), 120)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         texts += lines
     write_tokenizer(folder / "vision", texts, SPECIAL)

@@ -1,8 +1,8 @@
-"""A schedule of one's own: a cosine that begins anew four times in the run (SGDR, "warm restarts").
+"""A custom schedule: four cosine cycles per run (SGDR, "warm restarts").
 
     PYTHONPATH=examples/restarts omnizoo train examples/text_tiny.yaml --train.schedule restarts:restarts
 
-A schedule is a pure function of the step, so there is nothing to save and nothing to restore.
+A schedule is a pure function of the step, so it has no state to save or restore.
 """
 
 import math
@@ -13,7 +13,8 @@ CYCLES = 4
 
 
 def restarts(train: TrainSection, step: int) -> float:
-    """The learning rate of `step`, which counts from 1. Warmup is the schedule's own business, too."""
+    """Return the learning rate of `step`, which counts from 1. The schedule also applies the warmup."""
     cycle = max(1, train.steps // CYCLES)
     cosine = 0.5 * (1 + math.cos(math.pi * ((step - 1) % cycle) / cycle))
-    return train.lr * min(1.0, step / max(1, train.warmup_steps)) * max(train.min_lr_ratio, cosine)
+    warmup = min(1.0, step / max(1, train.warmup_steps))
+    return train.lr * warmup * max(train.min_lr_ratio, cosine)

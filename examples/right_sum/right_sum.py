@@ -1,4 +1,4 @@
-"""A metric of one's own: is the number in the answer the right one, whatever the words around it?
+"""A custom metric: whether the numbers in a response are correct, regardless of the words around them.
 
 PYTHONPATH=examples/right_sum omnizoo train examples/right_sum/sums.yaml
 PYTHONPATH=examples/right_sum omnizoo eval runs/sums --allow-code right_sum
@@ -10,6 +10,8 @@ import omnizoo
 
 
 def right_sum(answer: omnizoo.Answer) -> bool | None:
-    """Of one answer; the metric is the mean over all of them. None leaves an answer out."""
-    wanted = re.findall(r"\d+", answer.expected or "")
-    return re.findall(r"\d+", answer.text) == wanted if wanted else None
+    """Return whether one response is correct. The metric is the mean over all responses; None excludes a response."""
+    expected = re.findall(r"\d+", answer.expected or "")
+    if not expected:
+        return None
+    return re.findall(r"\d+", answer.text) == expected

@@ -1,4 +1,4 @@
-"""A modality of one's own, in and out: time series. Everything a user writes to train on it is in this file."""
+"""A custom modality, in and out: time series. This file has all the code that the modality needs."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,21 +12,21 @@ from omnizoo import BadMedia, CustomFlops, Decoder, Encoder, Inputs, Media, Medi
 
 
 class Series:
-    """What reading and writing a series have in common: `patch` values are one place in the sequence."""
+    """What encoder and decoder share: `patch` values of a series occupy one placeholder token."""
 
     patch: int
 
     def measure(self, media: Media) -> MediaSize:
         values = media.value
         if not isinstance(values, list | np.ndarray) or len(values) == 0 or len(values) % self.patch:
-            raise BadMedia(f"a series is a list of numbers, as many as a multiple of {self.patch}")
-        places = len(values) // self.patch
-        return MediaSize(places, cost=float(places))
+            raise BadMedia(f"a series is a list of numbers whose length is a multiple of {self.patch}")
+        num_placeholders = len(values) // self.patch
+        return MediaSize(num_placeholders, cost=float(num_placeholders))
 
     def prepare(self, media: Media) -> Inputs:
         values = torch.as_tensor(np.asarray(media.value, np.float32))
         if not values.isfinite().all():
-            raise BadMedia("a series with values that are not finite")
+            raise BadMedia("the series has values that are not finite")
         return {"values": values.view(-1, self.patch)}
 
     def dummy_input(self) -> Inputs:
@@ -45,12 +45,14 @@ class SeriesEncoder(Series, Encoder):
 
 
 class SeriesDecoder(Series, CustomFlops, Decoder):
-    """Predicts the next `patch` values at a time, `horizon` in all, as their mean (squared error)."""
+    """Predicts the next `patch` values with mean squared error, until `horizon` values are generated."""
 
     def __init__(self, width: int, patch: int = 8, horizon: int = 16) -> None:
         super().__init__()
-        self.patch, self.horizon = patch, horizon
-        self.enter, self.head = nn.Linear(patch, width), nn.Linear(width, patch)
+        self.patch = patch
+        self.horizon = horizon
+        self.enter = nn.Linear(patch, width)
+        self.head = nn.Linear(width, patch)
 
     def modules_run_by(self, method: Literal["embed", "loss"]) -> list[nn.Module]:
         return [self.enter if method == "embed" else self.head]

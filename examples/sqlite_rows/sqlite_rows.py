@@ -1,4 +1,4 @@
-"""A source of rows of one's own: a table of SQLite, each row of which is a text.
+"""A custom row source: each record of a SQLite table is a text row.
 
     data:
       sources:
@@ -6,8 +6,8 @@
 
     PYTHONPATH=examples/sqlite_rows omnizoo train my.yaml
 
-Rows are asked for by number, in any order and as often as needed. A loader worker makes the source anew, by the same
-options, so each process has its own connection.
+OmniZoo reads rows by number, in any order and any number of times. Each loader worker builds the source again from the
+same options, so each process has its own connection.
 """
 
 import sqlite3
@@ -17,10 +17,14 @@ import omnizoo
 
 
 class SqliteRows(omnizoo.RowSource):
+    """Text rows from one column of a SQLite table, ordered by rowid."""
+
     def __init__(self, path: str, table: str, column: str = "text") -> None:
         if not Path(path).is_file():
-            raise ValueError(f"{path} is not a file")
-        self.path, self.table, self.column = path, table, column
+            raise ValueError(f"{path}: file not found")
+        self.path = path
+        self.table = table
+        self.column = column
         self.connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         self.ids = [id for (id,) in self.connection.execute(f'SELECT rowid FROM "{table}" ORDER BY rowid')]
 
@@ -31,9 +35,9 @@ class SqliteRows(omnizoo.RowSource):
         query = f'SELECT "{self.column}" FROM "{self.table}" WHERE rowid = ?'
         (text,) = self.connection.execute(query, [self.ids[row]]).fetchone()
         if not text:
-            raise omnizoo.BadRow("its text is empty")  # data.on_bad_row decides what comes of it
+            raise omnizoo.BadRow("the text is empty")  # data.on_bad_row: skip the row or raise an error
         return {"text": text}
 
     def where(self, row: int) -> str:
-        """What messages call the row."""
+        """Return the name of the row in error messages."""
         return f"{self.path}, {self.table}, rowid {self.ids[row]}"

@@ -1,4 +1,4 @@
-"""Two models, each with an optimizer, teach each other: a training loop of your own, by the public API alone.
+"""Two models with one optimizer each learn from each other: a custom training loop that uses only the public API.
 
 Each model minimizes cross entropy plus the divergence from the other's predictions (deep mutual learning, Zhang et al.,
 2018). They take turns, as the two sides of a GAN do: the second model already learns from the updated first one.

@@ -1,4 +1,4 @@
-"""Mistakes and misfortunes: one clear line that names the file, key or number, exit code 2, and nothing written."""
+"""Invalid input and I/O failures print one line that names the file, key or number, exit with 2 and write no files."""
 
 import json
 import resource
@@ -28,7 +28,10 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fails(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`omnizoo train` with these arguments must end with 2, one line on stderr, and no trace of a run."""
+    """Return a function that runs `omnizoo train` with invalid arguments and returns its one error line.
+
+    It checks that the exit code is 2 and that there is no run folder.
+    """
 
     def fails(*args: object) -> str:
         assert main(["train", str(config), *map(str, args)]) == 2
@@ -102,7 +105,9 @@ def test_messages_without_chat_template_raise(fails: Callable[..., str], tmp_pat
 
 
 def test_tokenizer_larger_than_vocabulary_raises(fails: Callable[..., str]) -> None:
-    assert "vocabulary of 100" in fails("--model.config.vocab_size", "100")
+    message = fails("--model.config.vocab_size", "100")
+    assert "vocabulary" in message
+    assert "100" in message
 
 
 @pytest.mark.parametrize(
@@ -137,13 +142,15 @@ def test_finished_run_does_not_train_further(config: Path, tmp_path: Path, capsy
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     capsys.readouterr()
     assert main(["train", str(config)]) == 0
-    assert "step 2 of 2. Raise train.steps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 2 of 2" in out
+    assert "train.steps" in out
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
 
 
 @pytest.fixture
 def trained(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A run of 2 steps with a checkpoint of each."""
+    """Return the checkpoints folder of a run with 2 steps and a checkpoint of each step."""
     assert main(["train", str(config), "--checkpoint.every", "1"]) == 0
     capsys.readouterr()
     return tmp_path / "run" / "checkpoints"
@@ -152,7 +159,7 @@ def trained(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"hidden_size": 48}, "model.model.embed_tokens.weight has shape (512, 32), but this run has (512, 48)"),
+        ({"hidden_size": 48}, "model.model.embed_tokens.weight"),
         ({"num_hidden_layers": 3}, "model.model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "model.model.layers.1.input_layernorm.weight"),
         ({"tie_word_embeddings": False}, "model.lm_head.weight"),
@@ -166,6 +173,9 @@ def test_checkpoint_of_another_model_raises_with_differing_key(
     assert main(["train", str(config), "--model.config", fields, "--train.steps", "3"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert f"{trained / 'step_00000002'}: {key}" in line
+    if "hidden_size" in changes:
+        assert "(512, 32)" in line
+        assert "(512, 48)" in line
     assert {file: file.read_bytes() for file in trained.parent.rglob("*") if file.is_file()} == before
 
 
@@ -210,13 +220,16 @@ def test_resuming_from_damaged_checkpoint_raises(
 ) -> None:
     truncate(trained / "step_00000001")
     assert main(["train", str(config), "--checkpoint.resume", str(trained / "step_00000001")]) == 2
-    assert "damaged or incomplete" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert str(trained / "step_00000001") in err
+    assert "damaged" in err
 
 
 @contextmanager
 def full_disk(rank: int | None = None) -> Iterator[None]:
-    """From the second checkpoint on, no file of this process (or of one rank) can grow beyond 64 KiB."""
-    saves, save = [], saving.save_checkpoint
+    """Limit files to 64 KiB while the second checkpoint is saved, on all ranks or on `rank`."""
+    saves = []
+    save = saving.save_checkpoint
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def spy(*args: Any) -> Path:
@@ -247,11 +260,11 @@ def test_full_disk_stops_run_and_keeps_earlier_checkpoint(
         assert main(["train", str(config), *FULL]) == 1
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert "no checkpoint of step 2" in line
-    assert f"Earlier checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in line
-    assert "too large" in line or "space" in line.lower()  # what the system said
+    assert "checkpoint of step 2" in line
+    assert str(tmp_path / "run" / "checkpoints") in line
+    assert "too large" in line or "space" in line.lower()  # the message of the operating system
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
-    assert main(["train", str(config), *FULL]) == 0  # with room again it goes on
+    assert main(["train", str(config), *FULL]) == 0  # resumes when the disk has space again
     assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
 
 
@@ -260,24 +273,25 @@ def test_run_continues_on_full_disk_if_configured(
 ) -> None:
     with full_disk():
         assert main(["train", str(config), *FULL, "--checkpoint.on_save_error", "continue"]) == 0
-    assert "warning: no checkpoint of step 2" in capsys.readouterr().out
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line for line in warnings if "checkpoint of step 2" in line]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step_00000001", "step_00000003", "step_00000004"]
     assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def two_ranks(process: Process, folder: str) -> None:
-    """Only rank 1 has a full disk, or finds a bad row: both ranks must take the same way out."""
+    """Check that both ranks return the same code when only rank 1 has a full disk or a bad row."""
     args = [Path(folder) / "tiny.yaml", *FULL]
     with full_disk(rank=1):
         assert train_in_this_world([*args, "--log.dir", Path(folder) / "stopped"]) == 1
     with full_disk(rank=1):
         survive = ["--checkpoint.on_save_error", "continue"]
         assert train_in_this_world([*args, *survive, "--log.dir", Path(folder) / "survived"]) == 0
-    # Rows go round the lanes, lanes round the ranks: with one lane per rank, one bad row is one rank's.
+    # Rows are assigned to lanes in turn and lanes to ranks: with one lane per rank, only one rank reads the bad row.
     bad = [*source(Path(folder) / "bad.jsonl"), "--data.lanes", "2", "--log.dir", Path(folder) / "bad"]
     assert train_in_this_world([*args, *bad]) == 2
-    torch.distributed.barrier()  # nobody is left behind in another collective
+    torch.distributed.barrier()  # no rank waits in another collective
 
 
 @pytest.mark.slow
@@ -286,7 +300,7 @@ def test_error_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     bad_file(tmp_path)
     result = run_on_ranks(two_ranks, 2, str(tmp_path))
     assert result.code == 0, result.stdout + result.stderr
-    assert "rank 1:" in result.stderr  # whose disk it was
+    assert "rank 1:" in result.stderr  # the rank with the full disk
     for name, steps in (("stopped", "1"), ("survived", "134")):
         assert sorted(path.name[-1] for path in (tmp_path / name / "checkpoints").iterdir()) == list(steps)
     assert not (tmp_path / "bad").exists()

@@ -1,4 +1,4 @@
-"""Composed omni models: any mix of media gives, on any layout, what one process gives; no mix makes a rank wait."""
+"""Composed models: with any mix of media, every layout matches one process, and no rank deadlocks."""
 
 import json
 import random
@@ -45,8 +45,13 @@ def sensor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def disagreements(
     config: Path, world: int, layouts: str, folder: Path, *overrides: str, precision: str = "fp32"
 ) -> list[str]:
-    chosen = prepare(load_config(config, list(overrides)), world, layouts, precision, folder)
-    return [verdict.reason for layout in chosen if not (verdict := verdict_of(folder, layout)).passed]
+    """Return the reasons of all layouts that do not agree with one process."""
+    reasons = []
+    for layout in prepare(load_config(config, list(overrides)), world, layouts, precision, folder):
+        verdict = verdict_of(folder, layout)
+        if not verdict.passed:
+            reasons.append(verdict.reason)
+    return reasons
 
 
 ROUTED = {
@@ -60,7 +65,7 @@ ROUTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layouts",  # a ring and copies: the next tests
+    "layouts",  # the next tests cover ring attention and replicas
     ["dp2.uly2.ep4", pytest.param("rep2.dp2,uly2.ring2", marks=pytest.mark.long)],
 )
 def test_all_modalities_in_and_out_agree_with_one_process_on_mixed_layouts(layouts: str, tmp_path: Path) -> None:
@@ -74,7 +79,7 @@ def test_all_modalities_in_and_out_agree_in_fp64_on_eight_ranks(tmp_path: Path) 
     assert disagreements(config, 8, "dp2.uly2.ring2.ep4", tmp_path / "fp64", precision="fp64") == []
 
 
-@pytest.mark.long  # others here have one, and tests/recipes/test_zoo.py has every foundation by itself
+@pytest.mark.long  # tests/recipes/test_zoo.py covers each foundation alone
 @pytest.mark.parametrize("foundation", ["gemma3_text", "llama", "qwen3"])
 def test_every_foundation_supports_the_same_modalities(foundation: str, tmp_path: Path) -> None:
     config = write_omni_config(tmp_path, foundation)
@@ -93,14 +98,16 @@ def test_frozen_components_agree_and_get_no_gradient(tmp_path: Path) -> None:
 
 
 class Mix:
-    """A loader that gives step after step of rows made up beforehand: `mixes[step][pack]` is a list of rows."""
+    """A loader of prepared rows: `mixes[step][pack]` is a list of rows."""
 
     def __init__(
         self, config: Config, model: torch.nn.Module, rank: int, world: int, mixes: list[list[list[Any]]]
     ) -> None:
         media = read_modalities(model, config.model)
         self.reader = build_reader(config, load_tokenizer(config.model), **media)
-        self.rank, self.world, self.mixes = rank, world, iter(mixes)
+        self.rank = rank
+        self.world = world
+        self.mixes = iter(mixes)
 
     def next_step(self) -> LoadedStep:
         packs = []
@@ -122,7 +129,8 @@ def train_on_mixes(process: Process, path: Path, axes: dict[str, int], mixes: li
     model = build_model(config.model, config.train.precision)
     loader: Any = Mix(config, model, mesh.rank, mesh.layout.world, mixes)
     parallelize_model(model, mesh, config)
-    optimizer, objective = build_optimizer(model, config), build_objective(model, mesh, config)
+    optimizer = build_optimizer(model, config)
+    objective = build_objective(model, mesh, config)
     results = []
     for step in range(1, len(mixes) + 1):
         data = next_step(loader, Balancer(model, mesh, config))
@@ -130,36 +138,37 @@ def train_on_mixes(process: Process, path: Path, axes: dict[str, int], mixes: li
             result = train_step(objective, optimizer, data, step)
         results.append([result.loss, result.grad_norm])
         if mesh.layout.world > 1 and mesh.layout.sp == mesh.layout.ep == 1:
-            # Once to where they are needed, encoders' features and decoders' targets together; back go gradients.
-            there = [{port.role for port in batch.routes} for batch in data.micro_batches]
-            assert counter.calls["all-to-all"] == sum(bool(roles) + ("encoder" in roles) for roles in there)
+            # One all-to-all sends features and decoder targets together; a second one returns gradients of features.
+            roles_per_batch = [{port.role for port in batch.routes} for batch in data.micro_batches]
+            expected_calls = sum(bool(roles) + ("encoder" in roles) for roles in roles_per_batch)
+            assert counter.calls["all-to-all"] == expected_calls
     if mesh.is_first:
         name = "-".join(f"{axis}{size}" for axis, size in axes.items()) or "one"
         (path.parent / f"{name}.json").write_text(json.dumps(results))
 
 
-def random_mixes(folder: Path, count: int, packs: int, dice: random.Random) -> list[list[list[Any]]]:
-    """Steps without media, with one item in all, with one modality only, with every rank's share different."""
-    media = make_media(folder / "media", dice, count=3)
+def random_mixes(folder: Path, count: int, packs: int, rng: random.Random) -> list[list[list[Any]]]:
+    """Return steps without media, with one media item, with one modality, and with different media on every rank."""
+    media = make_media(folder / "media", rng, count=3)
 
     def row(names: list[str]) -> Any:
-        asked: list[Any] = [{"type": "text", "text": "what is this?"}]
-        answered: list[Any] = [{"type": "text", "text": "it is"}]
+        prompt: list[Any] = [{"type": "text", "text": "what is this?"}]
+        response: list[Any] = [{"type": "text", "text": "it is"}]
         for name in names:
-            into = answered if "decoder" in MODALITIES[name] and dice.random() < 0.4 else asked
-            into.append({"type": name, name: dice.choice(media[name])})
-        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+            content = response if "decoder" in MODALITIES[name] and rng.random() < 0.4 else prompt
+            content.append({"type": name, name: rng.choice(media[name])})
+        return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
 
     mixes: list[list[list[Any]]] = []
     for number in range(count):
         step: list[list[Any]] = [[row([])] for _ in range(packs)]
-        if number % 4 == 1:  # one rank alone has one item
-            step[dice.randrange(packs)] = [row(["video"])]
+        if number % 4 == 1:  # only one rank has a media item
+            step[rng.randrange(packs)] = [row(["video"])]
         elif number % 4 == 2:
-            only = dice.choice(list(MODALITIES))
-            step = [[row([only] * dice.randint(0, 2))] for _ in range(packs)]
+            modality = rng.choice(list(MODALITIES))
+            step = [[row([modality] * rng.randint(0, 2))] for _ in range(packs)]
         elif number % 4 == 3:
-            step = [[row(dice.choices(list(MODALITIES), k=dice.randint(0, 3)))] for _ in range(packs)]
+            step = [[row(rng.choices(list(MODALITIES), k=rng.randint(0, 3)))] for _ in range(packs)]
         mixes.append(step)
     return mixes
 
@@ -183,8 +192,8 @@ def test_mix_of_media_neither_deadlocks_nor_changes_losses(axes: dict[str, int],
     expected = torch.tensor(json.loads((tmp_path / "one.json").read_text()))
     run_in_processes(4, train_on_mixes, config, axes, mixes, timeout=240)
     name = "-".join(f"{axis}{size}" for axis, size in axes.items())
-    found = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text()))
-    assert (found / expected - 1).abs().max() < 1e-5
+    results = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert (results / expected - 1).abs().max() < 1e-5
 
 
 def test_without_media_encoders_get_exactly_zero_gradients(tmp_path: Path) -> None:
@@ -206,10 +215,10 @@ def test_without_media_encoders_get_exactly_zero_gradients(tmp_path: Path) -> No
 
 
 def test_media_bad_after_packing_are_skipped_and_counted(tmp_path: Path) -> None:
-    """A cut picture has a good header: its place in a pack is taken before anybody can know."""
+    """A truncated image has a valid header, so it is in a pack before decoding fails."""
     path = write_omni_config(tmp_path, "qwen3", train={"steps": 3})
-    whole = (tmp_path / "media" / "0.png").read_bytes()
-    (tmp_path / "media" / "0.png").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "media" / "0.png").read_bytes()
+    (tmp_path / "media" / "0.png").write_bytes(content[: len(content) // 2])
     assert train(load_config(path, ["--data.on_bad_row=skip"])) == 0
     listed = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
     last = read_steps(tmp_path / "run")[-1]
@@ -223,9 +232,9 @@ def test_media_bad_after_packing_are_skipped_and_counted(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("--model.modalities.image.encoder.kind=visoin", "no built-in encoder .vision"),
+        ("--model.modalities.image.encoder.kind=visoin", "visoin.*vision"),
         ("--model.modalities.series.encoder.kind=sensor:Nothing", "cannot import sensor:Nothing"),
-        ("--model.modalities.series.encoder.kind=sensor:SeriesDecoder", "not a subclass"),
+        ("--model.modalities.series.encoder.kind=sensor:SeriesDecoder", "SeriesDecoder.*subclass"),
         ("--model.modalities.series.encoder.options={patches: 4}", "SeriesEncoder\\(.*'patches'"),
         ("--model.foundation.dtype=bf16", "freeze: true"),
     ],

@@ -1,4 +1,4 @@
-"""Every case of the corpora: no traceback, no hang, nothing silently wrong."""
+"""Every case of the corpora succeeds or raises one clear error: no traceback, no hang, no silent mistake."""
 
 from importlib import import_module
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from corpus import report, run_cases
 
-PARTS = 12  # of which `make test` runs the first, and `make verify-all` the others
+PARTS = 12  # `make test` runs the first part, `make verify-all` the others
 CORPORA = sorted(path.stem for path in (Path(__file__).parents[1] / "support").glob("corpus_*.py"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # hundreds of commands; each has a limit of its own
+@pytest.mark.timeout(1800)  # hundreds of commands; each has its own limit
 @pytest.mark.parametrize("name", CORPORA)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 def test_every_case_succeeds_or_prints_one_line(name: str, part: int, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When a rank fails, the last line says which one and why, whatever the other ranks fail with afterwards."""
+"""The last line of a failed run names the rank that failed first and the cause."""
 
 import signal
 from pathlib import Path
@@ -13,7 +13,7 @@ from omnizoo.cli.main import main
 from omnizoo.data.loading.workers import exit_message
 from omnizoo.launch.rank_failure import expected_failure
 
-OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "width": 16, "heads": 2, "layers": 1}}
+MODEL = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "width": 16, "heads": 2, "layers": 1}}
 
 
 @pytest.mark.slow
@@ -21,23 +21,25 @@ OWN = {"module": "failing_module:FailingModel", "config": {"vocab_size": 512, "w
     ("failure", "expected", "has_traceback"),
     [
         pytest.param(
-            *("device", ("rank 1 is out of memory", "CUDA out of memory", "data.pack_tokens", "recompute"), False),
+            "device",
+            ("rank 1", "CUDA out of memory", "data.pack_tokens", "recompute"),
+            False,
             marks=pytest.mark.long,
         ),
-        ("bug", ("rank 1 failed: IndexError: row 7 of a table of 5",), True),
+        ("bug", ("rank 1", "IndexError: row 7 of a table of 5"), True),
     ],
 )
 def test_last_line_names_failed_rank_and_cause(
     failure: str, expected: tuple[str, ...], has_traceback: bool, tmp_path: Path
 ) -> None:
-    path = write_config(tmp_path, model=OWN, train={"steps": 3, "packs_per_step": 2})
+    path = write_config(tmp_path, model=MODEL, train={"steps": 3, "packs_per_step": 2})
     result = run_omnizoo(["train", path, "--nproc", 2], cold=True, FAILS_WITH=failure)
-    last = result.stderr.splitlines()[-1]
+    *earlier_lines, last_line = result.stderr.splitlines()
     assert result.code == 1
-    assert last.startswith("error: ")
-    for words in expected:
-        assert words in last, result.stderr
-    assert ("IndexError" in "".join(result.stderr.splitlines()[:-1])) == has_traceback
+    assert last_line.startswith("error: ")
+    for part in expected:
+        assert part in last_line, result.stderr
+    assert ("IndexError" in "".join(earlier_lines)) == has_traceback
 
 
 @pytest.mark.parametrize("failure", ["memory", "device", "allocator"])
@@ -45,7 +47,8 @@ def test_out_of_memory_errors_are_one_line_with_advice(failure: str) -> None:
     line = expected_failure(3, FAILURES[failure])
     assert line is not None
     assert "\n" not in line
-    assert line.startswith("rank 3 is out of memory")
+    assert line.startswith("rank 3")
+    assert "out of memory" in line
     assert "parallel.dp_shard" in line
 
 
@@ -59,12 +62,13 @@ def test_one_process_out_of_memory_prints_one_line(
     assert main(["train", str(write_config(tmp_path))]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "rank 0 is out of memory" in err
+    assert "rank 0" in err
+    assert "out of memory" in err
     assert "137438953472 bytes" in err
 
 
 def worker_of(run: Running, rank: int) -> psutil.Process:
-    """A loader worker of that rank: a child of the server that the rank has started."""
+    """Return a loader worker of a rank: a child of the fork server that the rank started."""
     process = sorted(run.ranks(), key=psutil.Process.create_time)[rank]
     return next(child for child in process.children(recursive=True) if child.ppid() != process.pid)
 

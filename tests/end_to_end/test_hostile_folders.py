@@ -1,6 +1,6 @@
-"""No code from artefacts: what a folder names is imported or run only if the command line or the user's config says so.
+"""Code in model and run folders is imported or run only with permission from the command line or the user's config.
 
-Each test plants code that would leave a trace. SECURITY.md names these tests.
+Each test plants code that leaves a trace when it runs. SECURITY.md refers to these tests.
 """
 
 import ast
@@ -38,7 +38,7 @@ SHORT = {"steps": 1, "packs_per_step": 1}
 
 
 def one_line(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """What the one line of a refused command says."""
+    """Run a command that must exit with 2, and return its one error line."""
     capsys.readouterr()
     assert main([str(arg) for arg in args]) == 2
     err = capsys.readouterr().err
@@ -48,8 +48,9 @@ def one_line(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> tuple[Path, Path]:
-    """A model folder with code of its own, which works if it is trusted; and the file that its code writes."""
-    folder, trace = publish(tmp_path / "remote"), tmp_path / "executed"
+    """Return a model folder with remote code, which works if it is trusted, and the file that the code writes."""
+    folder = publish(tmp_path / "remote")
+    trace = tmp_path / "executed"
     fields = json.loads((folder / "config.json").read_text())
     code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     (folder / "config.json").write_text(json.dumps(fields | {"model_type": "own_remote", "auto_map": code}))
@@ -60,7 +61,7 @@ def remote(tmp_path: Path) -> tuple[Path, Path]:
 def test_code_in_a_folder_runs_only_if_trusted(
     remote: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a checkpoint: that its own config.yaml trusted the code says nothing about who exports it."""
+    """This includes checkpoints: the config.yaml in a checkpoint does not give permission to export it."""
     folder, trace = remote
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks on the terminal"))
     ask = ["generate", folder, "--prompt", "so", "--max-tokens", 1]
@@ -84,26 +85,26 @@ def test_code_in_a_folder_runs_only_if_trusted(
 
 
 @pytest.fixture
-def own_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of a composed model with a user's own encoder and decoder, whose module can be imported."""
+def run_with_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a run of a composed model with plugins as encoder and decoder, whose module can be imported."""
     monkeypatch.syspath_prepend(str(SENSOR))
     path = write_omni_config(tmp_path, "llama", train=SHORT)
-    assert main(["train", str(path)]) == 0  # the user's own config names it: no leave is needed
+    assert main(["train", str(path)]) == 0  # the user's config names the plugin, which gives permission
     monkeypatch.delitem(sys.modules, "sensor")
     return tmp_path / "run"
 
 
 def test_module_named_in_a_folder_needs_permission(
-    own_kind: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_with_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    err = one_line(capsys, "export", own_kind, out)
+    err = one_line(capsys, "export", run_with_plugin, out)
     assert "sensor:SeriesEncoder" in err
     assert "--allow-code sensor" in err
-    assert "--allow-code sensor" in one_line(capsys, "export", own_kind, out, "--allow-code", "sens")
-    assert "--allow-code sensor" in one_line(capsys, "export", own_kind, out, "--allow-code", "sensor.below")
+    assert "--allow-code sensor" in one_line(capsys, "export", run_with_plugin, out, "--allow-code", "sens")
+    assert "--allow-code sensor" in one_line(capsys, "export", run_with_plugin, out, "--allow-code", "sensor.below")
     assert "sensor" not in sys.modules
-    assert main(["export", str(own_kind), str(out), "--allow-code", "sensor"]) == 0
+    assert main(["export", str(run_with_plugin), str(out), "--allow-code", "sensor"]) == 0
     del sys.modules["sensor"]
 
     ask = ["generate", out, "--prompt", "so", "--max-tokens", 1]
@@ -121,10 +122,10 @@ def test_module_named_in_a_folder_needs_permission(
 
 
 def test_permissions_in_files_are_ignored_and_not_written(
-    own_kind: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_with_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["export", str(own_kind), str(out), "--allow-code", "sensor"]) == 0
+    assert main(["export", str(run_with_plugin), str(out), "--allow-code", "sensor"]) == 0
     del sys.modules["sensor"]
     text = (out / "config.json").read_text()
     assert "allow_code" not in text
@@ -136,7 +137,7 @@ def test_permissions_in_files_are_ignored_and_not_written(
 
 
 def test_resuming_never_imports_code_named_in_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint's settings are someone else's; the run goes on by the user's config, or not at all."""
+    """A resumed run uses the user's config, never the config in the checkpoint."""
     monkeypatch.syspath_prepend(str(tmp_path / "evil"))
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / "planted.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
@@ -155,28 +156,29 @@ def test_resuming_never_imports_code_named_in_checkpoint(tmp_path: Path, monkeyp
 
 
 def test_checkpoint_of_composed_model_is_self_contained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its encoders were told is saved with it; a path to elsewhere is one that an export would have to follow."""
+    """The checkpoint contains the preprocessing of its encoders and no path outside of it."""
     monkeypatch.syspath_prepend(str(SENSOR))
-    seen = tmp_path / "seen"
+    encoder_folder = tmp_path / "seen"
     fields = dict(VISION)
-    AutoModel.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).save_pretrained(seen)
-    told = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
-    (seen / "preprocessor_config.json").write_text(json.dumps(told))
+    AutoModel.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).save_pretrained(encoder_folder)
+    preprocessing = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (encoder_folder / "preprocessor_config.json").write_text(json.dumps(preprocessing))
     path = write_omni_config(tmp_path, "llama", train=SHORT)
-    encoder = f"{{kind: vision, path: {seen}}}"
+    encoder = f"{{kind: vision, path: {encoder_folder}}}"
     assert main(["train", str(path), "--model.modalities.image.encoder", encoder]) == 0
-    shutil.rmtree(seen)
+    shutil.rmtree(encoder_folder)
     step = tmp_path / "run" / "checkpoints" / "step_00000001"
     assert str(tmp_path) not in (step / "model" / "config.json").read_text()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--allow-code", "sensor"]) == 0
-    assert json.loads((tmp_path / "out" / "image_encoder" / "preprocessor_config.json").read_text()) == told
+    assert json.loads((tmp_path / "out" / "image_encoder" / "preprocessor_config.json").read_text()) == preprocessing
     assert load_chat_model(tmp_path / "out", allow_code=["sensor"]).write("so", max_tokens=1) is not None
 
 
 def test_chat_template_cannot_access_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, trace = publish(tmp_path / "model"), tmp_path / "executed"
-    reach = "{{ cycler.__init__.__globals__.os.system('touch " + str(trace) + "') }}"
-    make_tokenizer(folder, reach)
+    folder = publish(tmp_path / "model")
+    trace = tmp_path / "executed"
+    template = "{{ cycler.__init__.__globals__.os.system('touch " + str(trace) + "') }}"
+    make_tokenizer(folder, template)
     assert "template" in one_line(capsys, "generate", folder, "--prompt", "so")
     assert not trace.exists()
 
@@ -191,15 +193,15 @@ def test_names_in_a_run_folder_are_escaped_in_the_report(tmp_path: Path) -> None
     page = write_report(run).read_text()
     assert attack not in page
     assert "<img src=x" not in page
-    assert page.count("<script") == 1  # the page's own
+    assert page.count("<script") == 1  # the script of the report
 
 
 def test_package_never_unpickles_or_loads_yaml_objects() -> None:
-    """By name, in every source file: no torch.load, pickle, numpy's allow_pickle, yaml.load, eval or exec.
+    """No source file uses torch.load, pickle, allow_pickle of numpy, yaml.load, eval or exec.
 
-    But for what a rank gives its own loader workers, in a file without a name that nobody else can write.
+    The exception is data that a rank passes to its loader workers, in an anonymous file that only they can open.
     """
-    found = []
+    violations = []
     package = Path(__file__).parents[2] / "omnizoo"
     for file in sorted(set(package.rglob("*.py")) - {package / "data/loading/worker_pickling.py"}):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -207,19 +209,19 @@ def test_package_never_unpickles_or_loads_yaml_objects() -> None:
                 called = ast.unparse(node.func)
                 unsafe = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 if called in ("torch.load", "yaml.load", "yaml.unsafe_load", "eval", "exec", "np.load", "joblib.load"):
-                    found.append(f"{file}:{node.lineno}: {called}")
+                    violations.append(f"{file}:{node.lineno}: {called}")
                 if unsafe.get("allow_pickle", "False") != "False" or unsafe.get("weights_only") == "False":
-                    found.append(f"{file}:{node.lineno}: {called}")
+                    violations.append(f"{file}:{node.lineno}: {called}")
             names: list[Any] = node.names if isinstance(node, ast.Import) else []
             modules = [name.name for name in names]
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if {name.partition(".")[0] for name in modules} & {"pickle", "dill", "marshal", "shelve", "cloudpickle"}:
-                found.append(f"{file}:{node.lineno}: {modules}")
-    assert found == []
+                violations.append(f"{file}:{node.lineno}: {modules}")
+    assert violations == []
 
 
 def test_every_module_that_imports_by_name_is_known() -> None:
-    """`import_module` is called in these files only; a new one has to say who names what it imports."""
+    """Only these files call `import_module`. The comments say which modules each of them imports."""
     package = Path(__file__).parents[2] / "omnizoo"
     importing = {
         str(file.relative_to(package))
@@ -230,31 +232,31 @@ def test_every_module_that_imports_by_name_is_known() -> None:
         )
     }
     assert importing == {
-        "__init__.py",  # its own names
-        "cli/parser.py",  # its own commands
-        "config/plugins.py",  # what the user's config names; encoders and decoders of a folder if allowed (check_code)
-        "modalities/decoders/image_tokenizers.py",  # beside a config class of transformers
+        "__init__.py",  # public names of the package
+        "cli/parser.py",  # commands of the package
+        "config/plugins.py",  # plugins of the user's config; encoders and decoders of a folder if allowed (check_code)
+        "modalities/decoders/image_tokenizers.py",  # the module of a config class of transformers
         "modalities/frozen_tokenizer.py",  # diffusers
-        "modalities/files/decoding.py",  # libraries of media
-        "ops/linear_attention/kernels.py",  # libraries of kernels
-        "models/recipe.py",  # its own recipes
+        "modalities/files/decoding.py",  # media libraries
+        "ops/linear_attention/kernels.py",  # kernel libraries
+        "models/recipe.py",  # recipes of the package
         "recipes/zoo.py",
     }
 
 
 def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     folder = publish(tmp_path / "model")
-    weights = torch.load  # the name that must not be called
+    original = torch.load
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         pytest.fail("torch.load was called")
 
     torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
-    torch.load = refuse
+    torch.load = fail
     try:
         assert load_chat_model(folder).write("so", max_tokens=1) is not None
         (folder / "model.safetensors").unlink()
-        with pytest.raises(UserError, match="never from pickles"):
+        with pytest.raises(UserError, match=r"model\.safetensors.*pickle"):
             load_chat_model(folder)
     finally:
-        torch.load = weights
+        torch.load = original

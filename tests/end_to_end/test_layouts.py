@@ -1,7 +1,7 @@
-"""Layout invariance: one process, FSDP 2, HSDP 2x2, any accumulation and recomputation are the same run.
+"""Layout invariance: one process, FSDP 2 and HSDP 2x2 give the same run, with any accumulation and recomputation.
 
-Each world starts once and does all its runs. Gradients are compared with a reference that has no OmniZoo code in it:
-the plain transformers model, every sample forwarded alone, plain torch cross entropy.
+The ranks of each world size start once and do all its runs. The reference for gradients uses no OmniZoo code: a plain
+transformers model, one sample per forward pass, and cross entropy of torch.
 """
 
 import json
@@ -36,23 +36,23 @@ from omnizoo.training.step import train_step
 
 FP64 = ["--train.precision", "fp64"]
 HSDP = ["--parallel.dp_replicate", "2"]
-EACH = ["--parallel.reduce_each_micro_batch", "true"]
+REDUCE_EACH = ["--parallel.reduce_each_micro_batch", "true"]
 DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
 
-# What each world runs, by name. Packs per forward pass of a rank: 1, unless the name says otherwise.
+# The runs of each world size, by name. A forward pass has 1 pack per rank, unless the name has another number.
 STEPS, SAVED = 12, 6
 SAVING = ["--checkpoint.every", str(SAVED), "--checkpoint.keep", "9"]
 SHORT = ["--train.steps", "5"]
 FOUR = {
     "hsdp": [*HSDP, *SAVING],
     "hsdp fp64": [*HSDP, *SAVING, *FP64],
-    "hsdp, reduced each micro-batch": [*HSDP, *EACH, *SHORT],
+    "hsdp, reduced each micro-batch": [*HSDP, *REDUCE_EACH, *SHORT],
 }
 TWO = {
     "fsdp": [],
     "fsdp fp64": FP64,
     "fsdp, 4 packs at once": ["--train.micro_batch", "4", *SHORT],
-    "fsdp, reduced each micro-batch": [*EACH, *SHORT],
+    "fsdp, reduced each micro-batch": [*REDUCE_EACH, *SHORT],
     "fsdp, weights kept after forward": ["--parallel.reshard_after_forward", "false", *SHORT],
     "fsdp, full recompute": ["--parallel.recompute", "full", *SHORT],
     "fsdp fp64, selective recompute": ["--parallel.recompute", "selective", *FP64, *SHORT],
@@ -68,15 +68,15 @@ ALL = ONE | TWO | FOUR
 
 
 def train(folder: Path, name: str, args: list[str]) -> None:
-    """One run in this world; what it trained on goes to `samples.<rank>.json`, step by step."""
+    """Train on the ranks that are running, and write the sample ids of each step to `samples.<rank>.json`."""
     samples: dict[int, list[str]] = {}
     original = loop.train_step
 
-    def spy(objective: Any, optimizer: Any, data: Any, step: int, **options: Any) -> Any:
+    def record_samples(objective: Any, optimizer: Any, data: Any, step: int, **options: Any) -> Any:
         samples[step] = [sample for batch in data.micro_batches for sample in batch.sample_ids]
         return original(objective, optimizer, data, step, **options)
 
-    loop.train_step = spy
+    loop.train_step = record_samples
     try:
         assert train_in_this_world([folder / "tiny.yaml", "--log.dir", folder / name, *args]) == 0
     finally:
@@ -89,7 +89,7 @@ def resumed(folder: Path, name: str) -> list[str]:
 
 
 def first_gradients(process: Process, args: list[str], out: Path) -> None:
-    """The first step by the public functions; whole gradients, loss and sample ids go to `out`."""
+    """Run the first step with the public functions, and write full gradients, loss and sample ids to `out`."""
     config = load_config(args[0], [*args[1:], "--train.grad_clip", "0"])
     mesh = build_mesh(config, process)
     tokenizer = load_tokenizer(config.model)
@@ -136,24 +136,24 @@ def one_process(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All runs, and the first gradients of sharded layouts."""
+    """Return a folder with all runs and the first gradients of sharded layouts."""
     folder = tmp_path_factory.mktemp("layouts")
-    # A constant rate: so that a shorter run is the beginning of a longer one.
+    # With a constant learning rate, a shorter run equals the first steps of a longer one.
     write_config(folder, train={"steps": STEPS, "schedule": "constant"})
-    published = published_config(folder / "published", "qwen3")
+    config = pretrained_config(folder / "published", "qwen3")
     for ranks, nproc in ((four_ranks, 4), (two_ranks, 2)):
-        result = run_on_ranks(ranks, nproc, str(folder), str(published))
+        result = run_on_ranks(ranks, nproc, str(folder), str(config))
         assert result.code == 0, result.stdout + result.stderr
     one_process(folder)
     return folder
 
 
-def published_config(folder: Path, family: str) -> Path:
-    """A config that trains plain transformers weights on rows of text."""
+def pretrained_config(folder: Path, family: str) -> Path:
+    """Write a transformers model with random weights, and return a config that trains it on text rows."""
     torch.manual_seed(1)
     fields = model_config(family)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    # Larger than usual, so that attention and its softcaps, windows and sinks matter to the loss.
+    # Large weights, so that attention with its softcaps, windows and sinks affects the loss.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -168,7 +168,7 @@ def published_config(folder: Path, family: str) -> Path:
 
 
 def plain_gradients(folder: Path, samples: list[str], precision: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the step by transformers and torch alone: each sample by itself, without a pack."""
+    """Return loss and gradients of the step, computed with transformers and torch only, one sample per forward pass."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPE[precision], **plain)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -182,7 +182,7 @@ def plain_gradients(folder: Path, samples: list[str], precision: str) -> tuple[f
     total = 0.0
     model.train()
     for sample in ids:
-        with keep_precision(precision):  # models compute norms and softmax in a hard-coded float32 otherwise
+        with keep_precision(precision):  # models have norms and softmax in hard-coded float32
             logits = model(input_ids=sample[None]).logits[0, :-1]
             loss = F.cross_entropy(logits, sample[1:], reduction="sum") / targets
             loss.backward()
@@ -190,38 +190,40 @@ def plain_gradients(folder: Path, samples: list[str], precision: str) -> tuple[f
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_gradients_equal(out: Path, published: Path, precision: str) -> None:
+def assert_gradients_equal(out: Path, model_folder: Path, precision: str) -> None:
     facts = json.loads(out.with_suffix(".json").read_text())
     gradients = load_file(out.with_suffix(".safetensors"))
-    loss, expected = plain_gradients(published, facts["samples"], precision)
-    within = {"fp32": 1e-5, "fp64": 1e-9}[precision]
-    assert facts["loss"] == pytest.approx(loss, rel=within / 10)
+    loss, expected = plain_gradients(model_folder, facts["samples"], precision)
+    tolerance = {"fp32": 1e-5, "fp64": 1e-9}[precision]
+    assert facts["loss"] == pytest.approx(loss, rel=tolerance / 10)
     norm = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
-    assert facts["grad_norm"] == pytest.approx(float(norm), rel=within / 10)
+    assert facts["grad_norm"] == pytest.approx(float(norm), rel=tolerance / 10)
     assert gradients.keys() == expected.keys()
-    errors = {n: float((gradients[n] - e).norm() / e.norm()) for n, e in expected.items()}
+    errors = {name: float((gradients[name] - grad).norm() / grad.norm()) for name, grad in expected.items()}
     print(f"largest gradient error of {out.name}: {max(errors.values()):.1e}")
-    assert {name: error for name, error in errors.items() if not error <= within} == {}
+    assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
 
 
 def assert_same(folder: Path, reference: str, names: list[str], first: float, every: float, start: int = 0) -> None:
+    """Compare runs with a reference run, with tolerance `first` in the first step and `every` in the others."""
     for name in names:
-        steps, last = read_steps(folder / name), 5 if SHORT[0] in ALL.get(name, []) else STEPS
+        steps = read_steps(folder / name)
+        last = 5 if SHORT[0] in ALL.get(name, []) else STEPS
         expected = read_steps(folder / reference)[start:last]
         assert [row["step"] for row in steps] == [row["step"] for row in expected] == list(range(start + 1, last + 1))
         assert [row["tokens"] for row in steps] == [row["tokens"] for row in expected]
-        worst = 0.0
-        for row, wanted in zip(steps, expected, strict=True):
-            within = first if row["step"] == start + 1 else every
+        largest_error = 0.0
+        for row, expected_row in zip(steps, expected, strict=True):
+            tolerance = first if row["step"] == start + 1 else every
             for key in ("loss", "grad_norm"):
-                worst = max(worst, abs(row[key] / wanted[key] - 1))
-                assert row[key] == pytest.approx(wanted[key], rel=within), (name, row["step"], key)
-            assert row["lr"] == wanted["lr"]
-        print(f"{name} against {reference}: {worst:.1e}")
+                largest_error = max(largest_error, abs(row[key] / expected_row[key] - 1))
+                assert row[key] == pytest.approx(expected_row[key], rel=tolerance), (name, row["step"], key)
+            assert row["lr"] == expected_row["lr"]
+        print(f"{name} against {reference}: {largest_error:.1e}")
 
 
 def samples_of(folder: Path, name: str) -> dict[int, list[str]]:
-    """Step -> the samples all ranks trained on in it."""
+    """Return the sample ids of all ranks by step."""
     ranks = [json.loads(file.read_text()) for file in (folder / name).glob("samples.*.json")]
     return {int(step): sorted(chain(*(rank[step] for rank in ranks))) for step in ranks[0]}
 
@@ -248,8 +250,8 @@ def test_the_model_learns(folder: Path) -> None:
 def test_every_layout_trains_on_the_same_samples(folder: Path) -> None:
     expected = samples_of(folder, "one")
     assert sorted(expected) == list(range(1, STEPS + 1))
-    seen = [sample for step in expected.values() for sample in step]
-    assert len(seen) == len(set(seen)) > STEPS * 8
+    sample_ids = [sample for step in expected.values() for sample in step]
+    assert len(sample_ids) == len(set(sample_ids)) > STEPS * 8
     for name in ALL:
         samples = samples_of(folder, name)
         assert samples == {step: expected[step] for step in samples}
@@ -260,8 +262,9 @@ def test_every_layout_trains_on_the_same_samples(folder: Path) -> None:
 def test_hsdp_checkpoint_resumes_on_another_layout(folder: Path, other: str) -> None:
     assert_same(folder, "hsdp", [f"hsdp, then {other}"], first=1e-6, every=1e-5, start=SAVED)
     assert_same(folder, "hsdp fp64", [f"hsdp fp64, then {other}"], first=1e-9, every=1e-9, start=SAVED)
-    uninterrupted, after = samples_of(folder, "hsdp"), samples_of(folder, f"hsdp, then {other}")
-    assert after == {step: samples for step, samples in uninterrupted.items() if step > SAVED}
+    uninterrupted = samples_of(folder, "hsdp")
+    resumed_samples = samples_of(folder, f"hsdp, then {other}")
+    assert resumed_samples == {step: samples for step, samples in uninterrupted.items() if step > SAVED}
 
 
 @pytest.mark.slow
@@ -274,7 +277,7 @@ def test_sharded_gradients_match_separate_samples(folder: Path, layout: str, pre
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_packs_match_separate_samples(family: str, precision: str, tmp_path: Path) -> None:
-    config = published_config(tmp_path, family)
+    config = pretrained_config(tmp_path, family)
     args = [str(config), "--train.precision", precision, "--train.micro_batch", "2"]
     with process_group() as process:
         first_gradients(process, args, tmp_path / "gradients")

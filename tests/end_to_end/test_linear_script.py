@@ -1,4 +1,4 @@
-"""The loop by hand: short, by the public API alone, and the same run as `omnizoo train`."""
+"""The example of a custom loop is short, uses only the public API, and equals `omnizoo train`."""
 
 import ast
 import re
@@ -35,7 +35,7 @@ def test_script_is_short_and_uses_public_names_only() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "omnizoo"
     }
-    # all functions, except those for models, for other loops, and for what comes before and after training
+    # The script uses all public functions, except those for models, for other loops, and for data and reports.
     contracts = {name for name in omnizoo.__all__ if name[0].isupper()} - {"Balancer"}
     others = {"attend", "train", "optimizer_step", "write_report", "fit_patch_codebook", "save_patch_codebook"}
     others |= {"run_model", "load_chat_model", "check_encoder", "check_decoder"}

@@ -1,4 +1,4 @@
-"""bf16 rounds activations, and nothing else: positions and targets keep their digits, on any layout."""
+"""bf16 rounds only activations: positions and targets keep their precision on every layout."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_bf16_error_of_omni_model_is_independent_of_layout(
     monkeypatch.chdir(ROOT)
     verdict = verdict_of(published, parse(layout, 2))
     assert verdict.reason == ""
-    assert 1e-5 < verdict.gradient < 0.5  # it is bf16 that was compared
+    assert 1e-5 < verdict.gradient < 0.5  # the comparison ran in bf16
 
 
 @pytest.mark.slow
@@ -66,8 +66,8 @@ def test_rounded_positions_are_reported(published: Path, monkeypatch: pytest.Mon
     run_in_processes(2, try_with_cast, published, parse("dp2", 2))
     verdict = json.loads((published / "verdict.json").read_text())
     assert not verdict["passed"]
-    assert "position_ids (float32) is rounded to bfloat16 in the model" in verdict["reason"]
-    assert "position_ids (float32) is rounded to bfloat16 in model.language_model.rotary_emb" in verdict["reason"]
+    for module in ("the model", "model.language_model.rotary_emb"):
+        assert f"position_ids (float32) is rounded to bfloat16 in {module}" in verdict["reason"]
 
 
 @pytest.mark.slow
@@ -85,37 +85,37 @@ def test_decoder_targets_reach_the_loss_unrounded(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(SENSOR))
     path = write_omni_config(tmp_path, "qwen3", train={"steps": 1, "packs_per_step": 8})
     config = load_config(path, ["--train.precision", "bf16", "--data.lanes", "1"])
-    made: list[torch.Tensor] = []
-    lost: list[torch.Tensor] = []
-    fed: list[torch.dtype] = []
+    target_tensors: list[torch.Tensor] = []
+    loss_inputs: list[torch.Tensor] = []
+    embed_dtypes: list[torch.dtype] = []
     targets, loss, embed = FlowHead.targets, FlowHead.loss, FlowHead.embed
 
-    def keep_targets(self: FlowHead, items: Any) -> torch.Tensor:
-        made.append(targets(self, items))
-        return made[-1]
+    def record_targets(self: FlowHead, items: Any) -> torch.Tensor:
+        target_tensors.append(targets(self, items))
+        return target_tensors[-1]
 
-    def keep_loss(self: FlowHead, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def record_loss(self: FlowHead, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         assert hidden.dtype == torch.bfloat16
-        lost.append(rows)
+        loss_inputs.append(rows)
         return loss(self, hidden, rows)
 
-    def keep_embed(self: FlowHead, rows: torch.Tensor) -> torch.Tensor:
-        fed.append(rows.dtype)
+    def record_embed(self: FlowHead, rows: torch.Tensor) -> torch.Tensor:
+        embed_dtypes.append(rows.dtype)
         return embed(self, rows)
 
     with (
-        patch.multiple(FlowHead, targets=keep_targets, loss=keep_loss, embed=keep_embed),
+        patch.multiple(FlowHead, targets=record_targets, loss=record_loss, embed=record_embed),
         process_group() as process,
     ):
         trial = run_trial(config, Layout(), process)
     assert trial.rounded == []
-    rows = torch.cat(lost)
+    rows = torch.cat(loss_inputs)
     assert rows.dtype == torch.float32
     assert len(rows) > 0
     assert not torch.equal(rows, rows.bfloat16().float())
-    known = {tuple(row) for row in torch.cat(made).tolist()}
-    assert {tuple(row) for row in rows.tolist()} <= known
-    assert set(fed) == {torch.bfloat16}
+    target_rows = {tuple(row) for row in torch.cat(target_tensors).tolist()}
+    assert {tuple(row) for row in rows.tolist()} <= target_rows
+    assert set(embed_dtypes) == {torch.bfloat16}
 
 
 class Block(nn.Module):
@@ -124,15 +124,18 @@ class Block(nn.Module):
 
 
 def test_block_casts_only_hidden_states_to_bf16() -> None:
-    block, positions = Block(), torch.arange(257, 264) + 0.5
+    block = Block()
+    positions = torch.arange(257, 264) + 0.5  # bf16 cannot represent them
     cast_activations(block, torch.bfloat16)
     for args, kwargs in (((torch.ones(2),), {}), ((), {"hidden": torch.ones(2)})):
-        dtype, arrived = block(*args, **kwargs, position_ids=positions)
+        dtype, received_positions = block(*args, **kwargs, position_ids=positions)
         assert dtype == torch.bfloat16
-        assert arrived is positions
+        assert received_positions is positions
 
 
 class Rounding(nn.Module):
+    """A model that rounds positions before its block."""
+
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()
@@ -142,35 +145,41 @@ class Rounding(nn.Module):
 
 
 def test_positions_rounded_in_a_submodule_are_reported() -> None:
-    found: list[str] = []
+    reports: list[str] = []
     model = Rounding()
-    with watching(model, found):
+    with watching(model, reports):
         model(input_ids=torch.ones(1, 2, dtype=torch.int64), position_ids=torch.ones(1, 2))
-    assert found == ["position_ids (float32) is rounded to bfloat16 in block"]
+    (report,) = reports
+    assert report.startswith("position_ids (float32)")
+    assert report.endswith("bfloat16 in block")
 
 
 class Reading(nn.Module):
+    """A model that only receives media."""
+
     def forward(self, media: MediaBatch) -> None: ...
 
 
 def test_rounded_media_are_reported() -> None:
     def cast(_: nn.Module, args: Any, kwargs: dict[str, MediaBatch]) -> Any:
-        items = {
-            port: [{"noise": item["noise"].bfloat16()} for item in of] for port, of in kwargs["media"].items.items()
-        }
+        items = {}
+        for port, port_items in kwargs["media"].items.items():
+            items[port] = [{"noise": item["noise"].bfloat16()} for item in port_items]
         return args, {"media": replace(kwargs["media"], items=items)}
 
     items = {Port("image", "decoder"): [{"noise": torch.tensor([-0.806])}]}
     media = MediaBatch(items, PromptTransport({}), torch.device("cpu"), torch.bfloat16)
-    found: list[str] = []
+    reports: list[str] = []
     model = Reading()
-    with watching(model, found):
+    with watching(model, reports):
         model(media=media)
-        assert found == []
+        assert reports == []
         model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
-    with watching(model, found):
+    with watching(model, reports):
         model(media=media)
-    assert found == ["noise of image/decoder (float32) reach the model rounded to bfloat16"]
+    (report,) = reports
+    assert report.startswith("noise of image/decoder (float32)")
+    assert "bfloat16" in report
 
 
 def train(process: Process, config: Path, run: Path) -> None:
@@ -178,16 +187,17 @@ def train(process: Process, config: Path, run: Path) -> None:
 
 
 def train_and_die(process: Process, config: Path, run: Path) -> None:
-    from omnizoo.training import loop as running
+    """Train, but kill rank 1 before step 4."""
+    from omnizoo.training import loop
 
-    original = running.train_step
+    original = loop.train_step
 
     def step(objective: Any, optimizer: Any, data: Any, number: int, **kwargs: Any) -> Any:
         if process.rank == 1 and number == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(objective, optimizer, data, number, **kwargs)
 
-    with patch.object(running, "train_step", step):
+    with patch.object(loop, "train_step", step):
         train(process, config, run)
 
 
@@ -198,73 +208,86 @@ def test_killed_bf16_run_resumes_exactly(tmp_path: Path) -> None:
         "checkpoint": {"every": 2},
     }
     config = write_config(tmp_path, **sections)
-    assert run_on_ranks(train, 2, config, tmp_path / "whole").code == 0
+    assert run_on_ranks(train, 2, config, tmp_path / "uninterrupted").code == 0
     run_on_ranks(train_and_die, 2, config, tmp_path / "killed")
     assert len(read_steps(tmp_path / "killed")) == 3
     resumed = run_on_ranks(train, 2, config, tmp_path / "killed")
     assert resumed.code == 0, resumed.stdout + resumed.stderr
     assert "step_00000002" in resumed.stdout
-    whole, killed = (
-        [[row[key] for key in ("step", "loss", "grad_norm", "tokens")] for row in read_steps(tmp_path / name)]
-        for name in ("whole", "killed")
-    )
-    assert len(whole) == STEPS
-    assert killed == whole
+
+    def values(run: str) -> list[list[float]]:
+        return [[row[key] for key in ("step", "loss", "grad_norm", "tokens")] for row in read_steps(tmp_path / run)]
+
+    assert len(values("uninterrupted")) == STEPS
+    assert values("killed") == values("uninterrupted")
 
 
-# Parameters that their authors keep in fp32; no other family has any.
-KEPT = {
+# Parameters that transformers loads in fp32 when a model is loaded in bf16; other families have none.
+FP32_PARAMETERS = {
     "ernie4_5_moe": {"gate.weight", "gate.moe_statics.e_score_correction_bias"},
     "bailing_hybrid": {"A_log", "dt_bias", "conv1d.weight"},
 }
-WITH_DIGITS = [*(entry.family for entry in families() if not entry.is_omni), "ernie4_5_moe", "longcat_flash", "dots1"]
-# The others have nothing that these do not have, and run in `make verify-all`.
+TESTED_FAMILIES = [
+    *(entry.family for entry in families() if not entry.is_omni),
+    "ernie4_5_moe",
+    "longcat_flash",
+    "dots1",
+]
+# These cover all kinds of fp32 tensors; the other families run in `make verify-all`.
 COVERING = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "ernie4_5_moe")
 
 
 @pytest.mark.parametrize(
-    "family", [f if f in COVERING else pytest.param(f, marks=pytest.mark.long) for f in WITH_DIGITS]
+    "family", [f if f in COVERING else pytest.param(f, marks=pytest.mark.long) for f in TESTED_FAMILIES]
 )
 def test_bf16_precision_matches_transformers_for_every_family(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What transformers keeps in fp32 when it loads a model in bf16 (inverse frequencies, correction biases, some
-    routers, some states' decays) is fp32 here, too, where the modules of the model find it in a forward pass."""
+    """Tensors that transformers loads in fp32 with a bf16 model are fp32 in a forward pass.
+
+    Examples are inverse frequencies, correction biases, some routers and the decays of some recurrent layers.
+    """
     monkeypatch.chdir(ROOT)
     text = load_config("examples/text_tiny.yaml", ["--train.precision", "bf16"])
     with process_group((0, 1, 0), device="cpu") as process:
         config = shrink(with_family(text, family), 1, "bf16")
         build_model(config.model, "fp32").to_empty(device="cpu").save_pretrained(tmp_path / family)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.bfloat16)
-        wanted = {name: t.dtype for name, t in (*loaded.named_parameters(), *loaded.named_buffers())}
-        seen = dtypes_in_a_step(config, process)
-    assert set(seen) == {name for name in wanted if wanted[name].is_floating_point}
-    fewer = {n: (seen[n], wanted[n]) for n in seen if finfo(seen[n]).bits < finfo(wanted[n]).bits}
-    assert fewer == {}
-    kept = [n for n, _ in loaded.named_parameters() if seen[n] == torch.float32]
-    assert {end for end in KEPT.get(family, ()) for n in kept if n.endswith("." + end)} == KEPT.get(family, set())
-    assert all(n.endswith(tuple(KEPT.get(family, ()))) for n in kept)
+        expected = {name: t.dtype for name, t in (*loaded.named_parameters(), *loaded.named_buffers())}
+        dtypes = dtypes_in_a_step(config, process)
+    assert set(dtypes) == {name for name in expected if expected[name].is_floating_point}
+
+    lower_precision = {}
+    for name, dtype in dtypes.items():
+        if finfo(dtype).bits < finfo(expected[name]).bits:
+            lower_precision[name] = (dtype, expected[name])
+    assert lower_precision == {}
+
+    suffixes = FP32_PARAMETERS.get(family, set())
+    fp32_names = [name for name, _ in loaded.named_parameters() if dtypes[name] == torch.float32]
+    assert {suffix for suffix in suffixes for name in fp32_names if name.endswith("." + suffix)} == suffixes
+    assert all(name.endswith(tuple(suffixes)) for name in fp32_names)
 
 
 def dtypes_in_a_step(config: Config, process: Process) -> dict[str, torch.dtype]:
-    """In which precision the modules of a model find their parameters and buffers."""
-    seen: dict[str, torch.dtype] = {}
-    attached = setup.parallelize_model
+    """Return the dtypes of parameters and buffers when the modules of the model run."""
+    dtypes: dict[str, torch.dtype] = {}
+    original = setup.parallelize_model
 
     def watch(model: nn.Module, *args: Any, **options: Any) -> None:
-        attached(model, *args, **options)
+        original(model, *args, **options)
         for prefix, module in model.named_modules():
-            module.register_forward_pre_hook(partial(note, prefix and prefix + "."))
+            module.register_forward_pre_hook(partial(record, prefix and prefix + "."))
 
-    def note(prefix: str, module: nn.Module, _: Any) -> None:
-        # Of modules inside of it as well, which may be asked for weights without being called; if one is, it says last.
+    def record(prefix: str, module: nn.Module, _: Any) -> None:
+        # Submodules are included: their weights may be used without a call. If one is called, its own record is later.
         for name, t in (*module.named_parameters(), *module.named_buffers()):
             if t.is_floating_point():
-                seen[prefix + name] = t.dtype
+                dtypes[prefix + name] = t.dtype
 
     with patch.object(setup, "parallelize_model", watch):
         run_trial(config, Layout(), process)
-    return seen
+    return dtypes
 
 
 @pytest.mark.slow

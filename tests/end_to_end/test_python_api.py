@@ -1,4 +1,4 @@
-"""Rows and models from Python: the same runs as from files, and every mistake in one line."""
+"""Rows and models passed as Python objects: runs equal those from files, and errors are one line."""
 
 import json
 from collections.abc import Callable
@@ -53,19 +53,19 @@ def settings(tokenizer: Path, run: Path, **sections: dict[str, Any]) -> dict[str
     return {name: config.get(name, {}) | sections.get(name, {}) for name in {*config, *sections}}
 
 
-def own_model(seed: int = 0) -> TinyModel:
+def plugin_model(seed: int = 0) -> TinyModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return TinyModel(512, 32, 4, 2)
 
 
-def published_model(seed: int = 0) -> Any:
+def hf_model(seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("qwen3")))
 
 
-def model_of_experts(seed: int = 0) -> Any:
+def moe_model(seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config("gpt_oss")))
@@ -109,12 +109,12 @@ def test_rows_are_identified_by_content() -> None:
     def digest(**changes: Any) -> str:
         return content_of(opened([{"text": "a", "depth": np.zeros(3000), "meta": {"x": [1, 2]}} | changes]))["content"]
 
-    inner = np.zeros(3000)
-    inner[1500] = 1  # where `repr` has dots
+    changed_in_the_middle = np.zeros(3000)
+    changed_in_the_middle[1500] = 1  # `repr` elides this element
     different = [
         {},
         {"text": "b"},
-        {"depth": inner},
+        {"depth": changed_in_the_middle},
         {"meta": {"x": [1, 3]}},
         {"depth": torch.zeros(3000)},
         {"more": 0},
@@ -166,7 +166,7 @@ def test_invalid_rows_print_one_line(
     rows, message = BAD_ROWS[name]
     config = settings(tokenizer, tmp_path, data={"lanes": 1, "shuffle": False})
     with pytest.raises(UserError) as caught:
-        omnizoo.train(config, model=own_model(), data=rows)
+        omnizoo.train(config, model=plugin_model(), data=rows)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -175,20 +175,20 @@ def test_reused_generator_and_missing_objects_raise(tokenizer: Path, tmp_path: P
     rows = own_rows.stream()
     config = settings(tokenizer, tmp_path, train={"steps": 2, "packs_per_step": 1}, evaluation={"every": 1})
     with pytest.raises(UserError, match=r"eval_data= \(generator\): .*no rows"):
-        omnizoo.train(config, model=own_model(), data=rows, eval_data=rows)
-    assert omnizoo.train(settings(tokenizer, tmp_path / "run"), model=own_model(), data=ROWS) == 0
+        omnizoo.train(config, model=plugin_model(), data=rows, eval_data=rows)
+    assert omnizoo.train(settings(tokenizer, tmp_path / "run"), model=plugin_model(), data=ROWS) == 0
     saved = tmp_path / "run" / "config.yaml"
-    with pytest.raises(UserError, match="TinyModel was an object in Python"):
+    with pytest.raises(UserError, match="TinyModel"):
         omnizoo.train(saved, data=ROWS)
     with pytest.raises(UserError, match=r"data= \(list\) was a Python object"):
-        omnizoo.train(saved, model=own_model())
-    assert omnizoo.train(saved, model=own_model(), data=ROWS) == 0  # nothing to do
+        omnizoo.train(saved, model=plugin_model())
+    assert omnizoo.train(saved, model=plugin_model(), data=ROWS) == 0  # nothing to do
 
 
 BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a class": ({"model": TinyModel}, {}, "model= is the class TinyModel; expected a torch.nn.Module"),
-    "a mapping": ({"model": {}}, {}, "model= is a dict; expected a torch.nn.Module"),
-    "no head": ({"model": published_model().model}, {}, "model= is a Qwen3Model, which has no head"),
+    "a class": ({"model": TinyModel}, {}, "model= is the class TinyModel"),
+    "a mapping": ({"model": {}}, {}, "model= is a dict"),
+    "no head": ({"model": hf_model().model}, {}, "model= is a Qwen3Model"),
     "another signature": (
         {"model": own_rows.Model()},
         {},
@@ -197,22 +197,22 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no logits": (
         {"model": own_rows.NoLogits()},
         {},
-        "model=: NoLogits: forward gives a Tensor; expected an object with",
+        "model=: NoLogits: forward",
     ),
-    "on meta": ({"model": TinyModel(512, 32, 4, 2).to("meta")}, {}, "model=: tokens.weight is on the meta device"),
-    "a path as well": ({}, {"model": {"path": "x"}}, "config: model.path is set, and model="),
-    "a module as well": ({}, {"model": {"module": "a:b", "config": {}}}, "model.module is set, and model="),
+    "on meta": ({"model": TinyModel(512, 32, 4, 2).to("meta")}, {}, "model=: tokens.weight"),
+    "a path as well": ({}, {"model": {"path": "x"}}, "config: model.path"),
+    "a module as well": ({}, {"model": {"module": "a:b", "config": {}}}, "config: model.module"),
     "sources as well": (
         {},
         {"data": {"sources": [{"path": "x"}]}},
-        "config: data.sources is set, and data=",
+        "config: data.sources",
     ),
     "no tokenizer": (
         {},
         {"model": {"tokenizer": None}},
-        "model.tokenizer: give the folder of a Hugging Face tokenizer",
+        "model.tokenizer: ",
     ),
-    "some tokenizer": ({"tokenizer": str}, {"model": {"tokenizer": None}}, "tokenizer= is a type; expected a fast"),
+    "some tokenizer": ({"tokenizer": str}, {"model": {"tokenizer": None}}, "tokenizer= is a type"),
 }
 
 
@@ -220,22 +220,22 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_invalid_models_raise_one_line(name: str, tokenizer: Path, tmp_path: Path) -> None:
     objects, sections, message = BAD_MODELS[name]
     with pytest.raises(UserError) as caught:
-        omnizoo.train(settings(tokenizer, tmp_path, **sections), **{"model": own_model(), "data": ROWS} | objects)
+        omnizoo.train(settings(tokenizer, tmp_path, **sections), **{"model": plugin_model(), "data": ROWS} | objects)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_config_must_be_a_mapping_path_or_config(tokenizer: Path, tmp_path: Path) -> None:
-    given = settings(tokenizer, tmp_path, model={"config": model_config("qwen3")}, data={"sources": [{"path": "x"}]})
-    before = json.dumps(given)
-    config = load_config(given, ["--train.lr", "1e-2"])
+    mapping = settings(tokenizer, tmp_path, model={"config": model_config("qwen3")}, data={"sources": [{"path": "x"}]})
+    before = json.dumps(mapping)
+    config = load_config(mapping, ["--train.lr", "1e-2"])
     assert config.train.lr == 1e-2
-    assert json.dumps(given) == before
+    assert json.dumps(mapping) == before
     assert load_config(config) == config
-    with pytest.raises(UserError, match="config is a list; expected the path of a YAML file"):
+    with pytest.raises(UserError, match=r"^config\b.*\blist\b"):
         load_config([])
-    with pytest.raises(UserError, match=r"^config: train.stepz is not a key; did you mean train.steps\?$"):
-        load_config(given | {"train": {"stepz": 3}})
+    with pytest.raises(UserError, match=r"^config: train\.stepz .*train\.steps\b"):
+        load_config(mapping | {"train": {"stepz": 3}})
 
 
 def test_run_on_python_rows_equals_run_on_file(tokenizer: Path, tmp_path: Path) -> None:
@@ -246,17 +246,21 @@ def test_run_on_python_rows_equals_run_on_file(tokenizer: Path, tmp_path: Path) 
     assert omnizoo.train(config | {"data": config["data"] | on_file}) == 0
 
     def run(rows: Any, steps: int, workers: int) -> int:
-        given = settings(tokenizer, tmp_path / "rows", model=config["model"], evaluation=every, train={"steps": steps})
-        return omnizoo.train(given | {"data": given["data"] | {"workers": workers}}, data=rows, eval_data=tuple(ROWS))
+        sections = settings(
+            tokenizer, tmp_path / "rows", model=config["model"], evaluation=every, train={"steps": steps}
+        )
+        sections["data"] |= {"workers": workers}
+        return omnizoo.train(sections, data=rows, eval_data=tuple(ROWS))
 
     assert run(ROWS, 2, workers=1) == 0
     with pytest.raises(UserError, match=r"data= \(list\)\) has changed since the checkpoint: its rows differ"):
         run([*ROWS[:-1], {"text": "the square of 59 is 3482"}], 4, workers=0)
     assert run(ROWS, 4, workers=0) == 0
-    two, four = read_steps(tmp_path / "file"), read_steps(tmp_path / "rows")
-    assert [(row["loss"], row["eval/loss"]) for row in two if row["step"] == 4] == [
-        (row["loss"], row["eval/loss"]) for row in four if row["step"] == 4
-    ]
+    from_file = read_steps(tmp_path / "file")[-1]
+    from_rows = read_steps(tmp_path / "rows")[-1]
+    assert from_file["step"] == from_rows["step"] == 4
+    assert from_file["loss"] == from_rows["loss"]
+    assert from_file["eval/loss"] == from_rows["eval/loss"]
 
 
 def test_rows_plugin_is_trained_and_inspected(
@@ -273,18 +277,18 @@ def test_rows_plugin_is_trained_and_inspected(
     assert main(["train", str(file)]) == 0
     assert len(losses(tmp_path / "run")) == 4
     assert main(["data", "inspect", str(file)]) == 0
-    shown = capsys.readouterr().out
-    assert "own_rows:make" in shown
-    assert "own_rows:Source: Source row 13: it brings bad luck" in shown
+    output = capsys.readouterr().out
+    assert "own_rows:make" in output
+    assert "own_rows:Source: Source row 13: " in output
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"rows": "own_rows:made"}, "own_rows has no 'made'; did you mean make?"),
+        ({"rows": "own_rows:made"}, "own_rows has no 'made'"),
         ({"rows": "own_rows:make", "options": {"words": 1}}, "own_rows:make(count, word)"),
-        ({"rows": "own_rows:fails"}, "own_rows:fails failed: RuntimeError: no disk"),
-        ({"rows": "own_rows:NoRead"}, "own_rows:NoRead failed: TypeError: Can't instantiate abstract class NoRead"),
+        ({"rows": "own_rows:fails"}, "RuntimeError: no disk"),
+        ({"rows": "own_rows:NoRead"}, "TypeError: Can't instantiate abstract class NoRead"),
         ({"rows": "own_rows:ROWS"}, "own_rows has no 'ROWS'"),
         ({"rows": "own_rows"}, "data.sources.0.rows: 'own_rows'"),
         ({"rows": "own_rows:make", "path": "x"}, "data.sources.0: path and rows are both set"),
@@ -303,8 +307,8 @@ def test_invalid_rows_plugin_raises_one_line(
 
 
 def test_model_object_trains_like_its_folder(tokenizer: Path, tmp_path: Path) -> None:
-    """Also from a tokenizer as an object; and the object itself stays as it was."""
-    model = published_model()
+    """The tokenizer may be an object as well. Training does not change the objects."""
+    model = hf_model()
     model.save_pretrained(tmp_path / "model")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attention = model.config._attn_implementation
@@ -324,70 +328,75 @@ def test_model_object_trains_like_its_folder(tokenizer: Path, tmp_path: Path) ->
 
 def test_module_object_keeps_weights_resumes_and_is_exported(tokenizer: Path, tmp_path: Path) -> None:
     def start(run: str, steps: int) -> int:
-        model = own_model()
+        model = plugin_model()
         model.positions.requires_grad_(False)
         return omnizoo.train(settings(tokenizer, tmp_path / run, train={"steps": steps}), model=model, data=ROWS)
 
-    assert start("whole", 4) == start("half", 2) == start("half", 4) == 0
-    assert losses(tmp_path / "half")[2:] == losses(tmp_path / "whole")[2:]
-    export(tmp_path / "half", tmp_path / "out")
-    found, first = own_model(seed=1), own_model()
-    load_torch_model(found, tmp_path / "out")
-    assert torch.equal(found.positions.weight, first.positions.weight)  # frozen
-    assert not torch.equal(found.head.weight, first.head.weight)
+    assert start("uninterrupted", 4) == 0
+    assert start("resumed", 2) == 0
+    assert start("resumed", 4) == 0
+    assert losses(tmp_path / "resumed")[2:] == losses(tmp_path / "uninterrupted")[2:]
+    export(tmp_path / "resumed", tmp_path / "out")
+    exported = plugin_model(seed=1)
+    initial = plugin_model()
+    load_torch_model(exported, tmp_path / "out")
+    assert torch.equal(exported.positions.weight, initial.positions.weight)  # frozen
+    assert not torch.equal(exported.head.weight, initial.head.weight)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(AutoTokenizer.from_pretrained(tokenizer))
-    with torch.no_grad():  # the last loss, by hand, is below that of the first weights
+    with (
+        torch.no_grad()
+    ):  # the loss of the exported model, computed with plain torch, is lower than that of the initial weights
         ids = torch.tensor([AutoTokenizer.from_pretrained(tokenizer)(ROWS[0]["text"]).input_ids])
         count = ids.shape[1]
         keep = {"position_ids": torch.arange(count)[None], "logits_to_keep": torch.arange(count - 1)}
         keep |= packed_inputs(torch.tensor([0, count], dtype=torch.int32), count)
-        after, before = (
-            torch.nn.functional.cross_entropy(model(ids, **keep).logits[0], ids[0, 1:]) for model in (found, first)
-        )
+        after = torch.nn.functional.cross_entropy(exported(ids, **keep).logits[0], ids[0, 1:])
+        before = torch.nn.functional.cross_entropy(initial(ids, **keep).logits[0], ids[0, 1:])
     assert after < before
 
 
 LAYOUTS = [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(ulysses=2, ring=2)]
 MODELS = {
-    "own": (own_model, LAYOUTS),
-    "published": (published_model, LAYOUTS),
-    "of experts": (model_of_experts, [Layout(dp_shard=2, ulysses=2, ep=2)]),
+    "own": (plugin_model, LAYOUTS),
+    "published": (hf_model, LAYOUTS),
+    "of experts": (moe_model, [Layout(dp_shard=2, ulysses=2, ep=2)]),
 }
 
 
 def try_models(process: Process, tokenizer: Path, folder: Path) -> None:
-    """Each rank makes its own objects: rows alike, weights by another seed."""
+    """Run each model on each layout. Every rank builds its own objects: equal rows, weights from different seeds."""
     for name, (make, layouts) in MODELS.items():
         for layout in layouts if process.world_size > 1 else [Layout()]:
-            given = settings(tokenizer, folder, train={"steps": 3})
-            config = load_config(given, objects={"model": make(process.rank), "data": list(ROWS)})
+            sections = settings(tokenizer, folder, train={"steps": 3})
+            config = load_config(sections, objects={"model": make(process.rank), "data": list(ROWS)})
             trial = run_trial(config, layout, process)
             if process.rank == 0:
                 save_trial(trial, folder / name / (str(layout) if process.world_size > 1 else "one"))
 
 
-def refused_together(process: Process, tokenizer: Path, folder: Path) -> None:
+def raise_on_all_ranks(process: Process, tokenizer: Path, folder: Path) -> None:
+    """Check that every rank raises the error of rank 1."""
     stay_in_this_world()
-    for what, objects in {
-        "rank 1 has different rows than rank 0": {
-            "model": own_model(),
+    for message, objects in {
+        r"\bdata= .* rank 1\b": {
+            "model": plugin_model(),
             "data": ROWS[:: -1 if process.rank else 1],
         },
-        "rank 1 has a model with different parameters": {
+        r"^model=: rank 1\b": {
             "model": TinyModel(512, 32, 4, 2 + process.rank),
             "data": ROWS,
         },
-        "eval_data= .* rank 1 has different rows": {
-            "model": own_model(),
+        r"eval_data= .* rank 1\b": {
+            "model": plugin_model(),
             "data": ROWS,
             "eval_data": ROWS[process.rank :],
         },
-        "rank 1: no rows": {"model": own_model(), "data": ROWS if process.rank == 0 else []},
+        "no rows": {"model": plugin_model(), "data": ROWS if process.rank == 0 else []},
     }.items():
         config = settings(tokenizer, folder / "refused", evaluation={"every": 2 * ("eval_data" in objects)})
-        with pytest.raises(UserError, match=what.replace("rank 1: no rows", "has no rows")):
+        with pytest.raises(UserError, match=message):
             omnizoo.train(config, **objects)
-    assert omnizoo.train(settings(tokenizer, folder / "two"), model=own_model(process.rank), data=ROWS) == 0
+    assert omnizoo.train(settings(tokenizer, folder / "two"), model=plugin_model(process.rank), data=ROWS) == 0
 
 
 @pytest.mark.slow
@@ -396,18 +405,18 @@ def test_objects_on_four_ranks_match_one_process(tokenizer: Path, tmp_path: Path
         done = run_on_ranks(try_models, nproc, tokenizer, tmp_path)
         assert done.code == 0, done.stdout + done.stderr
     for name, (_, layouts) in MODELS.items():
-        one = load_trial(tmp_path / name / "one")
+        reference = load_trial(tmp_path / name / "one")
         for layout in layouts:
-            other = load_trial(tmp_path / name / str(layout))
-            assert np.allclose(other.losses, one.losses, rtol=1e-6, atol=0)
-            assert other.gradients.keys() == one.gradients.keys()
-            for key, gradient in one.gradients.items():
-                assert (other.gradients[key] - gradient).norm() <= 1e-5 * gradient.norm(), (name, str(layout), key)
+            trial = load_trial(tmp_path / name / str(layout))
+            assert np.allclose(trial.losses, reference.losses, rtol=1e-6, atol=0)
+            assert trial.gradients.keys() == reference.gradients.keys()
+            for key, gradient in reference.gradients.items():
+                assert (trial.gradients[key] - gradient).norm() <= 1e-5 * gradient.norm(), (name, str(layout), key)
 
 
 @pytest.mark.slow
 def test_objects_that_differ_between_ranks_raise_on_all_ranks(tokenizer: Path, tmp_path: Path) -> None:
-    done = run_on_ranks(refused_together, 2, tokenizer, tmp_path)
+    done = run_on_ranks(raise_on_all_ranks, 2, tokenizer, tmp_path)
     assert done.code == 0, done.stdout + done.stderr
-    assert omnizoo.train(settings(tokenizer, tmp_path / "one"), model=own_model(), data=ROWS) == 0
+    assert omnizoo.train(settings(tokenizer, tmp_path / "one"), model=plugin_model(), data=ROWS) == 0
     assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-6, atol=0)

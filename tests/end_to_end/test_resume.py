@@ -1,5 +1,5 @@
-"""Exact resume: killed at any moment, or asked to stop, and started again by the same command, a run is bit for bit the
-one that nobody disturbed; its metrics have each step once."""
+"""Exact resume: a run that is killed or stopped and resumed by the same command is bit-identical to an uninterrupted
+run, and its metrics have each step once."""
 
 import random
 import signal
@@ -11,7 +11,8 @@ from tiny import read_steps, write_config
 
 from omnizoo.parallel.process import Process
 
-STEPS, EVERY = 30, 3
+STEPS = 30
+EVERY = 3  # steps per checkpoint
 VALUES = ("loss", "loss/text", "grad_norm", "lr", "tokens", "tokens_seen", "fill", "imbalance", "skipped_rows")
 TIMEOUT = 180
 
@@ -31,8 +32,8 @@ def train(process: Process, config: Path, run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    run = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    run = tmp_path_factory.mktemp("uninterrupted")
     result = run_on_ranks(train, 2, config, run)
     assert result.code == 0, result.stdout + result.stderr
     return values(run)
@@ -49,16 +50,16 @@ def last_step(run: Path) -> int:
     return steps[-1]["step"] if steps else 0
 
 
-def kill_one(running: Running, dice: random.Random) -> None:
-    """SIGKILL to one rank: the launcher ends the other, says which one was killed, and exits with its signal."""
-    dice.choice(running.ranks()).kill()
+def kill_one_rank(running: Running, rng: random.Random) -> None:
+    """Kill one rank with SIGKILL. The launcher must end the other one and exit with the code of the signal."""
+    rng.choice(running.ranks()).kill()
     result = running.wait(TIMEOUT)
     assert result.code == 128 + signal.SIGKILL, result.stdout + result.stderr
-    assert "was killed by SIGKILL" in result.stderr
+    assert "killed by SIGKILL" in result.stderr
 
 
-def ask_to_stop(running: Running, number: signal.Signals, run: Path) -> None:
-    """A signal to stop: the step is finished and saved, and the run says so and exits with 0."""
+def stop_by_signal(running: Running, number: signal.Signals, run: Path) -> None:
+    """Send a stop signal. The run must finish and save the step, and exit with 0."""
     running.process.send_signal(number)
     result = running.wait(TIMEOUT)
     assert result.code == 0, result.stdout + result.stderr
@@ -69,30 +70,32 @@ def ask_to_stop(running: Running, number: signal.Signals, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_run_is_bit_identical(config: Path, undisturbed: list[list[float]], tmp_path: Path) -> None:
-    """Five starts by the same command, but for the number of loader workers, which changes nothing."""
-    dice = random.Random(0)
+def test_killed_and_stopped_run_is_bit_identical(
+    config: Path, uninterrupted: list[list[float]], tmp_path: Path
+) -> None:
+    """The run starts five times with the same command. Only the number of loader workers differs."""
+    rng = random.Random(0)
 
-    moment = dice.randrange(1, 5)
+    moment = rng.randrange(1, 5)
     running = start(config, tmp_path, workers=2)
     assert running.wait_until(lambda: last_step(tmp_path) >= moment, TIMEOUT)
-    kill_one(running, dice)
+    kill_one_rank(running, rng)
 
-    # All at once, while a checkpoint is being written: the folder has this name until it is complete.
-    moment = dice.randrange(last_step(tmp_path) + 1, 9)
-    written = tmp_path / "checkpoints" / f".step_{-(-moment // EVERY) * EVERY:08d}.partial"
+    # Kill all ranks while a checkpoint is written: its folder has this name until it is complete.
+    moment = rng.randrange(last_step(tmp_path) + 1, 9)
+    partial_folder = tmp_path / "checkpoints" / f".step_{-(-moment // EVERY) * EVERY:08d}.partial"
     running = start(config, tmp_path, workers=0)
-    assert running.wait_until(lambda: written.exists() or last_step(tmp_path) > moment + EVERY, TIMEOUT)
+    assert running.wait_until(lambda: partial_folder.exists() or last_step(tmp_path) > moment + EVERY, TIMEOUT)
     running.kill()
 
     for number, workers, latest in ((signal.SIGINT, 2, 13), (signal.SIGTERM, 0, 16)):
-        moment = dice.randrange(last_step(tmp_path) + 1, max(latest, last_step(tmp_path) + 2))
+        moment = rng.randrange(last_step(tmp_path) + 1, max(latest, last_step(tmp_path) + 2))
         running = start(config, tmp_path, workers)
         assert running.wait_until(lambda moment=moment: last_step(tmp_path) >= moment, TIMEOUT)
-        ask_to_stop(running, number, tmp_path)
+        stop_by_signal(running, number, tmp_path)
 
     result = start(config, tmp_path, workers=0).wait(TIMEOUT)
     assert result.code == 0, result.stdout + result.stderr
     assert f"done, {STEPS} steps" in result.stdout
-    assert values(tmp_path) == undisturbed
-    assert not list((tmp_path / "checkpoints").glob(".*"))  # what the kill left half written is gone
+    assert values(tmp_path) == uninterrupted
+    assert not list((tmp_path / "checkpoints").glob(".*"))  # the partial folder of the killed run was deleted

@@ -1,4 +1,4 @@
-"""The middle layer of the API: two optimizers in turn, on two models and on parts of one."""
+"""Custom training loops with two optimizers, on two models and on components of one model."""
 
 import ast
 import math
@@ -31,8 +31,8 @@ def run_script(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_lines(stdout: str) -> Lines:
-    found = re.findall(r"^step (\d+) model (\w)  text (\S+)  peer (\S+)  grad norm \S+$", stdout, re.M)
-    return [(int(step), model, float(text), float(peer)) for step, model, text, peer in found]
+    matches = re.findall(r"^step (\d+) model (\w)  text (\S+)  peer (\S+)  grad norm \S+$", stdout, re.M)
+    return [(int(step), model, float(text), float(peer)) for step, model, text, peer in matches]
 
 
 def test_example_is_short_and_uses_public_names_only() -> None:
@@ -58,21 +58,21 @@ def test_two_models_teach_each_other_in_turn(
     assert (
         omnizoo.train(load_config(ARGUMENTS[0], [*ARGUMENTS[1:], "--train.steps", "1", f"--log.dir={tmp_path}"])) == 0
     )
-    alone = float(re.findall(r'"loss": ([\d.]+)', (tmp_path / "metrics.jsonl").read_text())[0])
-    assert first[0][2] == pytest.approx(alone, abs=1e-6)
+    one_step_loss = float(re.findall(r'"loss": ([\d.]+)', (tmp_path / "metrics.jsonl").read_text())[0])
+    assert first[0][2] == pytest.approx(one_step_loss, abs=1e-6)
 
 
 @pytest.mark.slow
 def test_two_ranks_match_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_script(monkeypatch)
-    alone = read_lines(capsys.readouterr().out)
+    one_process = read_lines(capsys.readouterr().out)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = Running([sys.executable, *torchrun, str(SCRIPT), *ARGUMENTS], {}).wait(400)
     assert result.code == 0, result.stdout + result.stderr
-    together = read_lines(result.stdout)
-    assert [line[:2] for line in together] == [line[:2] for line in alone]
-    for one, two in zip(alone, together, strict=True):
-        assert two[2:] == pytest.approx(one[2:], rel=1e-4)
+    two_ranks = read_lines(result.stdout)
+    assert [line[:2] for line in two_ranks] == [line[:2] for line in one_process]
+    for expected, line in zip(one_process, two_ranks, strict=True):
+        assert line[2:] == pytest.approx(expected[2:], rel=1e-4)
 
 
 def test_norm_and_update_cover_the_parameters_of_the_optimizer(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_norm_and_update_cover_the_parameters_of_the_optimizer(tmp_path: Path) -
         before = [parameter.detach().full_tensor().clone() for parameter in parameters]
         expected = torch.linalg.vector_norm(torch.stack([p.grad.full_tensor().norm() for p in parameters]))
         first = omnizoo.optimizer_step(objective, halves[0], 1)
-        moved = [not torch.equal(p.detach().full_tensor(), b) for p, b in zip(parameters, before, strict=True)]
+        is_updated = [not torch.equal(p.detach().full_tensor(), b) for p, b in zip(parameters, before, strict=True)]
         second = omnizoo.optimizer_step(objective, halves[1], 1)
-    assert moved == [True, True] + [False] * (len(parameters) - 2)
+    assert is_updated == [True, True] + [False] * (len(parameters) - 2)
     assert math.hypot(first.grad_norm, second.grad_norm) == pytest.approx(float(expected), rel=1e-5)
     assert first.loss > 0
     assert second.terms == {}  # the losses belong to the first optimizer step

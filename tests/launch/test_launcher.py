@@ -1,7 +1,7 @@
-"""The local launcher, with small stand-ins for ranks: exit codes, signals, and that nobody is left behind.
+"""The local launcher, with small scripts as ranks: exit codes, signals, and that no rank survives.
 
-Ranks inherit the launcher's stdout, so a test waits by reading it: a line says how far a rank is, its end that all are
-gone.
+Ranks inherit the stdout of the launcher, so a test waits by reading it: a line reports the progress of a rank, and the
+end of the stream means that all ranks have ended.
 """
 
 import json
@@ -22,7 +22,7 @@ sys.exit(launch([], int(sys.argv[1]), command=[sys.executable, "-c", sys.argv[2]
 RANK = """
 import json, os, select, signal, socket, sys
 rank = int(os.environ["RANK"])
-def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece
+def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one write
 def wait():
     while True: signal.pause()
 """
@@ -85,7 +85,7 @@ def test_exit_code_is_that_of_first_failed_rank():
 if rank == 0:
     connections[0].sendall(str(os.getpid()).encode())
     sys.exit(3)
-try:  # rank 1 ends because rank 0 is gone
+try:  # rank 1 ends after rank 0
     select.select([os.pidfd_open(int(peer.recv(16)))], [], [])
 except ProcessLookupError:
     pass
@@ -182,7 +182,7 @@ def test_ranks_end_when_the_launcher_is_killed():
     with launched(2, rank) as launcher:
         assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         launcher.kill()
-        assert launcher.stdout.read() == ""  # returns at the end of the pipe: no rank holds it any more
+        assert launcher.stdout.read() == ""  # the pipe ends when no rank has it open
 
 
 def test_watch_launcher_without_launcher_does_nothing(monkeypatch):

@@ -1,4 +1,4 @@
-"""`omnizoo plan` against real runs: the same memory, the same traffic; and every wait of the host is accounted for."""
+"""`omnizoo plan` predicts memory and collectives of real runs, and every host sync is in the budget."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.planning.devices import read_device
 from omnizoo.planning.op_counter import OpCounter, flops_of, part_of
 
-pytestmark = pytest.mark.timeout(1800)  # what is planned is published sizes, and a machine may be busy
+pytestmark = pytest.mark.timeout(1800)  # plans of published sizes take long on a busy machine
 ROOT = Path(__file__).parents[2]
 DENSE, MOE = "examples/text_tiny.yaml", "examples/qwen3_moe_tiny.yaml"
 OMNI, LORA = "examples/published/qwen3_omni.yaml", "examples/lora_tiny.yaml"
@@ -27,20 +27,21 @@ SMALL = ["--model.config.num_hidden_layers", "2", "--evaluation.every", "0"]
 
 
 def case(path: str, batch: int, **parallel: Any) -> Case:
-    # Their defaults depend on the device and on its memory.
+    # The defaults of these keys depend on the device and its memory.
     parallel = {"reduce_each_micro_batch": "false", "reshard_after_forward": "true"} | parallel
     settings = [word for key, value in parallel.items() for word in (f"--parallel.{key}", str(value))]
     small = SMALL if path != OMNI else ["--model.config.text_config.num_hidden_layers", "2"]
     return str(ROOT / path), [*small, "--train.packs_per_step", str(batch), "--train.precision", "fp32", *settings]
 
 
-def in_4_bits(found: Case) -> Case:
-    path, settings = found
+def with_nf4_base(plain: Case) -> Case:
+    """Return the case with a 4-bit quantized base."""
+    path, settings = plain
     return path, [*settings, "--model.adapter.base", "nf4"]
 
 
 def preferences(path: str, batch: int, kind: str, **parallel: Any) -> Case:
-    """With an adapter, whose base is asked before each micro-batch, and for kto before the step."""
+    """Return a case with an adapter, whose base model runs before each micro-batch, and for kto before the step."""
     source = ROOT / "examples/data/tiny/preferences.jsonl"
     settings = ["--train.losses", f"[{{kind: {kind}}}]", "--data.sources", f"[{{path: {source}}}]"]
     config, overrides = case(path, batch, **parallel)
@@ -56,7 +57,7 @@ ONE = {
     "experts, recomputing": case(MOE, 1, recompute="full"),
     "experts, tiled": case(MOE, 1, recompute="full", tile_tokens=64),
     "omni": case(OMNI, 1),
-    "adapter, base in 4 bits": in_4_bits(case(LORA, 2)),
+    "adapter, base in 4 bits": with_nf4_base(case(LORA, 2)),
 }
 FOUR = {
     "fsdp": case(DENSE, 8),
@@ -64,27 +65,27 @@ FOUR = {
     "experts sharded, ulysses": case(MOE, 2, ulysses=2, recompute="full"),
     "omni, ulysses": case(OMNI, 2, ulysses=2),
 }
-# What those above have together, each by itself.
-APART = {
+# The features of the cases above, one at a time.
+SEPARATE = {
     "fsdp, weights kept": case(MOE, 8, reshard_after_forward="false"),
     "ulysses only, selective": case(DENSE, 1, ulysses=4, recompute="selective"),
     "hsdp": case(DENSE, 4, dp_replicate=2),
     "hsdp, reducing each": case(DENSE, 8, dp_replicate=2, reduce_each_micro_batch="true"),
-    "adapter, base in 4 bits": in_4_bits(case(LORA, 2, ulysses=2)),
+    "adapter, base in 4 bits": with_nf4_base(case(LORA, 2, ulysses=2)),
     "ulysses": case(DENSE, 2, ulysses=2),
     "ring": case(DENSE, 2, ring=2),
     "experts sharded": case(MOE, 4),
     "omni, fsdp": case(OMNI, 4),
 }
-# Which experts are chosen is not known before: what is sent to them is compared in sum only where it is even.
+# A plan cannot know which experts are chosen, so only the number of all-to-alls is compared.
 ROUTED = {"experts spread, tiled": case(MOE, 4, ep=2, tile_tokens=64)}
-# Of many micro-batches three are run, and packs are not equally long.
+# A plan runs three of many micro-batches, and packs differ in length.
 MANY = {"preferences": preferences(DENSE, 8, "kto", ulysses=2)}
 Found = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 def both(cases: dict[str, Case], world: int, folder: Path) -> Found:
-    with chdir(ROOT):  # the configs' own paths start there
+    with chdir(ROOT):  # paths in the configs are relative to it
         result = run_on_ranks(run_real, world, list(cases.values()), folder)
         assert result.code == 0, result.stderr
         planned = dry(list(cases.values()), world, folder)
@@ -93,7 +94,7 @@ def both(cases: dict[str, Case], world: int, folder: Path) -> Found:
 
 
 def dry(cases: list[Case], world: int, folder: Path) -> list[dict[str, Any]]:
-    """In a process of its own, for torch has another device there from then on."""
+    """Plan the cases in a separate process, because a plan registers another device in torch."""
     start_server()
     process = multiprocessing.get_context("forkserver").Process(target=run_dry, args=(cases, world, folder))
     process.start()
@@ -103,9 +104,9 @@ def dry(cases: list[Case], world: int, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def waits(found: dict[str, Any]) -> set[tuple[str, str]]:
-    """File and function of every wait."""
-    return {(where.rpartition(":")[0] or where, function) for where, function, *_ in found["syncs"]}
+def host_syncs(result: dict[str, Any]) -> set[tuple[str, str]]:
+    """Return file and function of every host sync."""
+    return {(where.rpartition(":")[0] or where, function) for where, function, *_ in result["syncs"]}
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +120,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return both(APART, 4, tmp_path_factory.mktemp("apart"))
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return both(SEPARATE, 4, tmp_path_factory.mktemp("separate"))
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -131,10 +132,10 @@ def test_peak_in_one_process_matches_a_real_run(one: Found, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", APART)
-def test_separate_layouts_are_planned_as_they_run(apart: Found, name: str) -> None:
-    test_peak_on_several_ranks_matches_a_real_run(apart, name)
-    test_planned_collectives_match_a_real_run(apart, name)
+@pytest.mark.parametrize("name", SEPARATE)
+def test_separate_layouts_are_planned_as_they_run(separate: Found, name: str) -> None:
+    test_peak_on_several_ranks_matches_a_real_run(separate, name)
+    test_planned_collectives_match_a_real_run(separate, name)
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -177,14 +178,14 @@ def test_omitted_micro_batches_are_counted(four: Found, name: str) -> None:
     assert dry["bytes"] == pytest.approx(real["bytes"], rel=0.01)
 
 
-# Published sizes are the defaults of most families' configs in transformers; layers are alike, so two are enough.
+# The default configs of most families in transformers have published sizes. Layers are equal, so two are enough.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {"num_attention_heads": 8},
     "qwen3_moe": {},
     "gpt_oss": {},
     "deepseek_v3": {"first_k_dense_replace": 1},
-    # Layers with a state, and at least one of attention where the family has any.
+    # Recurrent layers, and at least one attention layer if the family has any.
     "nemotron_h": {"num_hidden_layers": None},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "kimi_linear": {"num_hidden_layers": 4},
@@ -194,17 +195,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"num_hidden_layers": 4},
     "mamba2": {},
 }
-# Of the layers that the tiny configs above or other families here have, too.
+# Families whose layers also occur in the tiny configs above or in other families here.
 PLAIN = ("llama", "qwen3_moe", "qwen3_vl_30b_a3b")
 HYBRIDS = ("qwen3_5_moe_text", "kimi_linear", "bamba", "granitemoehybrid", "falcon_h1", "olmo_hybrid", "mamba2")
 WITHOUT_EXPERTS = ("llama", "gemma3_text", "bamba", "falcon_h1", "olmo_hybrid", "mamba2")
-WITHOUT_FUSED_ATTENTION = ("mamba2", "kimi_linear")  # none at all; keys wider than values, which no kernel takes
+WITHOUT_FUSED_ATTENTION = ("mamba2", "kimi_linear")  # no attention; keys wider than values, which no kernel supports
 LAYOUTS = {8: {"ulysses": 4, "ep": 4}, 128: {"ulysses": 4, "ring": 2, "ep": 8, "dp_replicate": 2}}
-FEW = ("gpt_oss", "deepseek_v3", "qwen3_omni_32k", "nemotron_h", "qwen3_5_moe_text")  # at the larger world, for time
+FEW = (
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_omni_32k",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+)  # at the larger world size, to save time
 OF_MEDIA = ("qwen3_vl_30b_a3b", "qwen3_omni_32k")
 
 
-Traced = dict[str, dict[str, Any]]  # by the name of the model
+Traced = dict[str, dict[str, Any]]  # results by model name
 
 
 def published(folder: Path, world: int) -> dict[str, Case]:
@@ -239,39 +246,39 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     cases = published(folder, world)
     others = [name for name in cases if name not in (*PLAIN, *HYBRIDS)]
     names = {"8": others, "8, plain": PLAIN, "8, hybrids": HYBRIDS, "128": FEW}[request.param]
-    # DTensor remembers groups by the shape of their mesh: copies of a model after copies of another one find none.
-    together = [names] if world == 8 else [[name] for name in names]
-    found: Traced = {}
-    for some in together:
-        found |= zip(some, dry([cases[name] for name in some], world, folder), strict=True)
-    return found
+    # DTensor caches groups by mesh shape, so replicas of a second model in the same process would find no groups.
+    batches = [names] if world == 8 else [[name] for name in names]
+    results: Traced = {}
+    for batch in batches:
+        results |= zip(batch, dry([cases[name] for name in batch], world, folder), strict=True)
+    return results
 
 
 def test_models_of_published_sizes_are_traced(traced: Traced) -> None:
-    assert {name: each["error"] for name, each in traced.items() if "error" in each} == {}
-    assert all(each["peak"] > 2**30 for each in traced.values())
-    assert all("data.sources is not set" in each["data"] for each in traced.values())
+    assert {name: result["error"] for name, result in traced.items() if "error" in result} == {}
+    assert all(result["peak"] > 2**30 for result in traced.values())
+    assert all("data.sources" in result["data"] for result in traced.values())
 
 
 def test_published_sizes_compute_in_bf16_with_kernels_of_accelerators(traced: Traced) -> None:
-    for family, each in traced.items():
+    for family, result in traced.items():
         flops: dict[str, int] = {}
-        for name, dtype, _module, _calls, size in each["kernels"]:
+        for name, dtype, _module, _calls, size in result["kernels"]:
             flops[dtype] = flops.get(dtype, 0) + size
             if "attention" in name or "attn" in name:
                 assert dtype == "bfloat16", (family, name)
-        assert flops["bfloat16"] > 0.98 * sum(flops.values()), (family, flops)  # the rest: routers, and their losses
-        attends = any("attention" in name or "attn" in name for name, *_ in each["kernels"])
+        assert flops["bfloat16"] > 0.98 * sum(flops.values()), (family, flops)  # the rest: routers and their losses
+        attends = any("attention" in name or "attn" in name for name, *_ in result["kernels"])
         assert attends == (family not in WITHOUT_FUSED_ATTENTION), family
         experts = family not in WITHOUT_EXPERTS
-        assert any(name == "_grouped_mm" for name, *_ in each["kernels"]) == experts, family
+        assert any(name == "_grouped_mm" for name, *_ in result["kernels"]) == experts, family
 
 
 def test_every_host_sync_is_in_the_budget(one: Found, four: Found, traced: Traced) -> None:
     planned = [dry for _, dry in (*one.values(), *four.values())] + list(traced.values())
-    met = {wait for each in planned for wait in waits(each)}
-    assert met - set(ALLOWED) == set()
-    assert set(ALLOWED) - met == set()  # one that no run meets any more is to be taken out
+    found = {sync for result in planned for sync in host_syncs(result)}
+    assert found - set(ALLOWED) == set()
+    assert set(ALLOWED) - found == set()  # remove entries that no run has any more
 
 
 def test_untraceable_operator_is_named(tmp_path: Path) -> None:
@@ -292,40 +299,40 @@ def test_untraceable_operator_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
-        (["--device", "h1000"], "--device: 'h1000'; expected a100, h100, h200, b200, mi300x, "),
+        (["--device", "h1000"], "--device: 'h1000'"),
         (["--world", "6", "--parallel.ulysses", "4"], "parallel.ulysses: 4"),
         (["--world", "0"], "--world: 0"),
-        (["--rank", "8"], "--rank: 8; expected 0 to 7"),
+        (["--rank", "8"], "--rank: 8"),
         (["--imbalance", "0"], "--imbalance: 0"),
         (["--train.packs_per_step", "3"], "train.packs_per_step: 3 "),
         (["--train.lr", "fast"], "train.lr"),
     ],
 )
 def test_invalid_arguments_of_plan_print_one_line(
-    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    args: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(ROOT / DENSE), *args]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert expected in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
-        ("memory_gb: 0", "memory_gb is 0; expected a number"),
-        ("memory_gb: 80\nper_node: 2.5", "per_node is 2.5; expected an integer"),
-        ("memory: 80", "unknown keys memory; expected a100"),
-        ("per_node: 8", "has no memory_gb; expected a100"),
+        ("memory_gb: 0", "memory_gb is 0"),
+        ("memory_gb: 80\nper_node: 2.5", r"per_node is 2\.5"),
+        ("memory: 80", "unknown keys memory"),
+        ("per_node: 8", "no memory_gb"),
         ("{", "cannot read"),
         ("80", "is not a mapping"),
     ],
 )
-def test_invalid_device_file_raises(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_device_file_raises(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "device.yaml").write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         read_device(str(tmp_path / "device.yaml"))
 
 
@@ -336,7 +343,7 @@ def test_device_file_is_read(tmp_path: Path) -> None:
 
 
 def test_step_that_does_not_fit_prints_advice(tmp_path: Path) -> None:
-    """The command as a user has it: one JSON object, and a page."""
+    """The command prints one JSON object and writes an HTML page."""
     links = "inside_gb_per_s: 100\nacross_gb_per_s: 10"
     speeds = f"bf16_tflops: 100\nfp32_tflops: 10\nmemory_gb_per_s: 1000\n{links}"
     (tmp_path / "device.yaml").write_text(f"memory_gb: 0.008\nper_node: 1\n{speeds}")
@@ -344,25 +351,25 @@ def test_step_that_does_not_fit_prints_advice(tmp_path: Path) -> None:
     with chdir(ROOT):
         result = run_omnizoo(["plan", ROOT / DENSE, *args, "--train.packs_per_step", "2", "--data.pack_tokens", "256"])
     assert result.code == 1, result.stderr
-    found = json.loads(result.stdout)
-    assert found["fits"] is False
-    assert found["peak_memory_gb"] == pytest.approx(sum(found["memory"].values()))
-    first = found["advice"][0]
-    assert first["peak_memory_gb"] < found["peak_memory_gb"]
-    assert {"op", "axis", "bytes", "count", "inside_node"} <= set(found["collectives"][0])
-    assert not found["collectives"][0]["inside_node"]
-    assert found["flops_per_step"] > 0
-    expected = found["expected"]
+    plan = json.loads(result.stdout)
+    assert plan["fits"] is False
+    assert plan["peak_memory_gb"] == pytest.approx(sum(plan["memory"].values()))
+    first = plan["advice"][0]
+    assert first["peak_memory_gb"] < plan["peak_memory_gb"]
+    assert {"op", "axis", "bytes", "count", "inside_node"} <= set(plan["collectives"][0])
+    assert not plan["collectives"][0]["inside_node"]
+    assert plan["flops_per_step"] > 0
+    expected = plan["expected"]
     assert expected["seconds_per_step"] == pytest.approx(sum(expected["seconds"].values()))
     assert expected["tokens_per_second_per_device"] * expected["seconds_per_step"] == pytest.approx(
-        found["tokens_per_step"] / found["world"]
+        plan["tokens_per_step"] / plan["world"]
     )
     assert "published runs of dense models, error" in expected["prediction"]
-    assert all(sync["where"] and sync["count"] for sync in found["host_syncs"])
+    assert all(sync["where"] and sync["count"] for sync in plan["host_syncs"])
     page = (tmp_path / "plan.html").read_text()
     chart = json.loads(re.search("data-chart='(.*?)'", page)[1])
     stacked = [sum(levels) for levels in zip(*(curve["values"] for curve in chart["curves"]), strict=True)]
-    assert max(stacked) == pytest.approx(found["peak_memory_gb"], rel=1e-3)
+    assert max(stacked) == pytest.approx(plan["peak_memory_gb"], rel=1e-3)
     assert "does not fit" in page
     assert "http" not in page
 
@@ -371,7 +378,7 @@ def test_matmul_flops_match_theory() -> None:
     a, b = torch.empty(6, 5), torch.empty(5, 4)
     assert flops_of("mm", a, b) == 2 * 6 * 5 * 4
     assert flops_of("bmm", torch.empty(3, 6, 5), torch.empty(3, 5, 4)) == 3 * 2 * 6 * 5 * 4
-    assert flops_of("_grouped_mm", a, torch.empty(3, 5, 4)) == 2 * 6 * 5 * 4  # six rows, of one expert each
+    assert flops_of("_grouped_mm", a, torch.empty(3, 5, 4)) == 2 * 6 * 5 * 4  # six rows with one expert each
     assert flops_of("_grouped_mm", a, torch.empty(5, 4)) == 2 * 6 * 5 * 4
     work = OpCounter(torch.device("cpu"))
     for name, args in (("mm", (a, b)), ("addmm", (torch.empty(4), a, b)), ("add", (a, a))):

@@ -1,4 +1,4 @@
-"""Which axis of the mesh a plan attributes a collective to, if several axes have the same ranks."""
+"""A plan attributes each collective to a mesh axis, also if several axes have the same ranks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ CPU, DEVICE = torch.device("cpu"), torch.device("meta")
 
 
 def send(*axes_of_group: str, device: torch.device = DEVICE) -> str:
-    """The axis that an all-reduce is attributed to, on ranks that these axes have in common."""
+    """Return the axis that an all-reduce is attributed to, on ranks that all these axes share."""
     mesh: Any = SimpleNamespace(rank=0, device=DEVICE, axes_of=lambda _: list(axes_of_group))
     group: Any = None
     traffic = Traffic(mesh, per_node=8)

@@ -1,4 +1,4 @@
-"""Shared pieces of models/adapters/test_lora.py and other tests."""
+"""Models for models/adapters/test_lora.py and other tests."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def publish(folder: Path) -> Path:
-    """A published model, as transformers writes it, with its tokenizer."""
+    """Write a mixture of experts with random weights and a tokenizer as a Hugging Face folder."""
     torch.manual_seed(2)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**MOE)).save_pretrained(folder)
     make_tokenizer(folder)

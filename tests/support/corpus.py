@@ -1,7 +1,7 @@
-"""Bad input by the hundred: each case is one `omnizoo` command that must be refused in one line, or end well, in time.
+"""Hundreds of invalid inputs: each case is an `omnizoo` command that must succeed or print one error line, in time.
 
-Cases live in `corpus_*.py`, one list a file; `test_corpus.py` runs them. Each command runs in its own process,
-forked from a server that has imported everything, two at a time.
+Each `corpus_*.py` has a list of cases, and `test_corpus.py` runs them. Each command runs in its own process, forked
+from a server that has imported all modules, two at a time.
 """
 
 import os
@@ -19,9 +19,9 @@ from threading import Lock
 
 from processes import STREAMS, Result, stacks_of, start_server
 
-SECONDS = 10.0  # of the processor, for any one case
-HANGS = 90.0  # on the clock: the machine may be busy
-forking = Lock()  # the fork server answers one client at a time
+SECONDS = 10.0  # limit of CPU seconds per case
+HANGS = 90.0  # limit of wall-clock seconds, as the machine may be busy
+forking = Lock()  # the fork server accepts one client at a time
 
 Prepare = Callable[[Path], Sequence[object]]
 
@@ -32,10 +32,11 @@ def anything_goes(folder: Path, result: Result) -> str | None:
 
 @dataclass(frozen=True)
 class Case:
-    """`prepare(folder)` lays out an empty folder and gives the arguments of `omnizoo`.
+    """One command and its expected result.
 
-    `says`: what the one error line must contain, for a case that is refused (exit code 2). Empty: the command ends with
-    code 0. `check` then, or besides, says what is wrong with what was done, or None.
+    `prepare(folder)` writes files into an empty folder and returns the arguments of `omnizoo`. `says` has the parts
+    that the one error line must contain (exit code 2); if it is empty, the exit code must be 0. `check` returns what is
+    wrong with the result, or None.
     """
 
     name: str
@@ -47,12 +48,12 @@ class Case:
 @dataclass(frozen=True)
 class Outcome:
     case: Case
-    wrong: str | None  # None: as it should be
-    seconds: float  # of the processor
+    wrong: str | None  # None: the result is as expected
+    seconds: float  # CPU seconds
 
 
 def run_cases(cases: Iterable[Case], folder: Path) -> list[Outcome]:
-    """All of them, two at a time."""
+    """Run all cases, two at a time."""
     start_server()
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda numbered: run_case(numbered[1], folder / f"{numbered[0]:03d}"), enumerate(cases)))
@@ -86,7 +87,7 @@ def judge(case: Case, result: Result) -> str | None:
 
 
 def run_main(args: Sequence[str]) -> tuple[Result, float]:
-    """`omnizoo args` in a forked process: what it printed, its exit code, and its seconds of the processor."""
+    """Run `omnizoo args` in a forked process; return its output, exit code and CPU seconds."""
     context = get_context("forkserver")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -95,7 +96,7 @@ def run_main(args: Sequence[str]) -> tuple[Result, float]:
             child.start()
         _wait(child)
         text = {stream: (folder / stream).read_text(errors="replace") for stream in STREAMS}
-        # Not `child.exitcode`: another thread that starts a process polls this child, too, and one of them finds 255.
+        # Not `child.exitcode`: a thread that starts a process polls this child as well, and one of the two reads 255.
         ended = folder / "ended"
         code, seconds = ended.read_text().split() if ended.exists() else ("-1", "0")
         return Result(int(code), text["stdout"], text["stderr"]), float(seconds)
@@ -124,19 +125,19 @@ def _main(args: Sequence[str], folder: Path) -> None:
         code = main(list(args))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
-    except BaseException:  # noqa: BLE001 - a traceback is what the test is after
+    except BaseException:  # noqa: BLE001 - the test looks for tracebacks
         traceback.print_exc()
         code = 1
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = sum(use.ru_utime + use.ru_stime for use in (own, children))
-    (folder / "ended").write_text(f"{code} {spent}")
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    (folder / "ended").write_text(f"{code} {seconds}")
     for number in (1, 2):
         os.fsync(number)
     os._exit(code)
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """Counts, and every case that is not as it should be."""
+    """Return the counts, and every case with an unexpected result."""
     wrong = [outcome for outcome in outcomes if outcome.wrong]
     kinds = {
         "tracebacks": sum("a traceback" in (o.wrong or "") for o in wrong),

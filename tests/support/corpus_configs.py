@@ -1,6 +1,6 @@
-"""Configs and command lines that no run can have: each is refused in one line that names the key, or ends well.
+"""Invalid configs and command lines: each prints one error line that names the key. A few are valid and succeed.
 
-All cases share one folder with a tokenizer, rows and a small model; a case writes no more than its own YAML.
+All cases share one folder with a tokenizer, rows and a small model; a case writes only its own YAML.
 """
 
 import atexit
@@ -32,7 +32,7 @@ GPT_OSS = model_config("gpt_oss")
 
 @cache
 def shared() -> Path:
-    """A tokenizer, rows, a picture's worth of nothing: what every case needs, made once."""
+    """Return a folder with the tokenizer and rows that all cases share."""
     folder = Path(tempfile.mkdtemp(prefix="omnizoo_corpus_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     make_tokenizer(folder / "tokenizer")
@@ -51,7 +51,7 @@ def base() -> dict[str, Any]:
 
 
 def composed() -> dict[str, Any]:
-    """A foundation with every built-in encoder and decoder that needs no files."""
+    """Return a config of a composed model with all built-in encoders and decoders that need no files."""
     config = base()
     foundation = {"config": model_config("qwen3") | {"vocab_size": 544}}
     modalities = {
@@ -92,7 +92,7 @@ def measured() -> dict[str, Any]:
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """`config` with a value at a dotted key, whatever was there."""
+    """Return `config` with `value` at a dotted key."""
     config = copy.deepcopy(config)
     place: Any = config
     *path, last = key.split(".")
@@ -121,7 +121,7 @@ def show(value: Any) -> str:
 def setting(
     key: str, value: Any, *says: str, start: Callable[[], dict[str, Any]] = base, command: str = "train", note: str = ""
 ) -> Case:
-    """A config with one key set; refused with a line that names it, unless `says` is ("",): then it ends well."""
+    """Return a case with one key set. Its error names the key or `says`; with `says` ("",) it succeeds."""
     words = () if says == ("",) else says or (key,)
 
     def prepare(folder: Path) -> list[object]:
@@ -134,12 +134,12 @@ REST = "model: {path: x}\ndata: {sources: [{path: y}]}\n"
 
 
 def added(name: str, text: str, *says: str) -> Case:
-    """A config file that would be good without this."""
+    """Return a case with `text` appended to a valid config file."""
     return whole(name, REST + text, *says)
 
 
 def whole(name: str, text: str | bytes, *says: str) -> Case:
-    """A config file with this content."""
+    """Return a case with a config file of this content."""
 
     def prepare(folder: Path) -> list[object]:
         path = folder / "case.yaml"
@@ -162,7 +162,7 @@ def line(*args: object, says: tuple[str, ...]) -> Case:
     return Case(f"omnizoo {shown}", prepare, says)
 
 
-# Every key of the schema, with values of other types than its own
+# Every key of the schema, with values of other types
 
 
 def wrong_types() -> Iterator[Case]:
@@ -192,7 +192,7 @@ def wrong_types() -> Iterator[Case]:
             yield setting(key, value, start=start)
 
 
-# Values of the right type that no run can have
+# Invalid values of the right type
 
 BEYOND: list[tuple[str, Any]] = [
     *((key, value) for key in ("data.pack_tokens", "data.lanes", "data.look_ahead") for value in (0, -1, 10**12)),
@@ -330,7 +330,7 @@ FINE: list[tuple[str, Any]] = [
 
 
 def relations() -> Iterator[Case]:
-    """Keys that do not go together."""
+    """Yield combinations of keys that exclude each other."""
 
     def both(name: str, changes: dict[str, Any], *says: str, start: Callable[[], dict[str, Any]] = base) -> Case:
         def prepare(folder: Path) -> list[object]:
@@ -353,7 +353,7 @@ def relations() -> Iterator[Case]:
     )
 
 
-# The inside of model.config
+# Keys inside model.config
 
 SHAPES: list[tuple[str, Any]] = [
     *((name, value) for name in ("vocab_size", "hidden_size", "num_attention_heads") for value in (0, -1, 10**9, "x")),
@@ -471,7 +471,7 @@ def shapes() -> Iterator[Case]:
         yield setting("model.config.sliding_window", value, "sliding_window", start=windows)
     for name, value in (("num_local_experts", 0), ("num_experts_per_tok", 9), ("rope_parameters", [])):
         yield setting(f"model.config.{name}", value, "model.config", start=windows, note="gpt_oss: ")
-    # What families and their code take although their config classes do not declare it.
+    # Keys that model code reads although the config classes do not declare them.
     legacy: dict[str, Any] = {
         "rope_theta": 5e5,
         "torch_dtype": "float32",
@@ -500,7 +500,7 @@ def shapes() -> Iterator[Case]:
         yield setting(f"model.config.{name}", value, "model.config", start=several)
 
 
-# A composed model's parts
+# Components of composed models
 
 PARTS: list[tuple[str, Any]] = [
     ("image.encoder.kind", "nonsense"),
@@ -632,7 +632,7 @@ def parts() -> Iterator[Case]:
     yield setting("model.foundation.lr", -1.0, start=composed)
 
 
-# Modules of the user's own
+# Plugin modules
 
 MODULE_FILE = """
 import torch
@@ -667,14 +667,14 @@ def modules() -> Iterator[Case]:
         def prepare(folder: Path, module: str = module) -> list[object]:
             (shared() / "corpus_module.py").write_text(MODULE_FILE)
             if str(shared()) not in sys.path:
-                sys.path.append(str(shared()))  # the forked process gets it, too
+                sys.path.append(str(shared()))  # the forked process inherits it
             model = base()["model"] | {"module": module, "config": {"vocab_size": 512}}
             return ["train", write(folder, base() | {"model": model})]
 
         yield Case(f"model.module = {module}", prepare, ("model.module",) if "corpus" in module else (said,))
 
 
-# Optimizers that cannot be
+# Invalid optimizers
 
 OPTIMIZER_FILE = """
 import torch
@@ -858,7 +858,7 @@ def losses() -> Iterator[Case]:
     )
 
 
-# Files that are no config
+# Files that are not configs
 
 
 def bomb(width: int, depth: int) -> str:

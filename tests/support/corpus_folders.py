@@ -1,7 +1,7 @@
-"""Model folders, exports and run folders that are damaged, or made to do harm: each is refused in one line.
+"""Damaged and malicious model folders, exports and run folders: each prints one error line.
 
-What would be run leaves a trace: code inside a folder writes a file, and `this`, a module that every Python has, prints
-a poem when it is imported.
+Code that is run leaves a trace: code in a folder writes a file, and the standard module `this` prints a poem when it is
+imported.
 """
 
 import json
@@ -22,7 +22,7 @@ from tiny import model_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Damage = Callable[[Path], None]
-making = Lock()  # what cases share is made once
+making = Lock()  # shared folders are written once
 TRACE = "executed"
 POEM = "Zen of Python"
 
@@ -31,11 +31,11 @@ def no_such_tokenizer(folder: Path) -> list[object]:
     return ["train", write_config(folder), "--model.tokenizer", folder / "nowhere"]
 
 
-# ---- what is damaged
+# ---- folders and how to damage them
 
 
 def model_folder(folder: Path) -> Path:
-    """A copy of a published model that works."""
+    """Return a copy of a valid model folder."""
     shared = folder.parent / "shared_model"
     with making:
         if not shared.exists():
@@ -48,7 +48,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def run_folder(folder: Path) -> Path:
-    """A copy of a run of one step."""
+    """Return a copy of a run with one step."""
     shared = folder.parent / "shared_run"
     with making:
         if not shared.exists():
@@ -99,14 +99,14 @@ def folder_for(name: str) -> Damage:
 
 def both(*damages: Damage) -> Damage:
     def damage(model: Path) -> None:
-        for each in damages:
-            each(model)
+        for apply in damages:
+            apply(model)
 
     return damage
 
 
 def plant(name: str) -> Damage:
-    """Python that leaves a trace beside the model folder when it is run."""
+    """Write Python code that leaves a trace next to the model folder when it is run."""
 
     def damage(model: Path) -> None:
         (model / name).write_text(f"open({str(model.parent / TRACE)!r}, 'w')\nclass Evil: pass\n")
@@ -115,7 +115,7 @@ def plant(name: str) -> Damage:
 
 
 class Trace:
-    """A pickle of it writes a file when it is read."""
+    """An object whose pickle writes a file when it is loaded."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -161,7 +161,7 @@ def not_numbers(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 FLOAT = {"dtype": "F32", "shape": [4]}
 ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 
-# name: what is done to a folder that works, and what the one line says
+# name: the damage to a valid folder, and what the error line contains
 CONFIG: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "no config.json": (remove("config.json"), ("config.json",)),
     "an empty config.json": (write("config.json", ""), ("config.json", "JSON")),
@@ -267,13 +267,13 @@ MARKS = {"begin": "<|a|>", "placeholder": "<|b|>", "end": "<|c|>"}
 
 
 def composed(foundation: Any = None, top: dict[str, Any] | None = None, **part: Any) -> Damage:
-    """A composed model whose one decoder is `part`."""
+    """Write the config of a composed model with `part` as its only decoder."""
 
     def damage(model: Path) -> None:
         fields = foundation if foundation is not None else model_config("qwen3")
         spec = {"marks": MARKS, "decoder": FLOW | part}
-        whole = {"model_type": "omnizoo", "foundation": fields, "modalities": {"picture": spec}}
-        (model / "config.json").write_text(json.dumps(whole | (top or {})))
+        config = {"model_type": "omnizoo", "foundation": fields, "modalities": {"picture": spec}}
+        (model / "config.json").write_text(json.dumps(config | (top or {})))
 
     return damage
 
@@ -350,8 +350,8 @@ def training(damage: Damage) -> Callable[[Path], list[object]]:
         with making:
             if not shared.exists():
                 write_config(shared, train={"steps": 1, "packs_per_step": 1})
-        own = ["--model.config", "null", "--model.path", model, "--model.tokenizer", "null"]
-        return ["train", shared / "tiny.yaml", *own, "--log.dir", folder / "run"]
+        options = ["--model.config", "null", "--model.path", model, "--model.tokenizer", "null"]
+        return ["train", shared / "tiny.yaml", *options, "--log.dir", folder / "run"]
 
     return prepare
 
@@ -380,7 +380,7 @@ RUNS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a checkpoint without tensors": (lambda run: shutil.rmtree(run / STEP / "tensors"), ("checkpoint",)),
     "a file in place of a run": (file_for_folder, ("not a folder",)),
 }
-# what looks dangerous and is not: it is read as the plain model it is, and nothing is run
+# harmless folders: they are read as plain models, and no code is run
 METADATA_FIELDS: dict[str, Damage] = {
     "a folder that works": lambda model: None,
     "code for a family that transformers has": both(

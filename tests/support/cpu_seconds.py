@@ -1,10 +1,10 @@
-"""What tests cost, in seconds of the processor: those of a busy machine, unlike those on the clock, can be compared.
+"""Measure the CPU seconds of tests, which unlike wall-clock time do not depend on the load of the machine.
 
-    CPU_SECONDS=/tmp/cost PYTHONPATH=tests pytest -p cpu_seconds ...     writes /tmp/cost.*.jsonl, one for each worker
-    python tests/support/cpu_seconds.py /tmp/cost.*.jsonl   prints totals: of all, of files, of tests
+    CPU_SECONDS=/tmp/cost PYTHONPATH=tests pytest -p cpu_seconds ...     writes /tmp/cost.*.jsonl, one per worker
+    python tests/support/cpu_seconds.py /tmp/cost.*.jsonl   prints totals of all tests, files and tests
 
-All processes below count, ranks included: what they took is added to their parent when they end. Only of a process that
-outlives its parent nothing is known.
+Child processes are included, ranks as well: their time is added to the parent when they end. A process that outlives
+its parent is not counted.
 """
 
 import json
@@ -22,12 +22,13 @@ FILE = f"{os.environ.get('CPU_SECONDS', 'cpu')}.{os.environ.get('PYTEST_XDIST_WO
 SHOWN = 40
 
 
-def spent() -> float:
-    """By this process and all below it, those that have ended included."""
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and all its descendants, including those that have ended."""
     total = 0.0
-    for process in (own := psutil.Process(), *own.children(recursive=True)):
+    this_process = psutil.Process()
+    for process in (this_process, *this_process.children(recursive=True)):
         try:
-            total += sum(process.cpu_times()[:4])  # own time of users and system, and that of children that have ended
+            total += sum(process.cpu_times()[:4])  # user and system time, of the process and of ended children
         except psutil.NoSuchProcess:
             continue
     return total
@@ -35,10 +36,10 @@ def spent() -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    before = spent()
+    before = cpu_seconds()
     result = yield
     with open(FILE, "a") as out:
-        out.write(json.dumps({"test": item.nodeid, "seconds": round(spent() - before, 2)}) + "\n")
+        out.write(json.dumps({"test": item.nodeid, "seconds": round(cpu_seconds() - before, 2)}) + "\n")
     return result
 
 

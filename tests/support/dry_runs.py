@@ -1,6 +1,6 @@
-"""The same step twice: for real on the CPU, over gloo, and dry. Both leave what they found in files.
+"""Measure the same step in a real run on the CPU with gloo and in a dry run. Both write their results to files.
 
-A dry run gives torch a device of its own for the rest of the process, so it has a process of its own.
+A dry run registers a device in torch for the rest of the process, so it runs in a separate process.
 """
 
 import json
@@ -37,13 +37,13 @@ Case = tuple[str, list[str]]  # a config, and its overrides
 
 
 def run_real(process: Any, cases: list[Case], folder: Path) -> None:
-    """Peak of memory and what was sent, of the second step, by the tensors that were really made."""
-    found = []
+    """Measure peak memory and collectives of the second step of each case."""
+    results = []
     for path, overrides in cases:
         config = load_config(path, overrides)
-        found.append(measure(config, process))
+        results.append(measure(config, process))
     if process.rank == 0:
-        (folder / "real.json").write_text(json.dumps(found))
+        (folder / "real.json").write_text(json.dumps(results))
 
 
 def measure(config: Config, process: Any) -> dict[str, Any]:
@@ -55,25 +55,25 @@ def measure(config: Config, process: Any) -> dict[str, Any]:
     scatter = DirectReduceScatter.__call__
 
     def without_copy(*args: Any, **kwargs: Any) -> Any:
-        with ledger.muted():  # CPUs receive gradients before they add them up; NCCL does not
+        with ledger.muted():  # the CPU reduce-scatter buffers gradients before it adds them; NCCL does not
             return scatter(*args, **kwargs)
 
-    # Nor is anything freed before FSDP2 frees it.
-    as_others = (
+    # With NCCL, only FSDP2 frees buffers.
+    like_nccl = (
         (DirectReduceScatter, "__call__", without_copy),
         (DirectReduceScatter, "free", lambda *_: None),
         (cpu_collectives, "free_gathered_buffer", lambda _: None),
     )
-    with ledger.watching(), replaced(*as_others):
+    with ledger.watching(), replaced(*like_nccl):
         parallelize_model(model, mesh, config)
         optimizer = build_optimizer(model, config)
         model.train()
         objective = build_objective(model, mesh, config)
         balancer = Balancer(model, mesh, config)
         with ledger.muted():
-            drawn = choose_packs(config, model, balancer, media)
-            own = [pack for pack in drawn.packs if pack.index % mesh.layout.world == mesh.rank]
-            data = next_step(replace(drawn, packs=own), balancer)
+            step_packs = choose_packs(config, model, balancer, media)
+            local_packs = [pack for pack in step_packs.packs if pack.index % mesh.layout.world == mesh.rank]
+            data = next_step(replace(step_packs, packs=local_packs), balancer)
         with ledger.following(model, optimizer):
             for step in (1, 2):
                 ledger.begin_step()
@@ -91,7 +91,7 @@ def measure(config: Config, process: Any) -> dict[str, Any]:
 
 
 def by_axis(counts: Mapping[Collective, int], sizes: Mapping[Collective, int]) -> dict[str, Any]:
-    """Calls and bytes by collective and axis of the mesh."""
+    """Return calls and bytes by collective and mesh axis."""
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for collective, count in counts.items():
@@ -101,21 +101,22 @@ def by_axis(counts: Mapping[Collective, int], sizes: Mapping[Collective, int]) -
 
 
 def run_dry(cases: list[Case], world: int, folder: Path) -> None:
-    found = []
+    """Plan each case."""
+    results = []
     for path, overrides in cases:
         config = load_config(path, overrides, needs_data=False)
         try:
-            # Blocks of a ring in fp32: with the kernel that the real run has.
+            # For ring attention in fp32, use the kernel of the real run.
             is_fp32 = config.train.precision == "fp32"
-            with replaced((blocks, "is_host", lambda _, said=is_fp32: said)):
+            with replaced((blocks, "is_host", lambda _, result=is_fp32: result)):
                 result = simulate(config, Place(world, 0, DEVICES["h100"], rounded=False))
         except UserError as error:
-            found.append({"error": str(error)})
+            results.append({"error": str(error)})
             continue
-        counts = {each: count for each, (count, _) in result.collectives.items()}
-        sizes = {each: size for each, (_, size) in result.collectives.items()}
+        counts = {collective: count for collective, (count, _) in result.collectives.items()}
+        sizes = {collective: size for collective, (_, size) in result.collectives.items()}
         peak = result.peak
-        found.append(
+        results.append(
             {
                 "peak": peak.bytes,
                 "parts": peak.parts,
@@ -127,4 +128,4 @@ def run_dry(cases: list[Case], world: int, folder: Path) -> None:
                 "syncs": [[sync.where, sync.function, sync.kind, sync.detail] for sync in result.syncs],
             }
         )
-    (folder / "dry.json").write_text(json.dumps(found))
+    (folder / "dry.json").write_text(json.dumps(results))

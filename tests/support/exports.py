@@ -1,4 +1,4 @@
-"""Shared pieces of checkpoint/test_export.py and other tests."""
+"""Model folders for checkpoint/test_export.py and other tests."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def publish(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
-    """A published model, as transformers writes it."""
+    """Write a model with random weights as a Hugging Face folder."""
     torch.manual_seed(2)
     fields = model_config(family) | changes
     AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).save_pretrained(folder)
@@ -19,4 +19,5 @@ def publish(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
 
 
 def from_folder(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    """Return the config section that loads a model folder."""
     return {"model": {"config": None, "path": str(folder), "tokenizer": None, **options}}

@@ -1,4 +1,4 @@
-"""A model that fails on one rank, as $FAILS_WITH says: what a crash of a rank looks like."""
+"""A model that raises the error named by $FAILS_WITH on rank 1."""
 
 import os
 from types import SimpleNamespace

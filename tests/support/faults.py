@@ -1,4 +1,4 @@
-"""Faults for tests/verification/test_verify.py: each is planted in every rank, and `verify` has to find it."""
+"""Faults for tests/verification/test_verify.py: each is injected on every rank, and `verify` must detect it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,8 +55,8 @@ def packed_samples_see_each_other() -> Iterator[None]:
     original = objective.localize
 
     def localize(batch: Any, *args: Any, **options: Any) -> Any:
-        whole = torch.tensor([0, batch.tokens], dtype=torch.int32)
-        return original(replace(batch, cu_seqlens=whole, max_seqlen=batch.tokens), *args, **options)
+        one_sample = torch.tensor([0, batch.tokens], dtype=torch.int32)
+        return original(replace(batch, cu_seqlens=one_sample, max_seqlen=batch.tokens), *args, **options)
 
     with patch.object(objective, "localize", localize):
         yield
@@ -89,7 +89,7 @@ def key_value_heads_repeated_wrongly() -> Iterator[None]:
 
 @contextmanager
 def every_float_cast_on_entry() -> Iterator[None]:
-    """As FSDP2 does by default. Not among FAULTS: it is one of bf16 only."""
+    """Cast all float inputs, as FSDP2 does by default. Not in FAULTS, because it only affects bf16."""
     from omnizoo.parallelize import shard_units
 
     original = shard_units.precision_policy

@@ -1,4 +1,4 @@
-"""Things tests share: a real byte-level BPE tokenizer trained on the spot and saved as a Hugging Face folder."""
+"""A small byte-level BPE tokenizer, trained when a test needs it and saved as a Hugging Face folder."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def make_tokenizer(
     special_tokens: tuple[str, ...] = (),
     trim_offsets: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """Train, save to `folder`, return. `bos` is put before every text by the tokenizer itself, as Llama's does."""
+    """Train a tokenizer and save it to `folder`. It puts `bos` before every text, as the tokenizer of Llama does."""
     specials = list(dict.fromkeys([*SPECIAL_TOKENS, *special_tokens, *([bos] if bos else [])]))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,7 +1,7 @@
-"""Media files that are damaged, absurd or something else, made byte by byte or by cutting good ones; and odd good ones.
+"""Media files that are damaged, have invalid headers or another format; and unusual but valid ones.
 
-Each is a `Medium`: the modality it is given as, the name of its file, its bytes, and a word of the reason it must be
-refused with ("" for one that must work).
+Each is a `Medium`: its modality, file name, bytes, and a word that the error must contain ("" for any error).
+Files named `good.*` are valid.
 """
 
 import io
@@ -31,7 +31,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, rows: int, color: int = 2, interlace: int = 0, data: bytes | None = None) -> bytes:
-    """A PNG of so many rows, whatever its header says; its data end in good order."""
+    """Return a PNG with `rows` rows of pixels, independent of the height in its header."""
     body = zlib.compress((b"\0" + b"\x80" * 3 * min(width, 10000)) * rows if data is None else data)
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, interlace)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
@@ -86,9 +86,9 @@ def sound_only(format: str = "mp4") -> bytes:
 
 
 def changed(data: bytes, place: bytes, offset: int, new: bytes) -> bytes:
-    """With `new` so many bytes behind where `place` begins."""
-    at = data.index(place) + offset
-    return data[:at] + new + data[at + len(new) :]
+    """Return `data` with `new` written `offset` bytes after the start of `place`."""
+    start = data.index(place) + offset
+    return data[:start] + new + data[start + len(new) :]
 
 
 def media() -> Iterator[Medium]:

@@ -1,4 +1,4 @@
-"""A user's own language models with a leak each, and one that draws random numbers: for tests of the probe."""
+"""Plugin models with one leak each, and a model with dropout, for tests of the probe."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ class SeesLaterTokens(TinyModel):
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> SimpleNamespace:
         peek = input_ids.roll(-1, 1)
         last = (kwargs["cu_seq_lens_q"][1:] - 1).long()
-        peek[:, last] = input_ids[:, last]  # inside its own sample
+        peek[:, last] = input_ids[:, last]  # do not cross the end of the sample
         kept = kwargs["logits_to_keep"]
         out = super().forward(input_ids, **kwargs)
         return SimpleNamespace(logits=out.logits + self.head(self.tokens(peek))[:, kept])

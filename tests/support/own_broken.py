@@ -1,3 +1,3 @@
-"""A module of the user's that cannot be imported."""
+"""A plugin module that cannot be imported."""
 
 nothing  # noqa: B018, F821

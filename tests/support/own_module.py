@@ -1,4 +1,4 @@
-"""A user's own language model, as plain as can be: what `model.module` and `omnizoo verify` are given in tests."""
+"""A minimal language model as a plugin, for tests of `model.module` and `omnizoo verify`."""
 
 from types import SimpleNamespace
 from typing import Any

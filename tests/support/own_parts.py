@@ -1,4 +1,4 @@
-"""Optimizers and schedules as users write them: some right, some wrong, named by import path in tests."""
+"""Optimizer and schedule plugins for tests, some valid and some invalid."""
 
 import torch
 

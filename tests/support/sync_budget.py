@@ -1,15 +1,15 @@
-"""Where the host may wait for the device in a training step, by file and function, and why. Anything else fails a test.
+"""Allowed host syncs of a training step by file and function, with the reason. A test fails on any other host sync.
 
-An entry that no dry run meets any more fails as well: take it out.
+The test also fails on an entry that no dry run has: remove it.
 """
 
 ALLOWED = {
-    ("omnizoo/parallel/experts.py", "split"): "how many rows go to and come from each rank sizes the all-to-all",
+    ("omnizoo/parallel/experts.py", "split"): "the all-to-all needs the number of rows for each rank",
     (
         "omnizoo/parallel/experts.py",
         "max_over_group",
-    ): "parallel.tile_tokens and ep: into how many tiles all ranks cut a layer",
-    ("omnizoo/ops/device.py", "__init__"): "once a step, losses and gradient norm: is it finite, and what is logged",
-    # Only where no kernel takes the boundaries of samples: fp32, fp64, attention dropout.
-    ("omnizoo/ops/attention/packed.py", "lengths"): "attention sample by sample",
+    ): "parallel.tile_tokens with ep: all ranks use the same number of tiles",
+    ("omnizoo/ops/device.py", "__init__"): "once per step: losses and gradient norm are checked and logged",
+    # Only if no kernel supports sample boundaries: fp32, fp64, attention dropout.
+    ("omnizoo/ops/attention/packed.py", "lengths"): "attention runs one sample at a time",
 }

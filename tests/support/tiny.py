@@ -1,4 +1,4 @@
-"""A run small enough for tests: models of some thousand weights, two sources of rows, a YAML that trains on them."""
+"""A run small enough for tests: models with a few thousand weights, two row sources and a config."""
 
 import json
 import random
@@ -17,7 +17,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-# Between them: tied and own heads, grouped keys, softcaps, sliding windows shorter than samples, sinks, experts.
+# Together they cover tied and untied heads, grouped keys, softcaps, short sliding windows, sinks and experts.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {},
@@ -36,20 +36,21 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def make_rows(folder: Path) -> None:
-    """texts.jsonl and chats.jsonl; a sample is about 60 tokens at most, so a pack of 64 splits none."""
-    dice, words = random.Random(0), TEXT.split()
+    """Write texts.jsonl and chats.jsonl. A sample has at most about 60 tokens, so a pack of 64 tokens splits none."""
+    rng = random.Random(0)
+    words = TEXT.split()
 
-    def say(most: int) -> str:
-        return " ".join(dice.choices(words, k=dice.randint(1, most)))
+    def random_text(max_words: int) -> str:
+        return " ".join(rng.choices(words, k=rng.randint(1, max_words)))
 
-    write_rows(folder / "texts.jsonl", [{"text": say(14)} for _ in range(1500)])
+    write_rows(folder / "texts.jsonl", [{"text": random_text(14)} for _ in range(1500)])
     turns = ("user", "assistant")
-    chats = [{"messages": [{"role": role, "content": say(4)} for role in turns]} for _ in range(500)]
+    chats = [{"messages": [{"role": role, "content": random_text(4)} for role in turns]} for _ in range(500)]
     write_rows(folder / "chats.jsonl", chats)
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """`folder`/tiny.yaml with rows and tokenizer next to it; `sections` are merged into it, key by key."""
+    """Write tiny.yaml with rows and a tokenizer into `folder`; `sections` override its keys."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder / "tokenizer")
     make_rows(folder)
@@ -76,6 +77,6 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    """The steps in a run's metrics.jsonl, read with plain JSON; a half-written last line is not there yet."""
+    """Return the steps in metrics.jsonl of a run, without an incomplete last line."""
     file = run / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []

@@ -1,4 +1,4 @@
-"""A model whose blocks cannot be compiled: what they do depends on the numbers that they compute."""
+"""A model whose blocks cannot be compiled because of data-dependent control flow."""
 
 from typing import Any
 

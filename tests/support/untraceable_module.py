@@ -1,4 +1,4 @@
-"""A model whose shapes depend on what it computes: no dry run can know them."""
+"""A model with data-dependent shapes, which a dry run cannot determine."""
 
 from types import SimpleNamespace
 from typing import Any
