@@ -41,7 +41,9 @@ LIMITS = (
         "chat template, per conversation: processor time", "omnizoo.data.rendering.chat_template", "MAX_SECONDS", "s"
     ),
     Limit("chat template, per conversation: memory", "omnizoo.data.rendering.chat_template", "MAX_MEMORY", "bytes"),
-    Limit("chat template, per conversation: text", "omnizoo.data.rendering.chat_template", "MAX_CHARACTERS", "characters"),
+    Limit(
+        "chat template, per conversation: text", "omnizoo.data.rendering.chat_template", "MAX_CHARACTERS", "characters"
+    ),
 )
 
 
