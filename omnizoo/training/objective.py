@@ -286,7 +286,7 @@ class LanguageObjective(Objective):
                 inputs = (hidden, head) if loss.view == "of_hidden" else (logits,)
                 sums[loss.name] = loss.sum(*inputs, local)
 
-        with self._head.doing(compute_losses) as anchor:
+        with self._head.replaced_by(compute_losses) as anchor:
             logits, decoder_sums = run_model(self.model, local)
         try:
             start = anchor(logits)

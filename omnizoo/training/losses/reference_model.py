@@ -57,7 +57,7 @@ class ScoringModel:
         def work(hidden: torch.Tensor, head: Logits) -> None:
             found.append(in_chunks(hidden, head, batch.targets))
 
-        with self.head.doing(work) as anchor:
+        with self.head.replaced_by(work) as anchor:
             logits, _ = run_model(self.model, batch)
         try:
             anchor(logits)
