@@ -129,7 +129,7 @@ def test_a_recipe_of_ones_own_decides_what_is_sharded_and_is_verified(
         ),
         (
             ["--model.recipe", "fine_blocks:Recipe"],
-            "model.recipe: it names a type; expected an instance of omnizoo.Recipe",
+            "model.recipe: fine_blocks:Recipe is a type",
         ),
         (["--model.recipe", "nothing_like_it:R"], "model.recipe: cannot import nothing_like_it:R: ModuleNotFoundError"),
         (["--model.recipe", "fine blocks"], "model.recipe: 'fine blocks' is not the name of a recipe"),

@@ -138,7 +138,7 @@ HYBRID = {
 @pytest.mark.parametrize(
     "family", [f if f in ("qwen3_5_text", "bamba") else pytest.param(f, marks=pytest.mark.long) for f in HYBRID]
 )
-def test_a_layer_with_a_state_is_counted_as_torch_counts_it_token_by_token(
+def test_recurrent_layer_flops_match_torch_counter(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("delta_rule", "linear_rule"):
@@ -157,7 +157,7 @@ def test_a_layer_with_a_state_is_counted_as_torch_counts_it_token_by_token(
 
 
 @pytest.mark.parametrize("family", [*DENSE, *SPARSE])
-def test_a_text_model_is_counted_as_torch_counts_it(family: str, tmp_path: Path) -> None:
+def test_text_model_flops_match_torch_counter(family: str, tmp_path: Path) -> None:
     config = {"model_type": family} | SHAPE | (DENSE | SPARSE)[family]
     path = write_config(tmp_path, model={"config": config})
     ours, torchs = counts(path)
@@ -182,7 +182,7 @@ def omni_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_a_composed_model_is_counted_by_what_of_it_is_trained(frozen: str, omni_config: Path) -> None:
+def test_composed_model_flops_depend_on_trained_components(frozen: str, omni_config: Path) -> None:
     ours, torchs = counts(omni_config, *(f"--{part}.freeze=true" for part in FROZEN[frozen]))
     assert ours == pytest.approx(torchs, rel=0.01)
 
@@ -204,19 +204,19 @@ COUNTED = ("qwen3_omni", "gemma4")  # in every run of the tests; the others in `
 @pytest.mark.parametrize(
     "name", [name if name in COUNTED else pytest.param(name, marks=pytest.mark.long) for name in PUBLISHED]
 )
-def test_a_published_model_with_media_is_counted_as_torch_counts_it(name: str) -> None:
+def test_multimodal_model_flops_match_torch_counter(name: str) -> None:
     file, frozen = PUBLISHED[name]
     overrides = [f"--model.modalities.{of}.encoder.freeze=true" for of in frozen]
     ours, torchs = counts(ROOT / "examples" / "published" / f"{file}.yaml", *overrides)
     assert ours == pytest.approx(torchs, rel=0.01)
 
 
-def test_a_pair_costs_the_width_of_keys_and_the_width_of_values() -> None:
+def test_pair_flops_use_key_and_value_widths() -> None:
     config = AutoConfig.for_model("deepseek_v3")
     assert attention_width(config) == 128 * (192 + 128) / 2
 
 
-def test_pairs_are_the_true_entries_of_the_mask() -> None:
+def test_pair_count_matches_attention_mask() -> None:
     for length, window in [(1, None), (6, None), (6, 1), (6, 4), (6, 6), (6, 9)]:
         distance = torch.arange(length)[:, None] - torch.arange(length)
         mask = (distance >= 0) & (distance < (window or length))
@@ -225,7 +225,7 @@ def test_pairs_are_the_true_entries_of_the_mask() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_says_what_an_item_costs(name: str, frozen: bool) -> None:
+def test_encoder_cost_matches_torch_counter(name: str, frozen: bool) -> None:
     encoder = ENCODERS[name]().requires_grad_()
     assert encoder.pretrained is not None
     encoder.pretrained.requires_grad_(not frozen)
@@ -237,7 +237,7 @@ def test_an_encoder_says_what_an_item_costs(name: str, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in WITHOUT_MATMULS])
-def test_a_decoder_says_what_the_targets_of_an_item_cost(name: str, tmp_path: Path) -> None:
+def test_decoder_cost_matches_torch_counter(name: str, tmp_path: Path) -> None:
     folder = FOLDERS[name](tmp_path / "folder") if name in FOLDERS else None
     decoder = MAKERS[name](folder)
     media = long_sound(0, 8000) if isinstance(decoder, AudioCodec) else item_of(name, 0)

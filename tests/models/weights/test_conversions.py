@@ -100,7 +100,7 @@ def check_all(process: Process, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_has_its_part_of_what_one_process_converts(tmp_path: Path) -> None:
+def test_converted_shards_match_one_process(tmp_path: Path) -> None:
     for name in FAMILIES:
         publish(name, tmp_path / name)
     save_file(as_others_publish(tiny_llama("cpu").state_dict()), tmp_path / "llama.safetensors")
@@ -108,7 +108,7 @@ def test_every_rank_has_its_part_of_what_one_process_converts(tmp_path: Path) ->
     assert result.code == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
-def test_an_expert_that_is_missing_or_of_another_shape_is_told_in_a_line(tmp_path: Path) -> None:
+def test_missing_or_misshapen_expert_raises_one_line(tmp_path: Path) -> None:
     publish("kimi_linear", tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
     weights = load_file(file)
@@ -116,13 +116,13 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_told_in_a_line(tmp_pat
     others = {key: tensor for key, tensor in weights.items() if key != name}
     for wrong in ({f"{name}s": weights[name]}, {name: weights[name][:1].clone()}):
         save_file(others | wrong, file, {"format": "pt"})
-        with process_group() as process, pytest.raises(UserError) as told:
+        with process_group() as process, pytest.raises(UserError) as error:
             load(process, tmp_path / "model/run.yaml")
-        assert "model.layers.1.mlp.experts.gate_up_proj cannot be made of the weights in the files" in str(told.value)
-        assert "\n" not in str(told.value)
+        assert "cannot be converted to model.layers.1.mlp.experts.gate_up_proj" in str(error.value)
+        assert "\n" not in str(error.value)
 
 
-def test_these_are_the_operations_that_transformers_has() -> None:
+def test_list_of_conversion_operations_is_complete() -> None:
     """One that is new has to be looked at: may a rank convert a part of what is published by itself?"""
     mapping = _build_checkpoint_conversion_mapping()
     converters = [each for every in mapping.values() for each in every if isinstance(each, WeightConverter)]
