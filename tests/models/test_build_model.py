@@ -1,4 +1,4 @@
-"""Building models on meta, drawing their first weights, and attention over packs against a plain masked softmax."""
+"""Building models on meta, random initialization, and packed attention compared with a plain masked softmax."""
 
 import math
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_initial_weights_depend_only_on_seed(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_weights_follow_rules_of_family(family: str) -> None:
-    """Standard deviation and mean of every tensor as transformers draws them, and blocks that are not copies."""
+    """Mean and standard deviation of each tensor match transformers, and blocks are not copies of each other."""
     model, reference, weights = build(family), plain(family), draw(family)
     for name, expected in reference.state_dict().items():
         if name not in weights:
@@ -138,7 +138,7 @@ PATTERNS = {
 
 
 def masked_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], p: Pattern) -> torch.Tensor:
-    """One query, one key at a time: as slow and as plain as the definition."""
+    """Attention by its definition: one query and one key at a time."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     heads, tokens, width = q.shape[1:]
     out = torch.zeros(1, tokens, heads, width, dtype=q.dtype)

@@ -1,4 +1,4 @@
-"""Fields of an inline model.config: what a family has is taken, anything else is named."""
+"""Fields of an inline model.config: fields of the family are accepted, others raise an error with their name."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_config_accepts_all_fields_that_family_saves(family: str) -> None:
 def test_config_accepts_old_field_names(older: dict[str, Any]) -> None:
     before = {name: dict(value) if isinstance(value, dict) else value for name, value in older.items()}
     config_of(model_config("llama") | older, "model.config")
-    assert older == before, "the user's mapping is left as it was"
+    assert older == before, "the user's mapping must not change"
 
 
 @pytest.mark.parametrize(

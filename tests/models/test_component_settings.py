@@ -1,4 +1,4 @@
-"""model.freeze: patterns over names of modules and parameters, on any model; what matches nothing is named."""
+"""model.freeze: patterns of module and parameter names, for any model. An unmatched pattern raises an error."""
 
 from pathlib import Path
 from typing import Any

@@ -60,12 +60,12 @@ def recurrent(rows: Any, input_weight: Any, state_weight: Any, *_: Any, **__: An
 
 
 def grouped(left: Any, right: Any, *_: Any, **__: Any) -> float:
-    """Rows [N, A] by experts [E, A, B]; of the weights' gradient, [A, N] by [N, B]."""
+    """Count rows [N, A] times experts [E, A, B]; for the gradient of the weights, [A, N] times [N, B]."""
     return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
 def depthwise_backward(grad: Any, _: Any, weight: Any, *__: Any, **___: Any) -> float:
-    """Of a convolution of each channel by itself, which torch's own formula takes for one of all channels."""
+    """Count a depthwise convolution, which torch's formula counts as a convolution over all channels."""
     return 4 * weight.numel() * grad.shape[-1]
 
 
@@ -87,7 +87,7 @@ def sensor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts(path: Path, *overrides: str) -> tuple[float, float]:
-    """FLOPs of a run's first step, all of it in one micro-batch: ours, and torch's."""
+    """Return our FLOPs and torch's FLOPs of a run's first step, in one micro-batch."""
     batch = ["--train.packs_per_step=8", "--train.micro_batch=8"]
     config = load_config(path, [*batch, *overrides])
     with process_group() as process:
@@ -97,7 +97,7 @@ def counts(path: Path, *overrides: str) -> tuple[float, float]:
         parallelize_model(model, mesh, config)
         objective = build_objective(model.train(), mesh, config)
         data = next_step(loader, Balancer(model, mesh, config))
-        assert all(item for batch in data.micro_batches for item in batch.media.values())  # no blank one
+        assert all(item for batch in data.micro_batches for item in batch.media.values())  # no dummy input
         with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
             for batch in data.micro_batches:
                 torch.stack([term.weight * term.sum for term in objective.terms(batch)]).sum().backward()
@@ -146,7 +146,7 @@ def test_recurrent_layer_flops_match_torch_counter(
         def rule(*given: Any, is_delta: bool = name == "delta_rule") -> Any:
             *tokens, lengths, _ = given
             nothing = tokens[2].new_zeros(len(lengths), tokens[2].shape[1], tokens[1].shape[2], tokens[2].shape[2])
-            # As if more came before: the first token of a sample is not to be cheaper than others.
+            # With an initial state, so the first token of a sample is not cheaper than others.
             return step_by_step(*tokens, lengths, nothing.requires_grad_(), is_delta)
 
         monkeypatch.setattr(recurrence, name, rule)
@@ -193,7 +193,7 @@ PUBLISHED = {
     "qwen3_vl_moe": ("qwen3_vl_moe", []),
     "qwen3_omni": ("qwen3_omni", []),
     "qwen3_omni, towers frozen": ("qwen3_omni", [*VISUAL, *HEARD]),
-    # Not Mistral 3, which pads pixels to the largest picture of a call, nor LLaVA, whose last layer has no backward.
+    # Not Mistral 3, which pads pixels to the largest image of a call, nor LLaVA, whose last layer has no backward.
     **{family: (family, []) for family in ("gemma3", "internvl", "gemma4")},
 }
 

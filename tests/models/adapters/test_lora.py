@@ -1,4 +1,4 @@
-"""Adapters: what PEFT computes, on every layout; files that PEFT reads; exact resume."""
+"""Adapters: same results as PEFT on every layout, files that PEFT reads, bitwise resume."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ PACKED = {"position_ids": torch.arange(24)[None]} | packed_inputs(torch.tensor([
 
 
 def ours(fields: dict[str, Any], **settings: Any) -> nn.Module:
-    """A model with random weights and an adapter none of whose factors is zero, in one process."""
+    """Build a model with random weights and an adapter without zero matrices, in one process."""
     torch.manual_seed(0)
     adapter = AdapterSettings(**({"rank": 4, "alpha": 6.0, "init": "random"} | settings))
     model = build_model(ModelSection(config=fields, adapter=adapter), "fp32", "cpu")
@@ -56,7 +56,7 @@ def ours(fields: dict[str, Any], **settings: Any) -> nn.Module:
 
 
 def theirs(model: nn.Module, fields: dict[str, Any]) -> nn.Module:
-    """The same by PEFT: its own injection, with weights of the base and of the factors copied."""
+    """Build the same model with PEFT, and copy the weights of base and adapter."""
     found = attached(model)
     settings = found.settings
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager")
@@ -89,7 +89,7 @@ CASES = {
 
 
 def name_in_file(name: str) -> str:
-    """What PEFT saves one of its own parameters as."""
+    """Return the name under which PEFT saves one of its parameters."""
     name = name.replace(".modules_to_save", "").replace(".default", "")
     return name.removesuffix(".weight") if "magnitude" in name else name
 
@@ -131,7 +131,7 @@ VALUES = ("loss", "grad_norm", "tokens_seen")
 
 
 def train_and_resume(process: Process, config: Path, run: Path, again: Path) -> None:
-    """A run, and a copy of what it left at step 3 that goes on."""
+    """Train a run, and resume a copy of it from step 3."""
     assert train_in_this_world([config, "--log.dir", run]) == 0
     if process.rank == 0:
         shutil.copytree(run, again)
@@ -142,7 +142,7 @@ def train_and_resume(process: Process, config: Path, run: Path, again: Path) -> 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Attention and experts of a published model with adapters, trained on two ranks that share the experts."""
+    """Train adapters of attention and experts of a published model on two expert-parallel ranks."""
     root = tmp_path_factory.mktemp("adapter")
     adapter = {"rank": 4, "alpha": 8.0, "targets": ["all-linear", *EXPERTS]}
     model = {"config": None, "tokenizer": None, "path": str(publish(root / "base")), "adapter": adapter}
@@ -198,7 +198,7 @@ def test_peft_loads_export_and_merged_logits_match(trained: Path, tmp_path: Path
     by_us = logits_of(AutoModelForCausalLM.from_pretrained(merged))
     assert (by_us - by_peft).norm() <= 1e-5 * by_peft.norm()
 
-    # The folder is also where another run can begin: as from the checkpoint itself.
+    # Another run can start from the folder, with the same result as from the checkpoint.
     first = {}
     for name, args in {
         "folder": ["--model.adapter", json.dumps({"path": str(adapter)})],
@@ -248,7 +248,7 @@ def test_layouts_agree_with_one_process(layout: str, prepared: Path) -> None:
 
 @pytest.mark.slow
 def test_plan_counts_gradients_and_optimizer_state_of_adapter_only() -> None:
-    """Towers are frozen as a whole: FSDP gathers weights for a backward pass that they do not have."""
+    """Encoders are completely frozen: FSDP gathers weights for a backward pass that they do not have."""
     args = ["plan", ROOT / "examples/gpu/qwen3_omni_32k.yaml", "--world", "8", "--train.packs_per_step", "8", "--json"]
     args += ["--model.config.text_config.num_hidden_layers", "2", "--model.config.vision_config.depth", "2"]
     args += ["--model.config.vision_config.deepstack_visual_indexes", "[0]"]
@@ -273,10 +273,10 @@ def test_new_voice_demo_trains_under_two_percent_of_weights() -> None:
     demo, voice = (
         yaml.safe_load((ROOT / "examples/digits" / f"{name}.yaml").read_text()) for name in ("digits", "new_voice")
     )
-    del demo["model"]["modalities"]["image"]["decoder"]  # it is read from a folder that the demo makes
+    del demo["model"]["modalities"]["image"]["decoder"]  # the demo creates its folder
     model = build_model(ModelSection(**demo["model"], adapter=voice["model"]["adapter"]), "fp32")
     found = attached(model)
-    assert not found.generates  # so PEFT is not to look for transformers' `generate`
+    assert not found.generates  # so PEFT must not require transformers' `generate`
     trained = sum(model.get_parameter(name).numel() for name in found.trained)
     assert 0.015 < trained / sum(p.numel() for p in model.parameters()) < 0.02
     assert {name.split(".")[0] for name in found.modules} == {"foundation", "encoders"}
@@ -294,7 +294,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`omnizoo train` with this adapter must end with 2 and one line on stderr, and leave no trace of a run."""
+    """`omnizoo train` with this adapter must exit with code 2 and one error line, and create no run folder."""
     config = write_config(tmp_path, train={"steps": 1, "packs_per_step": 1})
 
     def fails(adapter: dict[str, Any], *args: str) -> str:
@@ -395,7 +395,7 @@ def test_checkpoint_of_different_base_and_merge_without_adapter_raise(
 def test_composed_model_with_adapters_everywhere_matches_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the foundation and its experts, in a tower and in a decoder; projectors are trained whole."""
+    """Adapters in the foundation and its experts, an encoder and a decoder; projectors are fully trained."""
     monkeypatch.syspath_prepend(str(SENSOR))
     monkeypatch.setenv("PYTHONPATH", str(SENSOR), prepend=":")
     targets = ["all-linear", *EXPERTS, "encoders.image.*.self_attn.q_proj", "decoders.series.*"]
@@ -431,7 +431,7 @@ def test_bf16_run_stores_base_in_bf16_and_adapter_in_fp32(trained: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("is_own", [False, True])
 def test_user_models_and_modules_can_have_adapter(is_own: bool, tmp_path: Path) -> None:
-    """Given as an object, of which a copy is trained; with dropout and a base in 8 bits, too."""
+    """Passed as a Python object, whose copy is trained; also with dropout and an 8-bit base."""
     torch.manual_seed(3)
     if is_own:
         given: nn.Module = TinyModel(512, 32, 4, 2)

@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits: the published numbers, shards that are quantised as the whole is, and the same gradients."""
+"""Quantized bases: published NF4 values, shards that are quantized like the full tensor, and the same gradients."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def packing_of(weight: torch.Tensor, kind: str) -> Packing:
 
 
 def test_nf4_values_are_quantiles_of_normal_distribution() -> None:
-    """As the paper makes them, with zero in both halves; the outermost quantile is that of bitsandbytes."""
+    """As in the paper, with zero in both halves; the outermost quantile is that of bitsandbytes."""
     outermost = 0.9677083
     above = norm.ppf(torch.linspace(outermost, 0.5, 9)[:-1].double())
     below = -norm.ppf(torch.linspace(outermost, 0.5, 8)[:-1].double())
@@ -138,7 +138,7 @@ def test_layouts_agree_with_one_process(layout: str, base: str, precision: str, 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run on a published model with its base in 4 bits."""
+    """Return the config of a run on a published model with a 4-bit base."""
     root = tmp_path_factory.mktemp("quantised")
     adapter = {"rank": 4, "alpha": 8.0, "base": "nf4", "targets": ["all-linear", *EXPERTS]}
     model = {"config": None, "tokenizer": None, "path": str(publish(root / "base")), "adapter": adapter}
@@ -147,7 +147,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_shards(process: Process, config_file: Path) -> None:
-    """Each rank holds its part of what quantising the published weights gives."""
+    """Check that each rank has its shard of the quantized published weights."""
     config = load_config(config_file, ["--parallel.ulysses", "2", "--parallel.ep", "2", "--train.precision", "bf16"])
     model = build_model(config.model, "bf16")
     parallelize_model(model, build_mesh(config, process), config)
@@ -185,7 +185,7 @@ def test_quantized_run_resumes_bitwise_and_merges_into_published_base(
     base = load_file(Path(config["model"]["path"]) / "model.safetensors")
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
     change = merged["model.layers.0.self_attn.q_proj.weight"] - base["model.layers.0.self_attn.q_proj.weight"]
-    assert torch.linalg.matrix_rank(change, rtol=1e-4) == 4  # nothing of the quantisation is in it
+    assert torch.linalg.matrix_rank(change, rtol=1e-4) == 4  # without quantization error
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
 
 
@@ -210,7 +210,9 @@ def test_plan_reports_checkpoint_size_and_quantized_base_memory(
     config = load_config("examples/lora_tiny.yaml", quantised_base)
     model = build_model(config.model, "fp32")
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert weights["adapter"] - trained < 0.35 * weights["whole"]  # embedding and head, which are not quantised, count
+    assert (
+        weights["adapter"] - trained < 0.35 * weights["whole"]
+    )  # includes embedding and head, which are not quantized
 
 
 def test_unsupported_quantization_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
-"""Families with layers that carry a state: packs against one sample at a time by transformers' own code, training on
-ranks against one process, and no way around our rules."""
+"""Recurrent layers: packs compared with separate samples in transformers, training on ranks compared with one process,
+and errors if our replacements are not used."""
 
 import inspect
 import json
@@ -34,7 +34,7 @@ from omnizoo.verification.trial import run_trial
 ROOT = Path(__file__).parents[3]
 VOCABULARY = 64
 FEW = 16  # experts, at most
-# Each has a rule of its own; the others are in `make verify-all`.
+# Each family has a different recurrence; `make verify-all` covers the others.
 COVERING = ("qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h")
 HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "lfm2"),
@@ -49,7 +49,7 @@ def shrunken(family: str) -> dict[str, Any]:
 
 
 def small(family: str, precision: str = "fp32") -> tuple[nn.Module, nn.Module]:
-    """A model as we build it, and transformers' own with the same weights."""
+    """Return the model that we build, and the transformers model with the same weights."""
     config = shrunken(family)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
@@ -110,7 +110,7 @@ def test_binding_states_leaves_other_models_unchanged() -> None:
         )
 
 
-# Families whose own code would carry a state on into the next sample without a word.
+# Families whose original code silently carries the state into the next sample.
 SILENT = ("kimi_linear", "lfm2", "bamba", "nemotron_h")
 
 
@@ -134,7 +134,7 @@ def test_recurrent_model_without_replacements_raises(family: str, monkeypatch: p
 
 @pytest.mark.parametrize("family", SILENT)
 def test_probe_detects_state_carried_across_samples(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: transformers' own functions in the place of ours."""
+    """Plant a fault: the original functions of transformers instead of our replacements."""
     monkeypatch.setattr(
         recurrent, "REPLACEMENTS", dict.fromkeys(recurrent.REPLACEMENTS, lambda module, original: original)
     )

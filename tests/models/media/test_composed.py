@@ -1,4 +1,4 @@
-"""Composed models as Hugging Face models: parts from published folders, the whole as one folder, and what it writes."""
+"""Composed models as Hugging Face models: components from published folders, export to one folder, and generation."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def published(fields: dict[str, Any], folder: Path, builder: Any = AutoModel) ->
 
 
 def test_each_component_loads_its_published_weights(tmp_path: Path) -> None:
-    """The sound encoder is published as part of a model that also writes; only the encoder is taken."""
+    """The audio encoder is published as part of a larger model; only the encoder is loaded."""
     path = write_omni_config(tmp_path, "qwen3_moe")
     foundation = json.loads(json.dumps(load_config(path, []).model.foundation.config))  # type: ignore[union-attr]
     originals = {
@@ -71,7 +71,7 @@ def test_each_component_loads_its_published_weights(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model after a few steps, as a Hugging Face folder."""
+    """Train a model for a few steps, and export it to a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported")
     config = load_config(write_omni_config(folder, "qwen3", train={"steps": 2}), [])
     assert train(config) == 0
@@ -120,7 +120,7 @@ def test_generation_depends_on_seed_and_prompt(writer: ChatModel, tmp_path: Path
     prompts = ["just words", [words, picture], [words, other], [picture, words, sound, words, picture]]
     answers = [ask(writer, prompt, seed=1) for prompt in prompts]
     assert [ask(writer, prompt, seed=1) for prompt in prompts] == answers
-    seen = [first_logits(writer, prompt) for prompt in prompts]  # an untrained model says much the same to anything
+    seen = [first_logits(writer, prompt) for prompt in prompts]  # an untrained model responds similarly to all prompts
     assert min(float((a - b).abs().max()) for a, b in itertools.combinations(seen, 2)) > 1e-6
     assert ask(writer, prompts[0], seed=2) != ask(writer, prompts[0], seed=1)
     assert ask(writer, prompts[0], seed=1, temperature=0) == ask(writer, prompts[0], seed=2, temperature=0)
@@ -130,7 +130,7 @@ def test_generation_depends_on_seed_and_prompt(writer: ChatModel, tmp_path: Path
 def test_media_items_are_generated_after_begin_token_and_saved(
     writer: ChatModel, modality: str, tmp_path: Path
 ) -> None:
-    """An untrained model hardly ever begins one by itself: the head is made to."""
+    """An untrained model rarely generates the begin token, so the head is changed to predict it."""
     begin = writer.tokenizer.convert_tokens_to_ids(writer.modalities[modality].begin)
     calls: list[int] = []
 
@@ -155,7 +155,7 @@ def test_media_items_are_generated_after_begin_token_and_saved(
 
 
 def test_generation_with_cache_matches_full_forward(writer: ChatModel) -> None:
-    """Greedy tokens against the likeliest token of a whole forward pass, each time anew."""
+    """Compare greedy tokens with the most likely token of a full forward pass for each position."""
     ids = writer.renderer.prompt("so it is").input_ids.tolist()
     pieces = writer.write("so it is", Sampling(temperature=0), max_tokens=6)
     written = [token for piece in pieces for token in piece.ids]

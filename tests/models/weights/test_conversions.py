@@ -1,5 +1,5 @@
-"""Published weights that are stacked, joined, cut up, turned or put in another order on their way into a model, on
-ranks that each hold a part: every rank ends up with its part of what one process loads."""
+"""Published weights that loading stacks, concatenates, splits, transposes or permutes: each rank gets its shard of what
+one process loads."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from omnizoo.models.hf_private import Loaded, load_files
 from omnizoo.models.small_config import Shrinking, shrink_config
 from omnizoo.parallel.process import Process, process_group
 
-# Families of the zoo that between them stack (experts), join along every dim that is split on some layout (gates and
-# convolutions), cut up and reorder, and turn: one folder as transformers saves it, one as it was first published.
+# Together, these families stack (experts), concatenate along every dim that some layout splits (gates, convolutions),
+# split and permute, and transpose. One folder is as transformers saves it, one as it was first published.
 FAMILIES = ("kimi_linear", "kimi_k25", "qwen3_vl_moe", "qwen3_vl_moe_turned")
 LAYOUTS = (("--parallel.ep", "1"), ("--parallel.ep", "4"), ("--parallel.ep", "2"))  # the last: 2 ranks share an expert
 MLP, ATTENTION = "model.layers.0.mlp.", "model.layers.0.self_attn."
@@ -53,7 +53,7 @@ def publish(name: str, folder: Path) -> None:
 
 
 def other_operations() -> list[WeightConverter]:
-    """What transformers has beside, for families of which none is in the zoo; here for weights of a Llama."""
+    """Return the other conversions of transformers, which no family of the zoo uses, for weights of a Llama."""
     halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
     heads = [f"self_attn.{name}_proj.weight" for name in "qkv"]
     return [
@@ -65,7 +65,7 @@ def other_operations() -> list[WeightConverter]:
 
 
 def as_others_publish(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a Llama of one layer before `other_operations`."""
+    """Return the weights of a one-layer Llama before `other_operations`."""
     rest = dict(weights)
     gate, up = (rest.pop(f"{MLP}{name}_proj.weight") for name in ("gate", "up"))
     heads = [rest.pop(f"{ATTENTION}{name}_proj.weight") for name in "qkv"]
@@ -123,7 +123,7 @@ def test_missing_or_misshapen_expert_raises_one_line(tmp_path: Path) -> None:
 
 
 def test_list_of_conversion_operations_is_complete() -> None:
-    """One that is new has to be looked at: may a rank convert a part of what is published by itself?"""
+    """A new operation needs a review: can a rank convert its shard of the published weights separately?"""
     mapping = _build_checkpoint_conversion_mapping()
     converters = [each for every in mapping.values() for each in every if isinstance(each, WeightConverter)]
     assert {type(operation).__name__ for each in converters for operation in each.operations} == {

@@ -1,4 +1,4 @@
-"""Initial weights are never garbage: each tensor is drawn by the model's rule, set by its constructor, or refused."""
+"""Random initialization: the model's rule or its constructor sets each tensor. Otherwise an error is raised."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ SMALL = SHAPE | {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-# Rules of every kind: plain, scaled by depth, biases and tables that only constructors set, rotary of all sorts.
+# All kinds of rules: plain, scaled by depth, biases and tables that only constructors set, all rotary embeddings.
 FAMILIES = [
     "afmoe",
     "apertus",
@@ -79,7 +79,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
-    """Against two real models: what they agree in is constant and must be equal; the rest is drawn likewise."""
+    """Compare with two transformers models. Values that they share must be equal, others have the same distribution."""
     torch.manual_seed(1)
     first, second = tensors_of(build()), tensors_of(build())
     found = dict(initial_weights(on_meta(build), 0, set(first)))
@@ -109,7 +109,7 @@ def test_initial_tensors_match_constructor_and_rules_of_family(family: str) -> N
 
 
 class Own(nn.Module):
-    """What people write: values in constructors, changes to children, torch's modules, nothing else."""
+    """A typical user module: values set in the constructor, changed children, torch modules."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_uninitialized_tensor_raises_with_its_name(module: type[nn.Module], name
 
 
 def test_fp64_constant_of_constructor_is_not_rounded_to_fp32() -> None:
-    """transformers builds with the run's precision as the default one, which is another when a tensor is made."""
+    """transformers builds with the run's dtype as the default, which differs when the tensor is computed later."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -195,7 +195,7 @@ def test_fp64_constant_of_constructor_is_not_rounded_to_fp32() -> None:
 
 
 def test_tensor_is_initialized_without_rest_of_model() -> None:
-    """Of a model of terabytes on meta, one small tensor."""
+    """Compute one small tensor of a model that has terabytes on meta."""
 
     def build() -> nn.Module:
         layers = nn.Sequential(*(nn.Linear(2**19, 2**19) for _ in range(4)), nn.LayerNorm(8))

@@ -1,4 +1,4 @@
-"""More tokens than rows: embedding and head grow, published rows stay, new ones are the same on every layout."""
+"""Resized vocabularies: published rows are kept, and new rows are the same on every layout."""
 
 import json
 from pathlib import Path
@@ -24,13 +24,13 @@ from omnizoo.parallel.process import Process, process_group
 from omnizoo.parallelize.parallelize import parallelize_model
 
 ADDED = ["<|step|>", "<|thought|>", "<|tool|>"]
-FULL = 418  # tokens of the fixtures' tokenizer: as many rows leave none free
-NEW = 448  # rows for some more, as a multiple of 64
+FULL = 418  # tokens of the fixtures' tokenizer: this many rows leave no unused row
+NEW = 448  # the next multiple of 64
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def publish_with_tokens(folder: Path, family: str) -> Path:
-    """A model with a full vocabulary, whose tokenizer has three tokens more."""
+    """Write a model with a full vocabulary, whose tokenizer has three additional tokens."""
     publish(folder, family, vocab_size=FULL)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(ADDED, special_tokens=True)
@@ -45,7 +45,7 @@ def plain_config(folder: Path, family: str, **sections: Any) -> Path:
 
 
 def composed_config(folder: Path, family: str, **sections: Any) -> Path:
-    """Marks of a modality, onto a vocabulary that is full."""
+    """Write a composed model whose marks are added to a full vocabulary."""
     foundation = {"path": str(publish(folder / family, family, vocab_size=FULL)), "config": None}
     rng = np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 255, (24, 16, 3), dtype=np.uint8)).save(folder / "picture.png")
@@ -58,7 +58,7 @@ def composed_config(folder: Path, family: str, **sections: Any) -> Path:
 
 
 def load(process: Process, path: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    """Whole parameters of the model that a run of this config would start from."""
+    """Return the full initial parameters of a run with this config."""
     config = load_config(path, list(overrides))
     model = build_model(config.model, config.train.precision)
     parallelize_model(model, build_mesh(config, process), config)
@@ -84,7 +84,7 @@ def test_tokens_without_embedding_row_raise_with_key(tmp_path: Path, capsys: pyt
     assert "model.resize_vocabulary" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])  # tied, and with a head of its own
+@pytest.mark.parametrize("family", ["qwen3", "llama"])  # tied head, separate head
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_published_rows_are_kept_and_new_rows_initialized(kind: str, family: str, tmp_path: Path) -> None:
     path = CONFIGS[kind](tmp_path, family)
@@ -117,7 +117,7 @@ def test_resized_vocabulary_on_ranks_matches_one_process(tmp_path: Path) -> None
     steps = {"train": {"steps": 2, "packs_per_step": 3}}
     for kind, make in CONFIGS.items():
         make(tmp_path / kind, "qwen3" if kind == "plain" else "llama", **steps)
-    # Three ranks: 448 rows are split elsewhere than 418 would be.
+    # Three ranks split 448 rows at other boundaries than 418 rows.
     result = run_on_ranks(keep_weights, 3, str(tmp_path))
     assert result.code == 0, result.stdout + result.stderr
     for kind in CONFIGS:
@@ -149,7 +149,7 @@ def test_resized_vocabulary_is_kept_by_resume_and_export(tmp_path: Path, capsys:
     assert json.loads((out / "config.json").read_text())["vocab_size"] == NEW
     capsys.readouterr()
     assert main(["generate", str(out), "--prompt", "What?", "--max-tokens", "3", "--temperature", "0"]) == 0
-    # it fits now: the key has nothing left to do
+    # The vocabulary fits now, so the key has no effect.
     ready = ["--model.path", str(out), "--model.resize_vocabulary", "true", "--log.dir", str(tmp_path / "on")]
     assert main(["train", str(path), *ready, "--train.steps", "1", "--checkpoint.every", "0"]) == 0
 
