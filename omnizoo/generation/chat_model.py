@@ -58,7 +58,7 @@ class ChatModel(GenerativeModel):
         try:
             prompt = self.renderer.prompt(messages, folder.find)
         except (BadRow, BadMedia) as reason:
-            raise UserError(f"the prompt cannot be used: {reason}") from None
+            raise UserError(f"prompt: {reason}") from None
         return self.answer(prompt, sampling, max_tokens, followed=followed)
 
     def answer(
@@ -90,19 +90,21 @@ class ChatModel(GenerativeModel):
                 for item in prompt.items
             ]
         except BadMedia as reason:
-            raise UserError(f"the prompt cannot be used: {reason}") from None
+            raise UserError(f"prompt: {reason}") from None
         if not len(prompt):
-            raise UserError("the prompt is empty: there is nothing to go on from")
+            raise UserError("prompt: empty. Pass at least one token.")
+
         sampling = sampling or Sampling()
         ids = prompt.input_ids.tolist()
         pieces = self.generate(ids, items, max_tokens, sampling, self._end_of_turn(), on_piece)
         response = [token for piece in pieces for token in piece.ids]
         if followed is None or not response:
             return pieces
-        more = self.follow([*ids, *response], items, followed, sampling)
-        for piece in more:
+
+        follower_pieces = self.follow([*ids, *response], items, followed, sampling)
+        for piece in follower_pieces:
             on_piece(piece)
-        return pieces + more
+        return pieces + follower_pieces
 
     def save(self, piece: GeneratedPiece, stem: Path) -> str:
         """Write a generated media item to a file whose path starts with `stem`, and return the path."""
@@ -114,7 +116,8 @@ class ChatModel(GenerativeModel):
 
     def text(self, pieces: Sequence[GeneratedPiece]) -> str:
         """Return the generated text without special tokens. Media items appear as their modality in brackets."""
-        return "".join(self.decode(piece) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces)
+        texts = [self.decode(piece) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces]
+        return "".join(texts)
 
     def decode(self, piece: GeneratedPiece) -> str:
         """Return the text of a piece, without special tokens."""
@@ -122,9 +125,12 @@ class ChatModel(GenerativeModel):
 
     def _end_of_turn(self) -> list[int]:
         """Return the tokens that end a response: those of the generation config and that of the chat template."""
-        declared = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        ends = declared if isinstance(declared, list) else [declared] if declared is not None else []
-        return [*ends, *self.renderer.end_of_turn()]
+        generation_config = getattr(self.model, "generation_config", None)
+        declared = getattr(generation_config, "eos_token_id", None)
+        if declared is None:
+            return list(self.renderer.end_of_turn())
+        end_ids = declared if isinstance(declared, list) else [declared]
+        return [*end_ids, *self.renderer.end_of_turn()]
 
 
 def load_chat_model(

@@ -24,14 +24,17 @@ def whole_copy(model: nn.Module, config: Config, mesh: Mesh) -> PreTrainedModel 
     """
     copy = sync_errors(mesh, lambda: _empty_copy(config, mesh.device) if mesh.is_first else None)
     release(model)  # weights that are still gathered have the dtype of the forward pass
-    targets = {} if copy is None else dict(tensors_of(copy))
+
+    unfilled = {} if copy is None else dict(tensors_of(copy))
     with torch.no_grad():
         for name, weight in stream_model_weights(model, mesh.is_first):
-            targets.pop(name).copy_(weight)
+            unfilled.pop(name).copy_(weight)
+
     if copy is not None:
-        assert not targets.keys() & copy.state_dict().keys(), f"weights without a value: {sorted(targets)[:3]}"
-        if (settings := getattr(model, "generation_config", None)) is not None:
-            copy.generation_config = settings
+        assert not unfilled.keys() & copy.state_dict().keys(), f"weights without a value: {sorted(unfilled)[:3]}"
+        generation_config = getattr(model, "generation_config", None)
+        if generation_config is not None:
+            copy.generation_config = generation_config
     return copy
 
 
@@ -40,12 +43,13 @@ def _empty_copy(config: Config, device: torch.device) -> PreTrainedModel:
 
     The weights that the constructor initializes are overwritten later. The random state of the run does not change.
     """
-    read = read_model_config(config.model)
-    builder = auto_class(read, config.model.trust_remote_code)
+    model_config = read_model_config(config.model)
+    trust_remote_code = config.model.trust_remote_code
+    dtype = MASTER_DTYPE[config.train.precision]
+    builder = auto_class(model_config, trust_remote_code)
     assert builder is not None
-    with torch.random.fork_rng(devices=[] if is_host(device) else [device]), device:
-        copy = builder.from_config(
-            read, dtype=MASTER_DTYPE[config.train.precision], trust_remote_code=config.model.trust_remote_code
-        )
+    rng_devices = [] if is_host(device) else [device]
+    with torch.random.fork_rng(devices=rng_devices), device:
+        copy = builder.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
     assert isinstance(copy, PreTrainedModel)
-    return nn.Module.to(copy, MASTER_DTYPE[config.train.precision])
+    return nn.Module.to(copy, dtype)

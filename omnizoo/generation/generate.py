@@ -37,7 +37,8 @@ class Conversation:
     """State of a generation: the KV cache, and logits and hidden state of the last position."""
 
     def __init__(self, model: PreTrainedModel, media: MediaModel) -> None:
-        self.model, self.media = model, media
+        self.model = model
+        self.media = media
         self.cache = DynamicCache(config=media.language.config)
         self.ids: list[int] = []  # token ids of all positions in the cache
         self.items: Sequence[MediaItem] = ()
@@ -46,8 +47,10 @@ class Conversation:
     def read(self, ids: Sequence[int], items: Sequence[MediaItem]) -> None:
         """Run the model on a prompt. Its media items must be prepared for the encoders."""
         self.items = items
-        media = {"media": prompt_batch(items, self.media.ports, self.model.device, self.model.dtype)} if items else {}
-        self._run(self.model, ids, input_ids=torch.tensor([ids], device=self.model.device), **media)
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids], device=self.model.device)}
+        if items:
+            inputs["media"] = prompt_batch(items, self.media.ports, self.model.device, self.model.dtype)
+        self._run(self.model, ids, **inputs)
 
     def write(self, token: int) -> torch.Tensor:
         """Run the model on one more token, and return the hidden state of its position, `[width]`."""
@@ -61,15 +64,18 @@ class Conversation:
         return self._run(self.media.language, [PLACE], inputs_embeds=embedding[None, None])
 
     def _run(self, module: PreTrainedModel, ids: Sequence[int], **inputs: Any) -> torch.Tensor:
+        """Run `module` on the next positions, and store logits and hidden state of the last one."""
         self.ids += ids
         if self.media.positions is not None:  # positions of this model family may differ from token counts
             positions = self.media.positions(np.array(self.ids, np.int32), self.items)[:, None, -len(ids) :]
             inputs["position_ids"] = torch.from_numpy(positions).to(self.model.device)
-        kept: list[torch.Tensor] = []
+
+        hidden_states: list[torch.Tensor] = []
         last = torch.tensor([-1], device=self.model.device)
-        with last_hidden_state(self.media.language, kept.append):
+        with last_hidden_state(self.media.language, hidden_states.append):
             out = module(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=last)
-        self.logits, self.hidden = out.logits[0, -1], kept[0][0, -1]
+        self.logits = out.logits[0, -1]
+        self.hidden = hidden_states[0][0, -1]
         return self.hidden
 
 
@@ -95,14 +101,15 @@ class GenerativeModel:
         a media item in a row.
         """
         pieces = []
-        for name in [module.modality for module in self.media.modules_of("follower")]:
-            follower = self.modalities[name].follower
+        for module in self.media.modules_of("follower"):
+            follower = self.modalities[module.modality].follower
             assert follower is not None
-            with follower.capture() as kept:
+            with follower.capture() as hidden_states:
                 Conversation(self.model, self.media).read(ids, items)
-            states = follower.rows_from(kept, torch.tensor(ids, device=self.model.device))
-            targets = follower.generate(states, np.array(ids, np.int32), items, options, sampling)
-            pieces.append(GeneratedPiece(name, [], targets, follower.render(targets, options)))
+            rows = follower.rows_from(hidden_states, torch.tensor(ids, device=self.model.device))
+            targets = follower.generate(rows, np.array(ids, np.int32), items, options, sampling)
+            item = follower.render(targets, options)
+            pieces.append(GeneratedPiece(module.modality, ids=[], targets=targets, item=item))
         return pieces
 
     @torch.no_grad()
@@ -134,30 +141,29 @@ class GenerativeModel:
             UserError: If the logits are not finite.
         """
         if self.media.speaker_format is not None:
-            piece = self._speak(ids, items, max_tokens, sampling)
+            piece = self._generate_only_item(ids, items, max_tokens, sampling)
             on_piece(piece)
             return [piece]
+
         conversation = Conversation(self.model, self.media)
         conversation.read(ids, items)
-        modalities, token_id = self.modalities.values(), self.tokenizer.convert_tokens_to_ids
-        begins = {token_id(m.begin): m for m in modalities if m.decoder and m.begin}
-        never = [token_id(m.placeholder) for m in modalities if m.placeholder]
-        for modality in modalities:
-            if isinstance(modality.decoder, VocabularyDecoder):
-                never += modality.decoder.reserved_ids
-        stops = {*stop, self.tokenizer.eos_token_id}
+        begin_tokens = self._begin_tokens()
+        excluded_ids = self._excluded_ids()
+        stop_ids = {*stop, self.tokenizer.eos_token_id}
         pieces: list[GeneratedPiece] = []
         for _ in range(max_tokens):
             if not torch.isfinite(conversation.logits).all():
-                raise UserError("the model's logits are not finite: its weights are damaged, or training diverged")
-            conversation.logits[never] = -torch.inf
+                raise UserError("model: the logits are not finite. The weights are damaged, or training diverged.")
+            conversation.logits[excluded_ids] = -torch.inf
             token = int(sampling.draw(conversation.logits[None])[0])
-            if token in stops:
+
+            if token in stop_ids:
                 break
-            if token in begins:
-                pieces.append(self._generate_item(conversation, begins[token], token, sampling))
+            if token in begin_tokens:
+                pieces.append(self._generate_item(conversation, begin_tokens[token], token, sampling))
                 on_piece(pieces[-1])
                 continue
+
             if not pieces or pieces[-1].modality != "text":
                 pieces.append(GeneratedPiece("text", []))
             pieces[-1].ids.append(token)
@@ -165,20 +171,45 @@ class GenerativeModel:
             conversation.write(token)
         return pieces
 
-    def _speak(self, ids: Sequence[int], items: Sequence[MediaItem], most: int, sampling: Sampling) -> GeneratedPiece:
-        name, decoder = next((name, m.decoder) for name, m in self.modalities.items() if m.decoder is not None)
+    def _begin_tokens(self) -> dict[int, Modality]:
+        """Return the modalities that can be generated, by the id of their begin token."""
+        by_token: dict[int, Modality] = {}
+        for modality in self.modalities.values():
+            if modality.decoder and modality.begin:
+                by_token[self.tokenizer.convert_tokens_to_ids(modality.begin)] = modality
+        return by_token
+
+    def _excluded_ids(self) -> list[int]:
+        """Return the tokens that are never sampled as text: placeholder tokens, and reserved ids of decoders."""
+        ids: list[int] = []
+        for modality in self.modalities.values():
+            if modality.placeholder:
+                ids.append(self.tokenizer.convert_tokens_to_ids(modality.placeholder))
+            if isinstance(modality.decoder, VocabularyDecoder):
+                ids += modality.decoder.reserved_ids
+        return ids
+
+    def _generate_only_item(
+        self, ids: Sequence[int], items: Sequence[MediaItem], max_placeholders: int, sampling: Sampling
+    ) -> GeneratedPiece:
+        """Generate the response of a model that generates no text: one item of at most `max_placeholders` tokens."""
+        generated = [modality for modality in self.modalities.values() if modality.decoder is not None]
+        modality = generated[0]
+        decoder = modality.decoder
+        assert isinstance(decoder, ItemDecoder), f"{type(decoder).__name__} has no `generate_item`"
+
         batch = prompt_batch(items, self.media.ports, self.model.device, self.model.dtype)
         embeddings = self.media.embed(torch.tensor(ids, device=self.model.device), batch)
-        assert isinstance(decoder, ItemDecoder), f"{type(decoder).__name__} has no `generate_item`"
-        targets = decoder.generate_item(embeddings, most, sampling)
-        return GeneratedPiece(name, [], targets, decoder.render(targets))
+        targets = decoder.generate_item(embeddings, max_placeholders, sampling)
+        return GeneratedPiece(modality.name, ids=[], targets=targets, item=decoder.render(targets))
 
     def _generate_item(
         self, conversation: Conversation, modality: Modality, begin: int, sampling: Sampling
     ) -> GeneratedPiece:
+        """Generate a media item after its begin token, and append its end token to the conversation."""
         decoder = modality.decoder
         assert decoder is not None
         targets = decoder.generate(conversation.write(begin), conversation.feed, sampling)
         if modality.end:
             conversation.write(self.tokenizer.convert_tokens_to_ids(modality.end))
-        return GeneratedPiece(modality.name, [], targets, decoder.render(targets))
+        return GeneratedPiece(modality.name, ids=[], targets=targets, item=decoder.render(targets))

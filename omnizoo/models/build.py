@@ -80,12 +80,19 @@ def _build_base(model: ModelSection, precision: str, device: str) -> nn.Module:
         return copy_given(given_model(model), model, precision, device)
     if model.module is not None:
         with torch.device(device):
-            return _own_module(model).to(MASTER_DTYPE[precision])
-    config, origin = read_model_config(model), model.foundation or model
-    source, has_weights = origin.path or origin.config, origin.path is not None
-    published = read_published(Path(source), language_config(config), has_weights) if isinstance(source, str) else None
+            return _build_user_module(model).to(MASTER_DTYPE[precision])
+
+    config = read_model_config(model)
+    language_section = model.foundation or model
+    source = language_section.path or language_section.config
+    published = None
+    if isinstance(source, str):
+        has_weights = language_section.path is not None
+        published = read_published(Path(source), language_config(config), has_weights)
+
     built = build_from(config, model, precision, device)
     keep_export_files(built, published or read_voices_beside(tokenizer_folder(model)))
+
     folder = model.path or model.config
     if isinstance(folder, str) and (Path(folder) / "generation_config.json").is_file():
         built.generation_config = read_generation_config(Path(folder))
@@ -94,14 +101,17 @@ def _build_base(model: ModelSection, precision: str, device: str) -> nn.Module:
 
 def build_from(config: PretrainedConfig, model: ModelSection, precision: str, device: str) -> PreTrainedModel:
     """Build the model of `config`, which is the config of `model` or derived from it."""
-    key = "model.foundation" if model.foundation else "model.path" if model.path else "model.config"
+    key = _source_key(model)
     builder = auto_class(config, model.trust_remote_code)
     if builder is None:
-        raise UserError(f"{key}: transformers has no causal language model of type `{config.model_type}`")
+        raise UserError(
+            f"{key}: transformers has no causal language model of type `{config.model_type}`. Use another model."
+        )
     try:
         config.get_text_config()
     except ValueError as error:
-        raise UserError(f"{key}: `{config.model_type}` is no single language model: {error}") from error
+        raise UserError(f"{key}: `{config.model_type}` is not a single language model: {error}") from error
+
     try:
         with torch.device(device):
             built = builder.from_config(
@@ -110,44 +120,60 @@ def build_from(config: PretrainedConfig, model: ModelSection, precision: str, de
     except UserError:
         raise
     except BUILDING_ERRORS as error:
-        raise UnbuildableError(f"{key}: no `{config.model_type}` can be built from this: {explain(error)}") from error
+        raise UnbuildableError(
+            f"{key}: cannot build a `{config.model_type}` model from this config: {explain(error)}"
+        ) from error
     assert isinstance(built, PreTrainedModel)
-    for tokeniser in frozen_tokenizers(built).values():
-        tokeniser.requires_grad_(False)
+
+    for tokenizer in frozen_tokenizers(built).values():
+        tokenizer.requires_grad_(False)
     # The components of a composed model have separate configs and may have different dtypes. `to` would convert complex
     # buffers to real ones.
-    (nn.Module.double if precision == "fp64" else nn.Module.float)(built)
+    if precision == "fp64":
+        nn.Module.double(built)
+    else:
+        nn.Module.float(built)
+
     _keep_samples_apart(built, model.attention, key)
     vars(built)[RECIPE] = recipe_from_config(model)
     return built
 
 
-def copy_given(given: nn.Module, model: ModelSection, precision: str, device: str) -> nn.Module:
+def _source_key(model: ModelSection) -> str:
+    """Return the config key that the model comes from, for messages."""
+    if model.foundation:
+        return "model.foundation"
+    return "model.path" if model.path else "model.config"
+
+
+def copy_given(original: nn.Module, model: ModelSection, precision: str, device: str) -> nn.Module:
     """Copy a module; on meta, without its weights. Tied weights stay tied, and frozen weights stay frozen."""
-    tensors = [*given.parameters(), *given.buffers()]
-    memo: dict[int, Any] = {id(t): _moved(t, device) for t in tensors} if device == "meta" else {}
+    memo: dict[int, Any] = {}  # copies by id of the original tensor, as `deepcopy` uses them
+    if device == "meta":
+        for tensor in (*original.parameters(), *original.buffers()):
+            memo[id(tensor)] = _copy_to(tensor, device)
     try:
-        copied = deepcopy(given, memo)
+        copied = deepcopy(original, memo)
     except BUILDING_ERRORS as error:
-        raise UserError(f"model= is a {type(given).__name__} that cannot be copied: {explain(error)}") from error
+        raise UserError(f"model=: cannot copy a {type(original).__name__}: {explain(error)}") from error
     if isinstance(copied, PreTrainedModel):
         _keep_samples_apart(copied, model.attention, "model=")
     return nn.Module.to(copied, MASTER_DTYPE[precision])
 
 
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _copy_to(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Return `tensor` on `device`. A parameter stays a parameter."""
-    moved = tensor.detach().to(device)
-    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    copied = tensor.detach().to(device)
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-def _own_module(model: ModelSection) -> nn.Module:
+def _build_user_module(model: ModelSection) -> nn.Module:
     """Build the user module that `model.module` names, with `model.config` as arguments."""
     assert model.module is not None
     assert isinstance(model.config, dict)
     built = call(model.module, "model.module", "a class or function that builds a torch.nn.Module", model.config)
     if not isinstance(built, nn.Module):
-        raise UserError(f"model.module: {model.module} gave a {type(built).__name__}, not a torch.nn.Module")
+        raise UserError(f"model.module: {model.module} returned a {type(built).__name__}; expected a torch.nn.Module")
     return built
 
 
@@ -161,9 +187,8 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     rows = int(text_embedding(model).get_parameter("weight").shape[0])
     if len(tokenizer) > rows:
         raise UserError(
-            f"model.tokenizer: {len(tokenizer)} tokens do not fit the model's vocabulary of {rows}; set "
-            "model.resize_vocabulary: true to give the embedding and the head rows for them, or use the model's own "
-            "tokenizer"
+            f"model.tokenizer: {len(tokenizer)} tokens do not fit the model's vocabulary of {rows}. Set "
+            "model.resize_vocabulary: true to add rows to the embedding and the head, or use the model's tokenizer."
         )
 
 
@@ -176,18 +201,20 @@ def _keep_samples_apart(built: PreTrainedModel, attention: str, key: str) -> Non
 
 def keep_states_apart(model: PreTrainedModel, key: str) -> None:
     """Reset the state of recurrent layers at sample boundaries. Raise a `UserError` if a layer does not support it."""
-    bound = bind_states(model)
-    if any("indexed" in kind for kind in _layer_kinds(model)):
+    num_bound = bind_states(model)
+    kinds = _layer_kinds(model)
+    if any("indexed" in kind for kind in kinds):
         raise UserError(
-            f"{key}: `{model.config.model_type}` has layers whose attention sees what an index picks among all tokens "
-            "of a pack, those of other samples too; use another family"
+            f"{key}: `{model.config.model_type}` has layers whose attention selects tokens by an index over the whole "
+            "pack, including tokens of other samples. Use another model family."
         )
-    kinds = [kind for kind in _layer_kinds(model) if "attention" not in kind or "linear" in kind]
-    if len(kinds) > bound or (carries_state(model) and not bound):
-        what = ", ".join(sorted(set(kinds))) or "recurrent"
+
+    recurrent = [kind for kind in kinds if "attention" not in kind or "linear" in kind]
+    if len(recurrent) > num_bound or (carries_state(model) and not num_bound):
+        listed = ", ".join(sorted(set(recurrent))) or "recurrent"
         raise UserError(
-            f"{key}: `{model.config.model_type}` has {what} layers, which carry state across packed samples by code "
-            "that cannot be told where these end; use another family"
+            f"{key}: `{model.config.model_type}` has {listed} layers, whose code carries state across packed samples "
+            "and accepts no sample boundaries. Use another model family."
         )
 
 
@@ -209,12 +236,13 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
         try:
             model.set_attn_implementation(name)
         except BUILDING_ERRORS as error:
-            raise UserError(f"model.attention: `{name}` does not work here: {explain(error)}") from error
+            raise UserError(f"model.attention: `{name}` does not work with this model: {explain(error)}") from error
         return
+
     if not uses_attention_interface(model) and not _only_states(model):
         raise UserError(
-            f"model: {type(model).__name__} does not use transformers' attention interface, so the samples of a pack "
-            "cannot be kept apart; use a family that does"
+            f"model: {type(model).__name__} does not use transformers' attention interface, so attention cannot be "
+            "kept within the samples of a pack. Use another model family."
         )
     model.set_attn_implementation(PACKED)
     carry_pack(model)

@@ -38,8 +38,8 @@ def read_field(config: PretrainedConfig, name: str) -> Any:
     a field is read as an attribute.
     """
     fields = config.to_dict()
-    own = config.attribute_map.get(name, name)
-    return fields[own] if own in fields else getattr(config, name, None)
+    family_name = config.attribute_map.get(name, name)
+    return fields[family_name] if family_name in fields else getattr(config, name, None)
 
 
 def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
@@ -47,46 +47,60 @@ def config_of(inline: Mapping[str, Any], key: str) -> PretrainedConfig:
 
     `key` is the config key of the mapping, for messages.
     """
-    given = deepcopy(dict(inline))  # transformers modifies nested mappings in place
-    check_numbers(given, key)
-    model_type = given.pop("model_type")
+    fields = deepcopy(dict(inline))  # transformers modifies nested mappings in place
+    check_numbers(fields, key)
+    model_type = fields.pop("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         close = get_close_matches(str(model_type)[:100], list(CONFIG_MAPPING), n=1)
-        hint = f"did you mean {close[0]}?" if close else "this transformers has no such family"
-        raise UserError(f"{key}.model_type: {shorten(model_type)} is not known; {hint}")
+        hint = f"did you mean {close[0]}?" if close else "the installed transformers has no such family"
+        raise UserError(f"{key}.model_type: {shorten(model_type)} is unknown; {hint}")
+
     family = CONFIG_MAPPING[model_type]
-    for name, cls, place in unknown_fields(family, given):
+    for name, cls, prefix in unknown_fields(family, fields):
         close = get_close_matches(name, sorted(declared(cls)), n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__} of transformers for those it has"
-        raise UserError(f"{key}.{place}{field_name(name)} is not a field of `{cls.model_type or model_type}`; {hint}")
-    _check_given(given, key, family)
+        hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__} of transformers for its fields"
+        config_type = cls.model_type or model_type
+        raise UserError(f"{key}.{prefix}{field_name(name)}: not a field of `{config_type}`; {hint}")
+
+    _check_inline_values(fields, key, family)
     try:
-        config: PretrainedConfig = AutoConfig.for_model(model_type, **given)
+        config: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
     except BUILDING_ERRORS as error:
-        raise UserError(f"{key}: no `{model_type}` can have this config: {explain(error)}") from error
+        raise UserError(f"{key}: not a valid config of `{model_type}`: {explain(error)}") from error
     check_shape(config, key)
     return config
 
 
-def _check_given(fields: Mapping[str, Any], key: str, cls: Any) -> None:
+def _check_inline_values(fields: Mapping[str, Any], key: str, cls: Any) -> None:
     """Check values that the user wrote inline.
 
     Values from a folder are not checked, because the family may not use them.
     """
-    for name, value in ((str(name), value) for name, value in fields.items()):  # keys of `id2label` are integers
+    for field, value in fields.items():
+        name = str(field)  # keys of `id2label` are integers
         if isinstance(value, Mapping):
-            _check_given(value, f"{key}.{name}", getattr(cls, "sub_configs", {}).get(name))
+            _check_inline_values(value, f"{key}.{name}", getattr(cls, "sub_configs", {}).get(name))
         if isinstance(value, bool) or not isinstance(value, int | float) or value == getattr(cls, name, None):
             continue  # the default of the family is always accepted
         if name == "sliding_window" and fields.get("use_sliding_window") is False:
             continue
-        if name in SIZES and value < 1:
-            raise UserError(f"{key}.{name} is {value}; expected at least 1")
-        if ("drop" in name and not 0 <= value < 1) or (name.endswith(("eps", "epsilon", "range", "std")) and value < 0):
-            wanted = "a share, at least 0 and below 1" if "drop" in name else "at least 0"
-            raise UserError(f"{key}.{name} is {value}; expected {wanted}")
-        if name in ("rope_theta", "factor") and value <= 0:
-            raise UserError(f"{key}.{name} is {value}; expected a number above 0")
+
+        expected = _expected_range(name, value)
+        if expected:
+            raise UserError(f"{key}.{name}: {value}; expected {expected}")
+
+
+def _expected_range(name: str, value: float) -> str:
+    """Return the range of the field `name` if `value` is outside of it, otherwise an empty string."""
+    if name in SIZES and value < 1:
+        return "at least 1"
+    if "drop" in name and not 0 <= value < 1:
+        return "a fraction, at least 0 and below 1"
+    if name.endswith(("eps", "epsilon", "range", "std")) and value < 0:
+        return "at least 0"
+    if name in ("rope_theta", "factor") and value <= 0:
+        return "a number above 0"
+    return ""
 
 
 def check_shape(config: PretrainedConfig, key: str) -> None:
@@ -99,20 +113,25 @@ def check_shape(config: PretrainedConfig, key: str) -> None:
     def read(name: str) -> Any:  # some families raise for attributes that differ between layers
         return vars(text).get(text.attribute_map.get(name, name))
 
-    heads, kv_heads = (read(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads = read("num_attention_heads")
+    kv_heads = read("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         raise UserError(f"{key}.num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
-    experts = next((n for name in EXPERTS if isinstance(n := read(name), int)), None)
-    visited = read("num_experts_per_tok")
-    if experts and isinstance(visited, int) and not 1 <= visited <= experts:
-        raise UserError(f"{key}.num_experts_per_tok is {visited}; expected 1 to the number of experts, {experts}")
+
+    expert_counts = [read(name) for name in EXPERTS]
+    num_experts = next((count for count in expert_counts if isinstance(count, int)), None)
+    per_token = read("num_experts_per_tok")
+    if num_experts and isinstance(per_token, int) and not 1 <= per_token <= num_experts:
+        raise UserError(f"{key}.num_experts_per_tok: {per_token}; expected 1 to {num_experts}, the number of experts")
+
     rope = read("rope_parameters")
     if not isinstance(rope, Mapping):
         return
-    for settings in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
+    by_layer_type = [value for value in rope.values() if isinstance(value, Mapping)]
+    for settings in (rope, *by_layer_type):
         theta = settings.get("rope_theta", 1.0)
         if not isinstance(theta, int | float) or not theta > 0:
-            raise UserError(f"{key}.rope_theta is {shorten(theta)}; expected a number above 0")
+            raise UserError(f"{key}.rope_theta: {shorten(theta)}; expected a number above 0")
 
 
 def unknown_fields(
@@ -135,8 +154,10 @@ def unknown_fields(
 
 def declared(cls: type[PretrainedConfig]) -> set[str]:
     """Return the names of all fields that a config class declares."""
-    own = {field.name for field in dataclass_fields(cls)} if is_dataclass(cls) else set()
-    return own | set(cls.attribute_map) | set(inspect.signature(cls).parameters) | set(cls.sub_configs) | {"model_type"}
+    names = {"model_type", *cls.attribute_map, *inspect.signature(cls).parameters, *cls.sub_configs}
+    if is_dataclass(cls):
+        names.update(field.name for field in dataclass_fields(cls))
+    return names
 
 
 def _mentioned(cls: type[PretrainedConfig], name: str) -> bool:
@@ -155,4 +176,6 @@ def _sources(file: str) -> tuple[str, ...]:
 
 def vocabulary_size(model: nn.Module) -> int | None:
     """Return the number of tokens in the model's vocabulary, or None if the config does not contain it."""
-    return getattr(model.config.get_text_config(), "vocab_size", None) if isinstance(model, PreTrainedModel) else None
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return getattr(model.config.get_text_config(), "vocab_size", None)

@@ -70,28 +70,31 @@ class ComponentSettings:
         Raise a `UserError` if a shared module already has different settings.
         """
         if isinstance(part, SubmoduleSettings) and part.dtype == "bf16" and not part.freeze:
-            raise UserError(f"{key}.dtype: bf16 weights cannot be trained; set {key}.freeze: true, or leave dtype out")
-        wanted = ComponentSetting(part.freeze, part.lr)
+            raise UserError(f"{key}.dtype: bf16 weights cannot be trained. Set {key}.freeze: true, or remove dtype.")
+        setting = ComponentSetting(part.freeze, part.lr)
         if isinstance(part, SubmoduleSettings):
-            wanted = ComponentSetting(part.freeze, part.lr, DTYPES.get(part.dtype), part.recompute)
-        known = self.by_prefix.setdefault(prefix, wanted)
-        if known != wanted:
+            setting = ComponentSetting(part.freeze, part.lr, DTYPES.get(part.dtype), part.recompute)
+
+        previous = self.by_prefix.setdefault(prefix, setting)
+        if previous != setting:
             raise UserError(
-                f"{key} is treated otherwise than another modality that goes through the same module ({prefix}): give "
-                "both the same freeze, lr, dtype and recompute"
+                f"{key}: the settings differ from those of another modality that uses the same module ({prefix}). Set "
+                "freeze, lr, dtype and recompute of both modalities to the same values."
             )
 
     def keep_precision(self, model: nn.Module) -> None:
         """Let components with a `dtype` compute in it. The modules around them are unaffected."""
-        for prefix, treatment in self.by_prefix.items():
-            if treatment.dtype is None:
+        encoders = {module.module for module in self.media.modules_of("encoder")}
+        for prefix, setting in self.by_prefix.items():
+            if setting.dtype is None:
                 continue
-            part: Any = model.get_submodule(prefix)
-            tower = part.pretrained if isinstance(part, Encoder) else part
-            encoders = {module.module for module in self.media.modules_of("encoder")}
+            component: Any = model.get_submodule(prefix)
+            tower = component.pretrained if isinstance(component, Encoder) else component
             if tower is None or prefix not in encoders:
-                raise UserError(f"{prefix}: dtype is for encoders around a Hugging Face model; leave it out here")
-            compute_in(tower, treatment.dtype)
+                raise UserError(
+                    f"{prefix}: dtype is supported only for encoders that contain a Hugging Face model. Remove dtype."
+                )
+            compute_in(tower, setting.dtype)
 
     def of(self, name: str) -> ComponentSetting:
         """Return the settings of the innermost component that contains `name`."""
@@ -106,12 +109,13 @@ class ComponentSettings:
             is_adapted = adapter is not None and name in adapter.trained
             if is_adapted and name in self.frozen:
                 raise UserError(
-                    f"model.freeze: {name} is part of model.adapter, which keeps all else frozen as it is; leave it out"
+                    f"model.freeze: {name} is trained by model.adapter, which already freezes all other weights. "
+                    "Remove the pattern."
                 )
             if is_adapted and self.of(name).freeze:
                 raise UserError(
-                    f"model.adapter: {name} is in a part with freeze: true; an adapter keeps all else frozen, so leave "
-                    "freeze out there, or exclude the part"
+                    f"model.adapter: {name} is in a component with freeze: true. Remove freeze there (an adapter "
+                    "already freezes all other weights), or exclude the component from the adapter."
                 )
             parameter.requires_grad_(not self.is_frozen(name) and parameter.requires_grad)
 
@@ -128,8 +132,8 @@ class ComponentSettings:
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         self.freeze(model)
         for name, parameter in model.named_parameters():
-            treatment = self.of(name)
-            if treatment.dtype is not None:
-                parameter.data = parameter.data.to(treatment.dtype)
+            setting = self.of(name)
+            if setting.dtype is not None:
+                parameter.data = parameter.data.to(setting.dtype)
         if is_trained and not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError("model: every parameter is frozen, so there is nothing to train; freeze less")
+            raise UserError("model: the config freezes every parameter. Leave at least one parameter trainable.")

@@ -40,16 +40,18 @@ def read_published(folder: Path, config: Any, has_weights: bool) -> ExportFiles:
 
 def read_voices_beside(folder: str | None) -> ExportFiles:
     """Read the voices from a tokenizer folder, for a model without a folder, such as a small copy."""
-    file = Path(folder) / VOICES if folder is not None else None
-    return ExportFiles(files={VOICES: read_settings(file)} if file is not None and file.is_file() else {})
+    if folder is None or not (Path(folder) / VOICES).is_file():
+        return ExportFiles()
+    return ExportFiles(files={VOICES: read_settings(Path(folder) / VOICES)})
 
 
 def also_carry(model: nn.Module, name: str, file: str, key: str) -> None:
     """Read `file`, which `key` of the config names, and store it in `model` under `name`."""
     if not isinstance(file, str) or not Path(file).is_file():
-        raise UserError(f"{key}: {file!r} is no file")
-    known = carried(model)
-    keep_export_files(model, replace(known, files={**known.files, name: read_settings(Path(file))}))
+        raise UserError(f"{key}: {file!r} is not a file")
+    published = carried(model)
+    files = {**published.files, name: read_settings(Path(file))}
+    keep_export_files(model, replace(published, files=files))
 
 
 def keep_export_files(model: nn.Module, published: ExportFiles) -> None:
@@ -59,8 +61,8 @@ def keep_export_files(model: nn.Module, published: ExportFiles) -> None:
 
 def carried(model: nn.Module) -> ExportFiles:
     """Return the export files that `model` stores."""
-    found: ExportFiles = vars(model).get(CARRIED) or ExportFiles()
-    return found
+    published: ExportFiles = vars(model).get(CARRIED) or ExportFiles()
+    return published
 
 
 def write_processor(model: nn.Module, out: Path, has_template: bool) -> None:

@@ -22,6 +22,7 @@ from omnizoo.models.interfaces.recurrent import state_products
 from omnizoo.models.media.hf_model import media_model
 from omnizoo.models.media.media_model import MediaModel
 from omnizoo.models.recipe import Recipe, count_experts, recipe_for, recipe_of
+from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class FlopCount:
         flops = self.per_target * targets + self.per_pair_ahead * ahead
         for length in lengths:
             flops += self.per_token * length
-            flops += sum(each * causal_pairs(length, window) for window, each in self.per_pair.items())
+            flops += sum(per_pair * causal_pairs(length, window) for window, per_pair in self.per_pair.items())
         flops += sum(self.per_place.get(name, 0.0) * count for name, count in places.items())
         return flops + sum(self.per_predicted.get(name, 0.0) * count for name, count in predicted.items())
 
@@ -64,25 +65,47 @@ def count_flops(model: nn.Module) -> FlopCount:
     """Return the FLOPs of `model` per token, pair and target."""
     if not isinstance(model, PreTrainedModel):
         return FlopCount(_flops_of([model], is_trained(model)))
-    language, media, recipe = language_model(model), media_model(model), recipe_for(model)
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    trunk = _run_trunk(model, language, media, head)
+
+    language = language_model(model)
+    media = media_model(model)
+    recipe = recipe_for(model)
+
+    head_weight = getattr(model.get_output_embeddings(), "weight", None)
+    trunk = _run_trunk(model, language, media, head_weight)
     trunk.add(state_flops(language, recipe))
-    last = FlopCounter(trunk.trained)
-    if head is not None:
-        last.multiply(head, 1)
-    per_pair = {}
+    head = FlopCounter(trunk.trained)
+    if head_weight is not None:
+        head.multiply(head_weight, 1)
+
+    per_pair: dict[int | None, float] = {}
     for window, layers in attention_windows(language.config).items():
-        pair = FlopCounter(trunk.trained)
-        pair.attend(layers, attention_width(language.config, recipe))
-        per_pair[window] = pair.flops
-    mutual = media.bidirectional
-    ahead = sum(each for window, each in per_pair.items() if mutual and (mutual.everywhere or window is not None))
-    entering, predicted = {}, {}
+        attention = FlopCounter(trunk.trained)
+        attention.attend(layers, attention_width(language.config, recipe))
+        per_pair[window] = attention.flops
+
+    embedded: dict[str, float] = {}
+    predicted: dict[str, float] = {}
     for port, decoder in media.built_decoders.items():
-        entering[port.modality] = _flops_of(modules_run_by(decoder, "embed"), False)
+        embedded[port.modality] = _flops_of(modules_run_by(decoder, "embed"), False)
         predicted[port.modality] = _flops_of(modules_run_by(decoder, "loss"), trunk.trained)
-    return FlopCount(trunk.flops, last.flops, per_pair, entering, predicted, ahead)
+
+    return FlopCount(
+        per_token=trunk.flops,
+        per_target=head.flops,
+        per_pair=per_pair,
+        per_place=embedded,
+        per_predicted=predicted,
+        per_pair_ahead=_flops_ahead(per_pair, media.bidirectional),
+    )
+
+
+def _flops_ahead(per_pair: Mapping[int | None, float], bidirectional: BidirectionalTokens | None) -> float:
+    """Return the FLOPs per pair, summed over the layers in which bidirectional tokens attend ahead."""
+    if bidirectional is None:
+        return 0
+    if bidirectional.everywhere:
+        return sum(per_pair.values())
+    return sum(flops for window, flops in per_pair.items() if window is not None)
 
 
 def _flops_of(modules: Iterable[nn.Module], trained: bool) -> float:
@@ -100,19 +123,21 @@ def _run_trunk(model: PreTrainedModel, language: PreTrainedModel, media: MediaMo
     """Count the language model on one token, without its head."""
     # Modules outside the language model produce features that replace embeddings, so they come before it.
     inside = {id(parameter) for parameter in (*language.parameters(), head)}
-    beside = tuple(f"{module.module}." for module in media.modules_of("follower"))
-    outside = [p for name, p in model.named_parameters() if id(p) not in inside and not name.startswith(beside)]
+    followers = tuple(f"{module.module}." for module in media.modules_of("follower"))
+    outside = [p for name, p in model.named_parameters() if id(p) not in inside and not name.startswith(followers)]
     trunk = FlopCounter(trained=any(parameter.requires_grad for parameter in outside))
-    experts, visited = count_experts(language.config)
-    apart = [f"{name}." for name in frozen_tokenizers(language)]  # their cost is counted by decoders
+
+    excluded = [f"{name}." for name in frozen_tokenizers(language)]  # their cost is counted by decoders
     if language is model:  # modules that decoders run per target are counted there
-        apart += [f"{module.module}." for module in media.modules_of("decoder") if module.module]
+        excluded += [f"{module.module}." for module in media.modules_of("decoder") if module.module]
+
+    num_experts, experts_per_token = count_experts(language.config)
     for name, parameter, is_multiplied in weights_of(language):
-        if name.startswith(tuple(apart)) or (is_multiplied and parameter is head):
+        if name.startswith(tuple(excluded)) or (is_multiplied and parameter is head):
             continue
         if is_multiplied:
-            is_expert = "experts" in name.split(".") or (parameter.ndim == 3 and len(parameter) == experts)
-            trunk.multiply(parameter, visited / experts if experts and is_expert else 1)
+            is_expert = "experts" in name.split(".") or (parameter.ndim == 3 and len(parameter) == num_experts)
+            trunk.multiply(parameter, experts_per_token / num_experts if num_experts and is_expert else 1)
         trunk.trained |= parameter.requires_grad
     return trunk
 
@@ -121,7 +146,9 @@ def modules_run_by(decoder: Decoder, method: Literal["embed", "loss"]) -> Iterab
     """Return the modules that a decoder runs per target. By default `loss` runs all trained modules."""
     if isinstance(decoder, CustomFlops):
         return decoder.modules_run_by(method)
-    return [module for module in decoder.children() if not isinstance(module, Frozen)] if method == "loss" else []
+    if method == "embed":
+        return []
+    return [module for module in decoder.children() if not isinstance(module, Frozen)]
 
 
 def state_flops(language: PreTrainedModel, recipe: Recipe) -> float:
@@ -132,8 +159,8 @@ def state_flops(language: PreTrainedModel, recipe: Recipe) -> float:
     names = recipe.state_size or recipe_of(language.config.model_type).state_size
     if names is None:
         return 0.0
-    heads, deep, wide = (getattr(language.config, name) for name in names)
-    return float(sum(2 * count * heads * deep * wide for count in state_products(language)))
+    heads, rows, columns = (getattr(language.config, name) for name in names)
+    return float(sum(2 * products * heads * rows * columns for products in state_products(language)))
 
 
 def attention_windows(config: PretrainedConfig) -> dict[int | None, float]:
@@ -143,17 +170,22 @@ def attention_windows(config: PretrainedConfig) -> dict[int | None, float]:
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        uses = getattr(config, "use_sliding_window", True)
-        return {getattr(config, "sliding_window", None) if uses else None: config.num_hidden_layers}
-    # A hybrid layer has both attention and a recurrent state.
-    near, seen = getattr(config, "sliding_window", None), defaultdict[int | None, float](float)
+        uses_window = getattr(config, "use_sliding_window", True)
+        return {getattr(config, "sliding_window", None) if uses_window else None: config.num_hidden_layers}
+
     fields = config.to_dict()
-    widths = {int(layer): told.get("head_dim") for layer, told in (fields.get("per_layer_config") or {}).items()}
+    layer_configs = fields.get("per_layer_config") or {}
+    widths = {int(layer): settings.get("head_dim") for layer, settings in layer_configs.items()}
+
+    sliding_window = getattr(config, "sliding_window", None)
+    num_layers = defaultdict[int | None, float](float)
     for layer, kind in enumerate(kinds):
-        if kind == "hybrid" or ("attention" in kind and "linear" not in kind):
-            share = (widths.get(layer) or fields["head_dim"]) / fields["head_dim"] if widths else 1
-            seen[near if kind.startswith("sliding") else None] += share
-    return seen
+        # A hybrid layer has both attention and a recurrent state.
+        has_attention = kind == "hybrid" or ("attention" in kind and "linear" not in kind)
+        if has_attention:
+            relative_width = (widths.get(layer) or fields["head_dim"]) / fields["head_dim"] if widths else 1
+            num_layers[sliding_window if kind.startswith("sliding") else None] += relative_width
+    return num_layers
 
 
 def attention_width(config: PretrainedConfig, recipe: Recipe | None = None) -> float:

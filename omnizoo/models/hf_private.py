@@ -86,8 +86,8 @@ def count_owners(model: nn.Module) -> Counter[int]:
 
 def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters, by name, that the model's authors keep in fp32 in a bf16 run."""
-    wanted = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    return {name: p for name, p in model.named_parameters() if any(part in name for part in wanted)}
+    fragments = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return {name: p for name, p in model.named_parameters() if any(fragment in name for fragment in fragments)}
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
@@ -95,10 +95,12 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
 
     Hybrid models do not declare it, so the code of their layers is searched for the call.
     """
+    if model._supports_attention_backend:
+        return True
+    if not carries_state(model):
+        return False
     codes = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
-    return bool(model._supports_attention_backend) or (
-        carries_state(model) and any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
-    )
+    return any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
 
 
 def auto_class(config: PretrainedConfig, trust_remote_code: bool) -> Any:
@@ -125,12 +127,12 @@ def loader_of(builder: Any, config: PretrainedConfig) -> Any:
 
     If the family overrides it, return the common implementation instead: Qwen2.5-Omni's version unpickles a file.
     """
-    known = builder._model_mapping.get(type(config), None)
-    kind = known[0] if isinstance(known, tuple) else known
+    classes = builder._model_mapping.get(type(config), None)
+    model_class = classes[0] if isinstance(classes, tuple) else classes
     common = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
-    if kind is None or kind.from_pretrained.__func__ is common:
+    if model_class is None or model_class.from_pretrained.__func__ is common:
         return builder.from_pretrained
-    return partial(common, kind)
+    return partial(common, model_class)
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -145,10 +147,12 @@ def text_embedding(model: PreTrainedModel) -> nn.Module:
     The input embedding of some models belongs to another vocabulary. For those, return the child table with
     `text_vocab_size` rows.
     """
-    found = model.get_input_embeddings()
+    embedding = model.get_input_embeddings()
     rows = getattr(model.config, "text_vocab_size", None)
-    tables = [part for part in model.children() if isinstance(part, nn.Embedding) and part.num_embeddings == rows]
-    return tables[0] if tables and not isinstance(found, nn.Embedding) else found
+    tables = [child for child in model.children() if isinstance(child, nn.Embedding) and child.num_embeddings == rows]
+    if tables and not isinstance(embedding, nn.Embedding):
+        return tables[0]
+    return embedding
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
@@ -161,15 +165,17 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 
 def attention_name(model: nn.Module) -> str:
     """Return the attention implementation of a model. A user module is assumed to use packed attention."""
-    return str(language_model(model).config._attn_implementation) if isinstance(model, PreTrainedModel) else PACKED
+    if not isinstance(model, PreTrainedModel):
+        return PACKED
+    return str(language_model(model).config._attn_implementation)
 
 
 def most_positions(model: nn.Module) -> int | None:
     """Return the longest sample that the model was trained for, or None if its config does not contain it."""
     if not isinstance(model, PreTrainedModel):
         return None
-    most = getattr(language_model(model).config, "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
+    max_positions = getattr(language_model(model).config, "max_position_embeddings", None)
+    return max_positions if isinstance(max_positions, int) and max_positions > 0 else None
 
 
 def attend_packed(tower: PreTrainedModel) -> None:
@@ -215,9 +221,9 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
     """Return tied weights whose name in `named_parameters` differs from the name in files, with the name in files."""
-    own = {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    return {target: source for target, source in tied.items() if target in own and source not in own}
+    return {target: source for target, source in tied.items() if target in names and source not in names}
 
 
 class PublishedKeys:
@@ -227,8 +233,10 @@ class PublishedKeys:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        known = get_model_conversion_mapping(model, add_legacy=False) if isinstance(model, PreTrainedModel) else []
-        self.conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+        mapping: list[Any] = []
+        if isinstance(model, PreTrainedModel):
+            mapping = get_model_conversion_mapping(model, add_legacy=False)
+        self.conversions = [conversion for conversion in mapping if not isinstance(conversion, PrefixChange)]
         self.left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         self.tied = tied_sources(model)
 
@@ -255,11 +263,11 @@ class PublishedKeys:
 
 def drop_prefix(keys: Collection[str], model: PreTrainedModel) -> list[Any]:
     """Return a renaming for a model whose files belong to a larger model, where its keys have a prefix."""
-    own = set(model.state_dict())
-    name = min(own)
+    names = set(model.state_dict())
+    first_name = min(names)
     for key in sorted(keys):
-        prefix = key.removesuffix(name)
-        if key.endswith("." + name) and all(prefix + other in keys for other in own):
+        prefix = key.removesuffix(first_name)
+        if key.endswith("." + first_name) and all(prefix + name in keys for name in names):
             return [WeightRenaming("^" + re.escape(prefix), "")]
     return []
 
@@ -271,7 +279,7 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
     full, one at a time.
     """
     load_config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping, ignore_mismatched_sizes=True)
-    sharded = _made_whole(model, mapping)
+    sharded = _replace_by_full(model, mapping)
     with open_weights(files) as weights:
         names = names_in_model(model, weights, mapping)
         shapes = {names[key]: tuple(weight.get_shape()) for key, weight in weights.items()}
@@ -283,8 +291,9 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
         for group in (*by_parameter.values(), others):
             infos.append(convert_and_load_state_dict_in_model(model, group, load_config)[0])
             _shard_again(model, sharded)
-    for name, before in sharded.items():  # absent from the files, or with a different shape
-        _replace(model, name, before)
+    for name, shard in sharded.items():  # absent from the files, or with a different shape
+        _replace(model, name, shard)
+
     info = infos[-1]
     for other in infos[:-1]:
         info.missing_keys &= other.missing_keys
@@ -293,19 +302,24 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
         info.conversion_errors |= other.conversion_errors
     if info.error_msgs:
         raise RuntimeError(f"weights could not be converted: {info.error_msgs}")
+
     # The message of transformers consists of a traceback, the exception and the conversion step.
     reasons = {name: (text.splitlines()[-2:] or [""])[0] for name, text in info.conversion_errors.items()}
     model._adjust_missing_and_unexpected_keys(info)
-    tied = set(model.all_tied_weights_keys)
     # transformers compares local shards; the message reports full shapes.
     mismatched = {}
     for name, _, _ in info.mismatched_keys:
-        here = tuple(model.get_parameter_or_buffer(name).shape)
-        mismatched[name] = f"{shapes.get(name, 'another shape')} in the files, {here} in the model"
-    return Loaded(set(info.missing_keys) - tied, set(info.unexpected_keys), mismatched, reasons)
+        model_shape = tuple(model.get_parameter_or_buffer(name).shape)
+        mismatched[name] = f"{shapes.get(name, 'another shape')} in the files, {model_shape} in the model"
+    return Loaded(
+        missing=set(info.missing_keys) - set(model.all_tied_weights_keys),
+        unexpected=set(info.unexpected_keys),
+        mismatched=mismatched,
+        unconverted=reasons,
+    )
 
 
-def _made_whole(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
+def _replace_by_full(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
     """Replace sharded parameters by full ones on meta if their conversion does not work shard by shard.
 
     transformers (5.22.2) reads a rank's shard of the published weights and then converts it. The result is silently
@@ -316,30 +330,30 @@ def _made_whole(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
         The original sharded parameters, by name.
     """
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
-    patterns = [(re.compile(pattern), each) for each in converters for pattern in each.target_patterns]
+    patterns = [(re.compile(pattern), converter) for converter in converters for pattern in converter.target_patterns]
     sharded: dict[str, Any] = {}
     for name, parameter in model.named_parameters() if patterns else ():
         if hasattr(parameter, "placements"):
-            targeting = [each for pattern, each in patterns if pattern.search(name)]
-            if not all(_converts_in_parts(each, parameter) for each in targeting):
+            applied = [converter for pattern, converter in patterns if pattern.search(name)]
+            if not all(_converts_by_shard(converter, parameter) for converter in applied):
                 sharded[name] = parameter
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                _replace(model, name, nn.Parameter(whole, parameter.requires_grad))
+                full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                _replace(model, name, nn.Parameter(full, parameter.requires_grad))
     return sharded
 
 
-def _converts_in_parts(converter: Any, parameter: Any) -> bool:
+def _converts_by_shard(converter: Any, parameter: Any) -> bool:
     """Whether converting a rank's shard of the published weights gives that rank's shard of the parameter."""
     axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    split = {placement.dim for placement, ranks in axes if ranks > 1 and hasattr(placement, "dim")}
-    if not split:
+    split_dims = {placement.dim for placement, ranks in axes if ranks > 1 and hasattr(placement, "dim")}
+    if not split_dims:
         return True
     if not parameter.to_local().numel():
         return False  # transformers cannot stack zero experts
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
             continue
-        if isinstance(operation, Concatenate) and operation.dim not in split:
+        if isinstance(operation, Concatenate) and operation.dim not in split_dims:
             continue
         return False
     return True
@@ -348,10 +362,11 @@ def _converts_in_parts(converter: Any, parameter: Any) -> bool:
 def _shard_again(model: PreTrainedModel, sharded: dict[str, Any]) -> None:
     """Replace parameters that were loaded in full by this rank's local shard, and remove them from `sharded`."""
     for name in [name for name in sharded if not model.get_parameter(name).is_meta]:
-        loaded, before = model.get_parameter(name), sharded.pop(name)
-        part = DtensorShardOperation(before).shard_tensor(loaded.data, device=loaded.device, dtype=loaded.dtype)
-        assert part is not None, name
-        filled = nn.Parameter(_dtensor_from_local_like(part.clone(), before), before.requires_grad)
+        loaded = model.get_parameter(name)
+        original = sharded.pop(name)
+        shard = DtensorShardOperation(original).shard_tensor(loaded.data, device=loaded.device, dtype=loaded.dtype)
+        assert shard is not None, name
+        filled = nn.Parameter(_dtensor_from_local_like(shard.clone(), original), original.requires_grad)
         filled._is_hf_initialized = True  # type: ignore[attr-defined]
         _replace(model, name, filled)
 
@@ -366,12 +381,13 @@ def names_in_model(model: PreTrainedModel, keys: Iterable[str], mapping: list[An
     """Return the name in `model` of each key of published files."""
     renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
-    own, prefix = model.state_dict(), model.base_model_prefix
+    state = model.state_dict()
+    prefix = model.base_model_prefix
     names = {}
     for key in keys:
-        names[key] = rename_source_key(key, renamings, converters, prefix, own)[0]
-        if names[key] not in own and key in own:  # files may already use the model's names
-            names[key] = rename_source_key(key, [], [], prefix, own)[0]
+        names[key] = rename_source_key(key, renamings, converters, prefix, state)[0]
+        if names[key] not in state and key in state:  # files may already use the model's names
+            names[key] = rename_source_key(key, [], [], prefix, state)[0]
     return names
 
 
@@ -405,11 +421,12 @@ def expert_activation(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     """Return router modules by name, each with the index of the logits in its output."""
-    found: dict[str, tuple[nn.Module, int]] = {}
-    for prefix, part in model.named_modules():
-        declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in declared if isinstance(declared, list) else [declared]:
-            for name, module in part.named_modules(prefix=prefix):
+    by_name: dict[str, tuple[nn.Module, int]] = {}
+    for prefix, parent in model.named_modules():
+        declared = (getattr(parent, "_can_record_outputs", None) or {}).get("router_logits", [])
+        recorders = declared if isinstance(declared, list) else [declared]
+        for recorder in recorders:
+            for name, module in parent.named_modules(prefix=prefix):
                 if recorder.target_class is not None and isinstance(module, recorder.target_class):
-                    found[name] = module, recorder.index
-    return found
+                    by_name[name] = module, recorder.index
+    return by_name

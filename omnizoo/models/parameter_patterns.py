@@ -27,8 +27,8 @@ def group_parameters(model: nn.Module, groups: Sequence[ParameterGroupSettings])
                 raise UserError(f"{key} matches no parameter; {nearest}")
             if all(group_of.get(name, group) is not group for name in matched):
                 raise UserError(
-                    f"{key} matches only parameters that a group before it matches, and the first one decides; "
-                    "move it up or leave it out"
+                    f"{key} matches only parameters of earlier groups, and the first matching group applies. "
+                    "Move the group up, or remove the pattern."
                 )
             for name in matched:
                 group_of.setdefault(name, group)
@@ -40,27 +40,27 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
     A pattern may match any name of a tied parameter.
     """
-    found: set[str] = set()
+    frozen_names: set[str] = set()
     for i, pattern in enumerate(patterns):
-        own = _named(model, pattern)
-        if not own:
-            places = [place for names in tied_names(model) for name in names for place in _places(name)]
-            nearest = nearest_names(pattern, places)
-            raise UserError(f"model.freeze.{i}: {repr(pattern)[:80]} is no module or parameter; {nearest}")
-        found |= own
-    return found
+        matched = _matched_parameters(model, pattern)
+        if not matched:
+            paths = [path for names in tied_names(model) for name in names for path in _paths(name)]
+            nearest = nearest_names(pattern, paths)
+            raise UserError(f"model.freeze.{i}: {repr(pattern)[:80]} matches no module or parameter; {nearest}")
+        frozen_names |= matched
+    return frozen_names
 
 
-def _named(model: nn.Module, pattern: str) -> set[str]:
+def _matched_parameters(model: nn.Module, pattern: str) -> set[str]:
     """Return the first names of the parameters that a pattern matches."""
-    found = set()
+    matched = set()
     for names in tied_names(model):
-        if any(matches(place, pattern) for name in names for place in _places(name)):
-            found.add(names[0])
-    return found
+        if any(matches(path, pattern) for name in names for path in _paths(name)):
+            matched.add(names[0])
+    return matched
 
 
-def _places(name: str) -> list[str]:
+def _paths(name: str) -> list[str]:
     """Return the name of a parameter and the names of the modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
@@ -68,15 +68,15 @@ def _places(name: str) -> list[str]:
 
 def still_frozen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Return the patterns of `model.freeze` that match in `model`, a small copy of the model they were written for."""
-    return [pattern for pattern in patterns if _named(model, pattern)]
+    return [pattern for pattern in patterns if _matched_parameters(model, pattern)]
 
 
 def matching(model: nn.Module, groups: Sequence[ParameterGroupSettings]) -> list[ParameterGroupSettings]:
     """Return `groups` without the patterns that match nothing in `model`, a small copy of the original model."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    left = []
+    matching_groups = []
     for group in groups:
         patterns = [pattern for pattern in group.patterns if any(fnmatchcase(name, pattern) for name in names)]
         if patterns:
-            left.append(group.model_copy(update={"match": patterns}))
-    return left
+            matching_groups.append(group.model_copy(update={"match": patterns}))
+    return matching_groups

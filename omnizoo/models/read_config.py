@@ -39,25 +39,27 @@ def read_model_config(model: ModelSection) -> Any:
 def _read_described(model: ModelSection) -> Any:
     """Return the Hugging Face config of `model`, with the published vocabulary size."""
     if model.given is not None:
-        found = given_model(model)
-        assert isinstance(found, PreTrainedModel)
-        return deepcopy(found.config)
-    if model.foundation is None:
-        config = _read_config(model, "model", model.trust_remote_code)
-        if isinstance(config, OmniConfig):
-            config.allow_code = tuple(model.allow_code)
-            list(config.parts())  # raises if a component is not allowed, before other files of the folder are read
-        if model.part is None:
-            return config
-        if not isinstance(part := getattr(config, model.part, None), PretrainedConfig):
-            known = ", ".join(name for name in config.sub_configs) or "none"
-            raise UserError(f"model.part: `{config.model_type}` has no {model.part!r}; its parts: {known}")
-        return part
-    foundation = _read_config(model.foundation, "model.foundation", model.trust_remote_code)
-    modalities = {name: _describe(name, modality) for name, modality in model.modalities.items()}
-    composed = OmniConfig(foundation=foundation, modalities=modalities)
-    composed.is_own = True
-    return composed
+        python_model = given_model(model)
+        assert isinstance(python_model, PreTrainedModel)
+        return deepcopy(python_model.config)
+    if model.foundation is not None:
+        foundation = _read_config(model.foundation, "model.foundation", model.trust_remote_code)
+        modalities = {name: _describe(name, modality) for name, modality in model.modalities.items()}
+        composed = OmniConfig(foundation=foundation, modalities=modalities)
+        composed.is_own = True
+        return composed
+
+    config = _read_config(model, "model", model.trust_remote_code)
+    if isinstance(config, OmniConfig):
+        config.allow_code = tuple(model.allow_code)
+        list(config.parts())  # raises if a component is not allowed, before other files of the folder are read
+    if model.part is None:
+        return config
+    part = getattr(config, model.part, None)
+    if not isinstance(part, PretrainedConfig):
+        sub_configs = ", ".join(config.sub_configs) or "none"
+        raise UserError(f"model.part: `{config.model_type}` has no {model.part!r}; its sub-configs: {sub_configs}")
+    return part
 
 
 def _describe(name: str, modality: ModalitySettings) -> dict[str, Any]:
@@ -96,7 +98,8 @@ def _read_config(model: ModelSection | SubmoduleSettings, section: str, trust_re
     """Return the Hugging Face config of `path` or `config`, which is a folder or an inline mapping."""
     if isinstance(model.config, dict):
         return config_of(model.config, f"{section}.config")
-    key, folder = (f"{section}.path", model.path) if model.path else (f"{section}.config", model.config)
+    key = f"{section}.path" if model.path else f"{section}.config"
+    folder = model.path or model.config
     assert isinstance(folder, str)
     if not (Path(folder) / "config.json").is_file():
         raise UserError(
@@ -121,14 +124,17 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(folder)
     except BUILDING_ERRORS as error:
-        raise UserError(f"cannot read {folder}/generation_config.json: {explain(error)}") from error
+        raise UserError(f"{folder}/generation_config.json: cannot be read: {explain(error)}") from error
 
 
 def tokenizer_folder(model: ModelSection) -> str | None:
     """Return the folder of the tokenizer: `model.tokenizer`, or the model folder. None if neither is a folder."""
-    origin = model.foundation or model
-    named = None if isinstance(model.tokenizer, PythonObject) else model.tokenizer
-    return named or origin.path or (origin.config if isinstance(origin.config, str) else None)
+    if model.tokenizer and not isinstance(model.tokenizer, PythonObject):
+        return model.tokenizer
+    language_section = model.foundation or model
+    if language_section.path:
+        return language_section.path
+    return language_section.config if isinstance(language_section.config, str) else None
 
 
 def load_tokenizer(model: ModelSection) -> Any:
@@ -147,9 +153,14 @@ def load_tokenizer(model: ModelSection) -> Any:
         return _given_tokenizer(model.tokenizer.value)
     folder = tokenizer_folder(model)
     if folder is None and model.given is not None:
-        raise UserError("model.tokenizer: give the folder of a Hugging Face tokenizer, or an object: tokenizer=")
+        raise UserError(
+            "model.tokenizer: not set. Set the folder of a Hugging Face tokenizer, or pass a tokenizer to "
+            "omnizoo.train(tokenizer=...)."
+        )
     if folder is None:
-        raise UserError("model.tokenizer: an inline model.config needs the folder of a Hugging Face tokenizer")
+        raise UserError(
+            "model.tokenizer: not set, and model.config is inline. Set the folder of a Hugging Face tokenizer."
+        )
     if not Path(folder).is_dir():
         raise UserError(f"model.tokenizer: {folder} is not a folder{hub_hint(folder, 'model')}")
     if model.tokenizer is None:
@@ -160,12 +171,15 @@ def load_tokenizer(model: ModelSection) -> Any:
             folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # the tokenizers library raises plain `Exception`
-        raise UserError(f"model.tokenizer: no tokenizer in {folder}: {explain(error)}") from error
+        raise UserError(f"model.tokenizer: {folder} has no usable tokenizer: {explain(error)}") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
         # Without tokenizer files, transformers silently creates an empty tokenizer of the family.
-        raise UserError(f"model.tokenizer: no tokenizer in {folder}: it has no vocabulary (a tokenizer.json, say)")
+        raise UserError(f"model.tokenizer: {folder} has no tokenizer vocabulary, such as a tokenizer.json")
+
     if model.foundation is not None:
-        marks = [mark for name, m in model.modalities.items() for mark in _describe(name, m)["marks"].values()]
+        marks: list[str] = []
+        for name, modality in model.modalities.items():
+            marks += _describe(name, modality)["marks"].values()
         tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
     return tokenizer
 
@@ -173,5 +187,5 @@ def load_tokenizer(model: ModelSection) -> Any:
 def _given_tokenizer(tokenizer: Any) -> Any:
     """Return a copy of a tokenizer that was passed as a Python object."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):
-        raise UserError(f"tokenizer= is a {type(tokenizer).__name__}; expected a fast tokenizer of transformers")
+        raise UserError(f"tokenizer=: {type(tokenizer).__name__}; expected a fast tokenizer of transformers")
     return deepcopy(tokenizer)

@@ -113,7 +113,7 @@ def recipe_from_config(spec: ModelSection) -> Recipe | None:
     expected = "an instance of omnizoo.Recipe"
     recipe = resolve(spec.recipe, "model.recipe", expected)
     if not isinstance(recipe, Recipe):
-        raise UserError(f"model.recipe: it names a {type(recipe).__name__}; expected {expected}")
+        raise UserError(f"model.recipe: {spec.recipe} is a {type(recipe).__name__}; expected {expected}")
     return recipe
 
 
@@ -131,46 +131,59 @@ def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
     If some of them are in module lists, the others (an embedding, a complete encoder) are not blocks, even if the
     model's authors declare them so.
     """
-    found: list[tuple[str, bool]] = []
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        if type(module).__name__ in classes:
-            found.append((name, isinstance(modules[name.rpartition(".")[0]], nn.ModuleList | nn.Sequential)))
     frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # not run by `forward`
-    found = [(name, is_listed) for name, is_listed in found if not name.startswith(frozen)]
-    listed = [name for name, is_listed in found if is_listed] or [name for name, _ in found]
-    return [name for name in listed if not any(name.startswith(other + ".") for other in listed)]
+    modules = dict(model.named_modules())
+    candidates: list[str] = []
+    in_lists: list[str] = []
+    for name, module in modules.items():
+        if type(module).__name__ not in classes or name.startswith(frozen):
+            continue
+        candidates.append(name)
+        parent = modules[name.rpartition(".")[0]]
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            in_lists.append(name)
+
+    blocks = in_lists or candidates
+    return [name for name in blocks if not any(name.startswith(other + ".") for other in blocks)]
+
+
+def _block_classes(model: nn.Module) -> set[str]:
+    """Return the class names of the blocks, from the recipes of the model's families and from its code."""
+    classes = set(recipe_for(model).blocks)
+    if classes:
+        return classes
+    for submodel in model.modules():  # a composed model consists of several models
+        if isinstance(submodel, PreTrainedModel):
+            classes |= set(recipe_of(submodel.config.model_type).blocks) or block_class_names(submodel)
+    return classes | block_class_names(model)
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
     """Return the facts about `model` from the recipes of its families and from the model itself."""
-    config = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
-    classes = set(recipe_for(model).blocks)
-    if not classes:
-        for part in model.modules():  # a composed model consists of several models
-            if isinstance(part, PreTrainedModel):
-                classes |= set(recipe_of(part.config.model_type).blocks) or block_class_names(part)
-        classes |= block_class_names(model)
-    blocks = _blocks(model, classes)
+    blocks = _blocks(model, _block_classes(model))
     if not blocks:
         raise UserError(
-            f"model: {type(model).__name__} does not say which of its modules are blocks (no `_no_split_modules`): it "
-            "cannot be sharded block by block"
+            f"model: {type(model).__name__} cannot be sharded, because it does not declare its blocks. Set the class "
+            "attribute `_no_split_modules` to the class names of the blocks."
         )
     owners = Counter(id(p) for name in blocks for p in model.get_submodule(name).parameters())
     if any(count > 1 for count in owners.values()):
         raise UserError(
-            f"model: blocks of {type(model).__name__} share weights, and each is sharded by itself; use another family"
+            f"model: blocks of {type(model).__name__} share weights, but each block is sharded separately. "
+            "Use another model family."
         )
-    heads, kv_heads = (
-        (config and read_field(config, name)) or 0 for name in ("num_attention_heads", "num_key_value_heads")
-    )
+
+    heads = kv_heads = declared_experts = 0
+    if isinstance(model, PreTrainedModel):
+        config = model.config.get_text_config()
+        heads = read_field(config, "num_attention_heads") or 0
+        kv_heads = read_field(config, "num_key_value_heads") or 0
+        declared_experts, _ = count_experts(config)
     experts = expert_modules(model)
-    declared = count_experts(config)[0] if config is not None else 0
     return ModelFacts(
         blocks=tuple(blocks),
         experts=tuple(experts),
-        num_experts=max((int(module.num_experts) for module in experts.values()), default=declared),
+        num_experts=max((int(module.num_experts) for module in experts.values()), default=declared_experts),
         heads=heads,
         kv_heads=kv_heads or heads,
     )

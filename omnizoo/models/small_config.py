@@ -8,6 +8,7 @@ dropout or router jitter, because random numbers depend on the layout.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -106,75 +107,86 @@ class Shrinking:
     random: bool = False  # whether to keep dropout and jitter
 
 
-def shrink_model(model: ModelSection, how: Shrinking) -> ModelSection:
+def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
     """Return the section of a small copy with random weights. A user module stays unchanged."""
     if is_own_module(model):
         return model
-    own = recipe_from_config(model)
+    recipe = recipe_from_config(model)
     tokenizer = model.tokenizer or tokenizer_folder(model)
-    small: dict[str, Any] = {"path": None, "given": None, "tokenizer": tokenizer, "resize_vocabulary": False}
+    update: dict[str, Any] = {"path": None, "given": None, "tokenizer": tokenizer, "resize_vocabulary": False}
+    config = read_model_config(model)
     if model.foundation is None:
-        return model.model_copy(
-            update=small | {"part": None, "config": shrink_config(read_model_config(model), how, own)}
-        )
-    composed = read_model_config(model)
-    foundation = {"path": None, "config": shrink_config(composed.foundation, how, own)}
+        update |= {"part": None, "config": shrink_config(config, shrinking, recipe)}
+        return model.model_copy(update=update)
+
+    foundation = {"path": None, "config": shrink_config(config.foundation, shrinking, recipe)}
     modalities = {}
     for name, modality in model.modalities.items():
-        encoder, described = modality.encoder, composed.modalities[name].get("encoder")
-        if encoder is not None and described["config"] is not None:
+        encoder = modality.encoder
+        description = config.modalities[name].get("encoder")
+        if encoder is not None and description["config"] is not None:
             # Decoders stay unchanged: their tokenizers determine the targets in the data.
-            encoder = encoder.model_copy(update={"path": None, "config": shrink_tower(described["config"], how)})
+            small_encoder = shrink_tower(description["config"], shrinking)
+            encoder = encoder.model_copy(update={"path": None, "config": small_encoder})
         modalities[name] = modality.model_copy(update={"encoder": encoder})
-    small |= {"foundation": model.foundation.model_copy(update=foundation), "modalities": modalities}
-    return model.model_copy(update=small)
+    update |= {"foundation": model.foundation.model_copy(update=foundation), "modalities": modalities}
+    return model.model_copy(update=update)
 
 
-def shrink_tower(fields: dict[str, Any], how: Shrinking) -> dict[str, Any]:
+def shrink_tower(fields: dict[str, Any], shrinking: Shrinking) -> dict[str, Any]:
     """Return an encoder config with small widths and depth. The input format is unchanged."""
-    return _kept(fields, how) | {key: min(value, fields[key]) for key, value in TOWER.items() if fields.get(key)}
+    bounded = {key: min(bound, fields[key]) for key, bound in TOWER.items() if fields.get(key)}
+    return _inline_fields(fields, shrinking) | bounded
 
 
-def shrink_config(published: PretrainedConfig, how: Shrinking, recipe: Recipe | None = None) -> dict[str, Any]:
+def shrink_config(published: PretrainedConfig, shrinking: Shrinking, recipe: Recipe | None = None) -> dict[str, Any]:
     """Return an inline config of the same family and structure. `recipe` replaces the recipe of the family."""
     recipe = recipe or recipe_of(published.model_type)
     if published.get_text_config() is not published:
-        small = _merged(_shrink_parts(published, how), recipe.small_config)
+        small = _merged(_shrink_parts(published, shrinking), recipe.small_config)
     else:
-        small = _merged(_shrink_language_model(published, how), recipe.small_config if how.widths else {})
+        changes = recipe.small_config if shrinking.widths else {}
+        small = _merged(_shrink_language_model(published, shrinking), changes)
     return small | {"model_type": published.model_type}
 
 
-def _shrink_parts(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]:
+def _shrink_parts(published: PretrainedConfig, shrinking: Shrinking) -> dict[str, Any]:
     """Shrink each sub-config of a multimodal config."""
     text = published.get_text_config()
-    parts = {
-        name: shrink_config(part, how) if _has_text(part, text) else shrink_tower(part.to_dict(), how)
-        for name, part in _parts(published)
-    }
-    width = next((part["hidden_size"] for part in parts.values() if part["model_type"] == text.model_type), None)
-    for part in parts.values() if width else ():  # encoders must output the width of the language model
-        part |= {key: width for key in ("out_hidden_size", "output_dim") if key in part}
-    return _known(published.to_dict()) | parts
-
-
-def _shrink_language_model(published: PretrainedConfig, how: Shrinking) -> dict[str, Any]:
-    """Shrink depth, widths and vocabulary of a language model config."""
-    fields = _kept(published.to_dict(), how)
+    small_parts: dict[str, dict[str, Any]] = {}
     for name, part in _parts(published):
-        if how.widths and part.model_type:
-            fields[name] = shrink_tower(part.to_dict(), how)
+        if _has_text(part, text):
+            small_parts[name] = shrink_config(part, shrinking)
+        else:
+            small_parts[name] = shrink_tower(part.to_dict(), shrinking)
+
+    text_parts = [part for part in small_parts.values() if part["model_type"] == text.model_type]
+    width = text_parts[0]["hidden_size"] if text_parts else None
+    for small_part in small_parts.values() if width else ():  # encoders must output the width of the language model
+        small_part |= {key: width for key in ("out_hidden_size", "output_dim") if key in small_part}
+    return _known_fields(published.to_dict()) | small_parts
+
+
+def _shrink_language_model(published: PretrainedConfig, shrinking: Shrinking) -> dict[str, Any]:
+    """Shrink depth, widths and vocabulary of a language model config."""
+    fields = _inline_fields(published.to_dict(), shrinking)
+    for name, part in _parts(published):
+        if shrinking.widths and part.model_type:
+            fields[name] = shrink_tower(part.to_dict(), shrinking)
+
     small: dict[str, Any] = {}
-    if how.depth:
+    if shrinking.depth:
         small |= _fewer_layers(published, fields)
-    if how.widths:
+    if shrinking.widths:
         small |= _small_widths(published, fields)
         for value in small.values():  # layers with special head widths keep a different width
-            for told in value.values() if isinstance(value, dict) else ():
-                if isinstance(told, dict) and "head_dim" in told:
-                    told["head_dim"] = 2 * HEAD_DIM
-    if how.vocabulary is not None and published.vocab_size > how.vocabulary:
-        small |= _few_tokens(fields, how.vocabulary) | {"vocab_size": how.vocabulary}
+            layer_settings = value.values() if isinstance(value, dict) else ()
+            for settings in layer_settings:
+                if isinstance(settings, dict) and "head_dim" in settings:
+                    settings["head_dim"] = 2 * HEAD_DIM
+    if shrinking.vocabulary is not None and published.vocab_size > shrinking.vocabulary:
+        small |= _few_tokens(fields, shrinking.vocabulary) | {"vocab_size": shrinking.vocabulary}
+
     small = {published.attribute_map.get(key, key): value for key, value in small.items()}
     return fields | {key: value for key, value in small.items() if key in fields}
 
@@ -192,31 +204,32 @@ def _has_text(part: PretrainedConfig, text: PretrainedConfig) -> bool:
 
 def _small_widths(published: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return small values of the width fields that the config has."""
-    own = published.attribute_map
-    whole = _number(read_field(published, "num_attention_heads")) or HEADS
-    heads = min(HEADS, whole)
-    kv_heads = _number(read_field(published, "num_key_value_heads")) or whole
-    few = max(1, kv_heads * heads // whole)
+    published_heads = _number(read_field(published, "num_attention_heads")) or HEADS
+    published_kv_heads = _number(read_field(published, "num_key_value_heads")) or published_heads
+    heads = min(HEADS, published_heads)
+    kv_heads = max(1, published_kv_heads * heads // published_heads)
     small: dict[str, Any] = {
         "num_attention_heads": heads,
-        "num_key_value_heads": few,
-        "num_kv_heads": few,
+        "num_key_value_heads": kv_heads,
+        "num_kv_heads": kv_heads,
         "kv_channels": HEAD_DIM,
         "head_dim": HEAD_DIM,
     }
     small |= dict.fromkeys(WIDTHS, heads * HEAD_DIM)
-    for key, value in TEXT.items():
-        found = fields.get(own.get(key, key))
-        if isinstance(found, int) and not isinstance(found, bool):
-            small[key] = min(value, found)
-        elif isinstance(found, list) and found and all(isinstance(each, int) for each in found):
-            small[key] = value
+
+    for key, bound in TEXT.items():
+        value = fields.get(published.attribute_map.get(key, key))
+        if isinstance(value, int) and not isinstance(value, bool):
+            small[key] = min(bound, value)
+        elif isinstance(value, list) and value and all(isinstance(number, int) for number in value):
+            small[key] = bound
     if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = TEXT["qk_rope_head_dim"]  # head_dim is the rotary width here
-    for names in (EXPERTS, VISITED):  # one number for all layers, if the config has a number per layer
-        for name in names:
-            if isinstance(found := fields.get(name), list) and found:
-                small[name] = max(found)
+
+    for name in (*EXPERTS, *VISITED):  # one number for all layers, if the config has a number per layer
+        value = fields.get(name)
+        if isinstance(value, list) and value:
+            small[name] = max(value)
     return small
 
 
@@ -226,35 +239,50 @@ def _fewer_layers(published: PretrainedConfig, fields: Mapping[str, Any]) -> dic
     Per-layer fields are shortened accordingly.
     """
     depth = _number(getattr(published, "num_hidden_layers", None)) or 0
-    named = {key: _by_layer(value) for key, value in fields.items() if _names_layers(key, value, depth)}
-    lists = {
-        key: dict(enumerate(value))
-        for key, value in fields.items()
-        if isinstance(value, list) and len(value) == depth > 2 and key not in named
-    }
-    told = lists | named
-    chosen = _cover([tuple(str(value.get(i)) for value in told.values()) for i in range(depth)])
-    small: dict[str, Any] = {key: [value[i] for i in chosen] for key, value in lists.items()}
-    for key, value in named.items():
-        kept = {at: value[i] for at, i in enumerate(chosen) if value.get(i) is not None}
-        small[key] = kept if isinstance(fields[key], Mapping) else list(kept)
-    depths = {name: getattr(published, name, None) for name in DEPTHS}
-    return small | {name: min(len(chosen), found) for name, found in depths.items() if found}
+    by_number: dict[str, dict[int, Any]] = {}  # fields that name some layers by number
+    lists: dict[str, list[Any]] = {}  # fields with one value per layer
+    for key, value in fields.items():
+        if _names_layers(key, value, depth):
+            by_number[key] = _by_layer(value)
+        elif isinstance(value, list) and len(value) == depth > 2:
+            lists[key] = value
+
+    def kind_of(layer: int) -> tuple[str, ...]:
+        settings = [values[layer] for values in lists.values()]
+        settings += [values.get(layer) for values in by_number.values()]
+        return tuple(map(str, settings))
+
+    chosen = _cover([kind_of(layer) for layer in range(depth)])
+    small: dict[str, Any] = {key: [values[layer] for layer in chosen] for key, values in lists.items()}
+    for key, values in by_number.items():
+        renumbered: dict[int, Any] = {}
+        for number, layer in enumerate(chosen):
+            if values.get(layer) is not None:
+                renumbered[number] = values[layer]
+        small[key] = renumbered if isinstance(fields[key], Mapping) else list(renumbered)
+
+    for name in DEPTHS:
+        published_depth = getattr(published, name, None)
+        if published_depth:
+            small[name] = min(len(chosen), published_depth)
+    return small
 
 
 def _names_layers(key: str, value: Any, depth: int) -> bool:
     """Whether a field is a sorted list of layer numbers, or a mapping from layer numbers."""
     if isinstance(value, Mapping):
         return key != "id2label" and bool(value) and all(str(layer).isdigit() for layer in value)
-    is_named = re.search(r"layers$|idxs$|ids$", key) is not None
-    numbers = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-    return is_named and numbers and all(0 <= a < b < depth for a, b in zip([-1, *value], value, strict=False) if a >= 0)
+    if not isinstance(value, list) or not re.search(r"layers$|idxs$|ids$", key):
+        return False
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in value):
+        return False
+    return all(number < following < depth for number, following in pairwise(value) if number >= 0)
 
 
 def _by_layer(value: Any) -> dict[int, Any]:
     """Return a per-layer field as a mapping from layer numbers."""
     if isinstance(value, Mapping):
-        return {int(layer): told for layer, told in value.items()}
+        return {int(layer): settings for layer, settings in value.items()}
     return dict.fromkeys(value, "named")
 
 
@@ -282,13 +310,13 @@ def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
 
 def random_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the nonzero dropout and jitter fields, including those of sub-configs."""
-    found: dict[str, float] = {}
+    nonzero: dict[str, float] = {}
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            found |= random_fields(value, f"{prefix}{key}.")
+            nonzero |= random_fields(value, f"{prefix}{key}.")
         elif _is_random(key, value) and value:
-            found[prefix + key] = value
-    return found
+            nonzero[prefix + key] = value
+    return nonzero
 
 
 def _is_random(key: Any, value: Any) -> bool:
@@ -299,37 +327,41 @@ def _is_random(key: Any, value: Any) -> bool:
 
 def _without_random(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return `fields` with dropout and jitter set to zero."""
-
-    def quiet(key: str, value: Any) -> Any:
+    changed: dict[str, Any] = {}
+    for key, value in fields.items():
         if isinstance(value, Mapping):
-            return _without_random(value)
-        return type(value)(0) if _is_random(key, value) else value
-
-    return {key: quiet(key, value) for key, value in fields.items()}
+            changed[key] = _without_random(value)
+        else:
+            changed[key] = type(value)(0) if _is_random(key, value) else value
+    return changed
 
 
 def _number(value: Any) -> int | None:
     """Return `value`, or the maximum of a list with one number per layer."""
     if isinstance(value, list):
-        return max((each for each in value if isinstance(each, int)), default=None)
+        return max((number for number in value if isinstance(number, int)), default=None)
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _kept(fields: dict[str, Any], how: Shrinking) -> dict[str, Any]:
-    """Return the fields for an inline config; dropout and jitter are zero unless `how.random`."""
-    return _known(fields) if how.random else _without_random(_known(fields))
+def _inline_fields(fields: dict[str, Any], shrinking: Shrinking) -> dict[str, Any]:
+    """Return the fields for an inline config; dropout and jitter are zero unless `shrinking.random`."""
+    known = _known_fields(fields)
+    return known if shrinking.random else _without_random(known)
 
 
-def _known(fields: dict[str, Any]) -> dict[str, Any]:
+def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that an inline config may contain. Published configs have fields that no code reads."""
-    family = CONFIG_MAPPING[fields["model_type"]] if fields.get("model_type") in CONFIG_MAPPING else None
-    unread = {name for name, _, place in unknown_fields(family, fields) if not place} if family else set()
-    return {key: value for key, value in fields.items() if key not in DROPPED | unread}
+    dropped = set(DROPPED)
+    if fields.get("model_type") in CONFIG_MAPPING:
+        family = CONFIG_MAPPING[fields["model_type"]]
+        dropped.update(name for name, _, prefix in unknown_fields(family, fields) if not prefix)
+    return {key: value for key, value in fields.items() if key not in dropped}
 
 
 def _merged(fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return `fields` updated by `changes`; nested mappings are merged."""
-    return fields | {
-        key: _merged(fields[key], value) if isinstance(value, Mapping) and isinstance(fields.get(key), dict) else value
-        for key, value in changes.items()
-    }
+    merged = dict(fields)
+    for key, value in changes.items():
+        is_nested = isinstance(value, Mapping) and isinstance(fields.get(key), dict)
+        merged[key] = _merged(fields[key], value) if is_nested else value
+    return merged

@@ -24,16 +24,17 @@ SETTINGS = (
     "generation_config.json",
 )
 FLOATING = (".weight", ".bias")
-MOST_SETTINGS = 64 * 2**20  # bytes per JSON file; we do not read tokenizer.json
+MAX_SETTINGS_BYTES = 64 * 2**20  # per JSON file; we do not read tokenizer.json
 
 LARGEST = 2**53  # results computed from larger numbers overflow
-MOST = {r"(layers?|depth|blocks)$": 10_000, r"experts?$": 100_000}  # one module each: building more would take forever
+# Maximum of fields whose names match the pattern. Each counts modules, and building more would take too long.
+MAX_COUNTS = {r"(layers?|depth|blocks)$": 10_000, r"experts?$": 100_000}
 
 
 def read_settings(file: Path) -> bytes:
     """Return the content of a file after checking that it is small."""
-    if file.stat().st_size > MOST_SETTINGS:
-        raise UserError(f"{file}: {file.stat().st_size} bytes are too many for a file of settings")
+    if file.stat().st_size > MAX_SETTINGS_BYTES:
+        raise UserError(f"{file}: {file.stat().st_size} bytes; a settings file can have at most {MAX_SETTINGS_BYTES}")
     return file.read_bytes()
 
 
@@ -46,28 +47,28 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{file}: an object was expected, not {type(value).__name__}")
+        raise UserError(f"{file}: contains a {type(value).__name__}; expected a JSON object")
     return value
 
 
 def check_settings(folder: Path, trust_remote_code: bool, key: str) -> dict[str, Any]:
-    """Check that the settings of a folder run no code that the user has not allowed. Returns the fields of config.json.
+    """Check that the settings of a folder run no code that the user has not allowed. Return the fields of config.json.
 
     `auto_map` alone is harmless: transformers ignores it if the family is built in.
     """
-    found = {name: read_json(folder / name) for name in SETTINGS if (folder / name).exists()}
-    for name, settings in found.items():
+    by_file = {name: read_json(folder / name) for name in SETTINGS if (folder / name).exists()}
+    for name, settings in by_file.items():
         if not trust_remote_code and _needs_code(settings):
             raise UserError(
-                f"{key}: {folder / name} would run code of its own ({str(settings['auto_map'])[:200]}); read it, and "
-                "if you trust it, allow it: --trust-remote-code (in a config model.trust_remote_code: true)"
+                f"{key}: {folder / name} requires running code from the folder ({str(settings['auto_map'])[:200]}). "
+                "Read the code. If you trust it, pass --trust-remote-code, or set model.trust_remote_code: true."
             )
-        for where, implementation in _kernels(settings):
+        for field, implementation in _kernels(settings):
             raise UserError(
-                f"{key}: {folder / name} names {implementation!r} as its {where}, which is code to be downloaded; "
-                "remove it from there, and name the implementation you want in model.attention"
+                f"{key}: {folder / name} sets {field} to {implementation!r}, which is code to download. "
+                "Remove the field, and set model.attention to the implementation that you want."
             )
-    config = found.get("config.json", {})
+    config = by_file.get("config.json", {})
     check_numbers(config, f"{key}: {folder}/config.json")
     return config
 
@@ -81,13 +82,13 @@ def check_numbers(fields: Mapping[str, Any], key: str) -> None:
         if isinstance(value, Mapping):
             check_numbers(value, f"{key}.{field_name(name)}")
         elif isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key}.{field_name(name)} is {value}; expected a finite number")
+            raise UserError(f"{key}.{field_name(name)}: {value}; expected a finite number")
         elif isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{key}.{field_name(name)} is too large: {shorten(value)}")
+            raise UserError(f"{key}.{field_name(name)}: {shorten(value)} is too large; expected at most {LARGEST:,}")
         elif isinstance(value, int):
-            for pattern, most in MOST.items():
-                if value > most and re.search(pattern, str(name)):
-                    raise UserError(f"{key}.{name} is {value}; expected at most {most:,}")
+            for pattern, maximum in MAX_COUNTS.items():
+                if value > maximum and re.search(pattern, str(name)):
+                    raise UserError(f"{key}.{name}: {value}; expected at most {maximum:,}")
 
 
 def field_name(field: Any) -> str:
@@ -125,10 +126,13 @@ def _kernels(settings: Any) -> Iterator[tuple[str, str]]:
             yield from _kernels(value)
 
 
-def inside(folder: Path, name: Any, where: str) -> Path:
-    """Return the path of a file that another file of `folder` names. Raise a `UserError` if it leads outside."""
+def inside(folder: Path, name: Any, source: str) -> Path:
+    """Return the path of a file that another file of `folder` names. Raise a `UserError` if it leads outside.
+
+    `source` is the key and the file that contains the name, for messages.
+    """
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UserError(f"{where} names {name!r}, which is not a file inside of {folder}")
+        raise UserError(f"{source}: {name!r} is not a file in {folder}")
     return folder / name
 
 
@@ -150,10 +154,13 @@ def tensor_names(file: Path) -> list[str]:
     """Return the keys of a safetensors file. Damage shows in its header or length, so this is also a check."""
     try:
         with open_weights([file]) as weights:
-            kinds = {name: str(weight.get_dtype()) for name, weight in weights.items()}
+            dtypes = {name: str(weight.get_dtype()) for name, weight in weights.items()}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: is damaged, or no safetensors file: {first_line(error)}") from error
-    for name, kind in kinds.items():
-        if name.endswith(FLOATING) and not kind.startswith(("F", "BF")):
-            raise UserError(f"{file}: {name} is stored as whole numbers ({kind}); quantised weights cannot be read")
-    return list(kinds)
+        raise UserError(f"{file}: damaged, or not a safetensors file: {first_line(error)}") from error
+    for name, dtype in dtypes.items():
+        if name.endswith(FLOATING) and not dtype.startswith(("F", "BF")):
+            raise UserError(
+                f"{file}: {name} is stored as integers ({dtype}). Quantized weights are not supported: use a folder "
+                "with floating-point weights."
+            )
+    return list(dtypes)

@@ -15,23 +15,27 @@ from omnizoo.models.hf_private import auto_class
 def given_model(model: ModelSection) -> nn.Module:
     """Return the object that was passed to `omnizoo.train(model=...)`. It is never modified: a copy is trained."""
     if not isinstance(model.given, PythonObject):
-        raise UserError(f"model.given: {model.given} was an object in Python; give it to omnizoo.train again")
-    found = model.given.value
-    if not isinstance(found, nn.Module):
-        shown = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {type(found).__qualname__}"
-        raise UserError(f"model= is {shown}; expected a torch.nn.Module, called as Hugging Face models are")
-    is_shell = type(found).forward is nn.Module.forward
-    if isinstance(found, PreTrainedModel) and not is_shell and found.get_output_embeddings() is None:
-        raise UserError(f"model= is a {type(found).__name__}, which has no head; expected one that gives logits")
-    return found
+        raise UserError(
+            f"model.given: {model.given} was passed as a Python object. Pass it to omnizoo.train(model=...) again."
+        )
+    module = model.given.value
+    if not isinstance(module, nn.Module):
+        description = f"a {type(module).__qualname__}"
+        if isinstance(module, type):
+            description = f"the class {module.__qualname__}"
+        raise UserError(f"model=: {description}; expected a torch.nn.Module that is called like a Hugging Face model")
+    is_wrapper = type(module).forward is nn.Module.forward
+    if isinstance(module, PreTrainedModel) and not is_wrapper and module.get_output_embeddings() is None:
+        raise UserError(f"model=: {type(module).__name__} has no head; expected a model that returns logits")
+    return module
 
 
 def is_own_module(model: ModelSection) -> bool:
     """Whether the model is user code that no transformers config can build. Such a model is used unchanged."""
     if model.given is None:
         return model.module is not None
-    found = given_model(model)
-    return not (isinstance(found, PreTrainedModel) and auto_class(found.config, model.trust_remote_code) is not None)
+    module = given_model(model)
+    return not (isinstance(module, PreTrainedModel) and auto_class(module.config, model.trust_remote_code) is not None)
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

@@ -11,8 +11,8 @@ def use_inner_forward(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel) or type(model).forward is not nn.Module.forward:
         return
     text = model.config.get_text_config()
-    parts = (part for part in model.children() if isinstance(part, PreTrainedModel))
-    inner: Any = next(part for part in parts if part.config.get_text_config() is text)
+    children = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    inner: Any = next(child for child in children if child.config.get_text_config() is text)
     # Bound methods: in a deep copy of the model, they refer to the copy.
     model.forward = inner.__call__
     model.get_input_embeddings = inner.get_input_embeddings  # type: ignore[method-assign]

@@ -309,7 +309,7 @@ class LanguageObjective(Objective):
                 else:
                     sums[loss.name] = loss.sum(logits, local)
 
-        with self._head.doing(compute_losses) as anchor:
+        with self._head.replaced_by(compute_losses) as anchor:
             logits, decoder_sums = run_model(self.model, local)
         try:
             start = anchor(logits)

@@ -130,7 +130,7 @@ def test_recipe_plugin_determines_sharding(tmp_path: Path, capfd: pytest.Capture
         ),
         (
             ["--model.recipe", "fine_blocks:Recipe"],
-            "model.recipe: it names a type",
+            "model.recipe: fine_blocks:Recipe is a type",
         ),
         (["--model.recipe", "nothing_like_it:R"], "model.recipe: cannot import nothing_like_it:R: ModuleNotFoundError"),
         (["--model.recipe", "fine blocks"], "model.recipe: 'fine blocks'"),

@@ -186,9 +186,9 @@ def test_reused_generator_and_missing_objects_raise(tokenizer: Path, tmp_path: P
 
 
 BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a class": ({"model": TinyModel}, {}, "model= is the class TinyModel"),
-    "a mapping": ({"model": {}}, {}, "model= is a dict"),
-    "no head": ({"model": hf_model().model}, {}, "model= is a Qwen3Model"),
+    "a class": ({"model": TinyModel}, {}, "model=: the class TinyModel"),
+    "a mapping": ({"model": {}}, {}, "model=: a dict"),
+    "no head": ({"model": hf_model().model}, {}, "model=: Qwen3Model has no head"),
     "another signature": (
         {"model": own_rows.Model()},
         {},
@@ -210,9 +210,9 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no tokenizer": (
         {},
         {"model": {"tokenizer": None}},
-        "model.tokenizer: ",
+        "model.tokenizer: not set",
     ),
-    "some tokenizer": ({"tokenizer": str}, {"model": {"tokenizer": None}}, "tokenizer= is a type"),
+    "some tokenizer": ({"tokenizer": str}, {"model": {"tokenizer": None}}, "tokenizer=: type"),
 }
 
 

@@ -1,4 +1,4 @@
-"""model.freeze: patterns over names of modules and parameters, on any model; what matches nothing is named."""
+"""model.freeze: patterns of module and parameter names, for any model. An unmatched pattern raises an error."""
 
 from pathlib import Path
 from typing import Any
@@ -32,31 +32,31 @@ def model() -> Any:
         (["model.layers.[0-1]"], lambda name: ".layers." not in name),
     ],
 )
-def test_what_is_named_is_frozen_and_nothing_else(model: Any, patterns: list[str], trained: Any) -> None:
+def test_freeze_patterns_freeze_only_matching_parameters(model: Any, patterns: list[str], trained: Any) -> None:
     found = frozen(model, patterns)
     names = [name for name, _ in model.named_parameters()]
     assert found == {name for name in names if not trained(name)}
 
 
-def test_a_tied_parameter_is_frozen_by_either_name() -> None:
+def test_tied_parameter_is_frozen_by_either_name() -> None:
     tied = build_model(ModelSection(config=model_config("qwen3")), "fp32")
     assert frozen(tied, ["lm_head"]) == frozen(tied, ["embed_tokens"]) == {"model.embed_tokens.weight"}
 
 
-def test_a_pattern_that_matches_nothing_names_the_nearest(model: Any) -> None:
-    with pytest.raises(UserError, match=r"model\.freeze\.1: 'emb_tokens' is no module .* model\.embed_tokens"):
+def test_unmatched_freeze_pattern_suggests_nearest_names(model: Any) -> None:
+    with pytest.raises(UserError, match=r"^model\.freeze\.1: 'emb_tokens' .* model\.embed_tokens"):
         frozen(model, ["lm_head", "emb_tokens"])
     assert still_frozen(model, ["model.layers.7.*", "lm_head"]) == ["lm_head"]
 
 
-def test_all_frozen_is_refused() -> None:
+def test_freezing_all_parameters_raises() -> None:
     spec = ModelSection(config=model_config("llama"), freeze=["*"])
     built = build_model(spec, "fp32")
-    with pytest.raises(UserError, match="every parameter is frozen"):
+    with pytest.raises(UserError, match=r"^model: .* freezes every parameter"):
         ComponentSettings(built, spec).apply(built)
 
 
-def test_what_is_frozen_stays_as_it_was_and_the_rest_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_changes_only_unfrozen_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(tmp_path)
     overrides = ["--model.freeze", "[model.layers.0, embed_tokens]", "--train.steps", "2", "--data.workers", "0"]
     config = load_config(path, overrides)

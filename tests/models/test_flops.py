@@ -60,12 +60,12 @@ def recurrent(rows: Any, input_weight: Any, state_weight: Any, *_: Any, **__: An
 
 
 def grouped(left: Any, right: Any, *_: Any, **__: Any) -> float:
-    """Rows [N, A] by experts [E, A, B]; of the weights' gradient, [A, N] by [N, B]."""
+    """Count rows [N, A] times experts [E, A, B]; for the gradient of the weights, [A, N] times [N, B]."""
     return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
 def depthwise_backward(grad: Any, _: Any, weight: Any, *__: Any, **___: Any) -> float:
-    """Of a convolution of each channel by itself, which torch's own formula takes for one of all channels."""
+    """Count a depthwise convolution, which torch's formula counts as a convolution over all channels."""
     return 4 * weight.numel() * grad.shape[-1]
 
 
@@ -87,7 +87,7 @@ def sensor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts(path: Path, *overrides: str) -> tuple[float, float]:
-    """FLOPs of a run's first step, all of it in one micro-batch: ours, and torch's."""
+    """Return our FLOPs and torch's FLOPs of a run's first step, in one micro-batch."""
     batch = ["--train.packs_per_step=8", "--train.micro_batch=8"]
     config = load_config(path, [*batch, *overrides])
     with process_group() as process:
@@ -97,7 +97,7 @@ def counts(path: Path, *overrides: str) -> tuple[float, float]:
         parallelize_model(model, mesh, config)
         objective = build_objective(model.train(), mesh, config)
         data = next_step(loader, Balancer(model, mesh, config))
-        assert all(item for batch in data.micro_batches for item in batch.media.values())  # no blank one
+        assert all(item for batch in data.micro_batches for item in batch.media.values())  # no dummy input
         with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
             for batch in data.micro_batches:
                 torch.stack([term.weight * term.sum for term in objective.terms(batch)]).sum().backward()
@@ -138,7 +138,7 @@ HYBRID = {
 @pytest.mark.parametrize(
     "family", [f if f in ("qwen3_5_text", "bamba") else pytest.param(f, marks=pytest.mark.long) for f in HYBRID]
 )
-def test_a_layer_with_a_state_is_counted_as_torch_counts_it_token_by_token(
+def test_recurrent_layer_flops_match_torch_counter(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("delta_rule", "linear_rule"):
@@ -146,7 +146,7 @@ def test_a_layer_with_a_state_is_counted_as_torch_counts_it_token_by_token(
         def rule(*given: Any, is_delta: bool = name == "delta_rule") -> Any:
             *tokens, lengths, _ = given
             nothing = tokens[2].new_zeros(len(lengths), tokens[2].shape[1], tokens[1].shape[2], tokens[2].shape[2])
-            # As if more came before: the first token of a sample is not to be cheaper than others.
+            # With an initial state, so the first token of a sample is not cheaper than others.
             return step_by_step(*tokens, lengths, nothing.requires_grad_(), is_delta)
 
         monkeypatch.setattr(recurrence, name, rule)
@@ -157,7 +157,7 @@ def test_a_layer_with_a_state_is_counted_as_torch_counts_it_token_by_token(
 
 
 @pytest.mark.parametrize("family", [*DENSE, *SPARSE])
-def test_a_text_model_is_counted_as_torch_counts_it(family: str, tmp_path: Path) -> None:
+def test_text_model_flops_match_torch_counter(family: str, tmp_path: Path) -> None:
     config = {"model_type": family} | SHAPE | (DENSE | SPARSE)[family]
     path = write_config(tmp_path, model={"config": config})
     ours, torchs = counts(path)
@@ -182,7 +182,7 @@ def omni_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_a_composed_model_is_counted_by_what_of_it_is_trained(frozen: str, omni_config: Path) -> None:
+def test_composed_model_flops_depend_on_trained_components(frozen: str, omni_config: Path) -> None:
     ours, torchs = counts(omni_config, *(f"--{part}.freeze=true" for part in FROZEN[frozen]))
     assert ours == pytest.approx(torchs, rel=0.01)
 
@@ -193,7 +193,7 @@ PUBLISHED = {
     "qwen3_vl_moe": ("qwen3_vl_moe", []),
     "qwen3_omni": ("qwen3_omni", []),
     "qwen3_omni, towers frozen": ("qwen3_omni", [*VISUAL, *HEARD]),
-    # Not Mistral 3, which pads pixels to the largest picture of a call, nor LLaVA, whose last layer has no backward.
+    # Not Mistral 3, which pads pixels to the largest image of a call, nor LLaVA, whose last layer has no backward.
     **{family: (family, []) for family in ("gemma3", "internvl", "gemma4")},
 }
 
@@ -204,19 +204,19 @@ COUNTED = ("qwen3_omni", "gemma4")  # in every run of the tests; the others in `
 @pytest.mark.parametrize(
     "name", [name if name in COUNTED else pytest.param(name, marks=pytest.mark.long) for name in PUBLISHED]
 )
-def test_a_published_model_with_media_is_counted_as_torch_counts_it(name: str) -> None:
+def test_multimodal_model_flops_match_torch_counter(name: str) -> None:
     file, frozen = PUBLISHED[name]
     overrides = [f"--model.modalities.{of}.encoder.freeze=true" for of in frozen]
     ours, torchs = counts(ROOT / "examples" / "published" / f"{file}.yaml", *overrides)
     assert ours == pytest.approx(torchs, rel=0.01)
 
 
-def test_a_pair_costs_the_width_of_keys_and_the_width_of_values() -> None:
+def test_pair_flops_use_key_and_value_widths() -> None:
     config = AutoConfig.for_model("deepseek_v3")
     assert attention_width(config) == 128 * (192 + 128) / 2
 
 
-def test_pairs_are_the_true_entries_of_the_mask() -> None:
+def test_pair_count_matches_attention_mask() -> None:
     for length, window in [(1, None), (6, None), (6, 1), (6, 4), (6, 6), (6, 9)]:
         distance = torch.arange(length)[:, None] - torch.arange(length)
         mask = (distance >= 0) & (distance < (window or length))
@@ -225,7 +225,7 @@ def test_pairs_are_the_true_entries_of_the_mask() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_says_what_an_item_costs(name: str, frozen: bool) -> None:
+def test_encoder_cost_matches_torch_counter(name: str, frozen: bool) -> None:
     encoder = ENCODERS[name]().requires_grad_()
     assert encoder.pretrained is not None
     encoder.pretrained.requires_grad_(not frozen)
@@ -237,7 +237,7 @@ def test_an_encoder_says_what_an_item_costs(name: str, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in WITHOUT_MATMULS])
-def test_a_decoder_says_what_the_targets_of_an_item_cost(name: str, tmp_path: Path) -> None:
+def test_decoder_cost_matches_torch_counter(name: str, tmp_path: Path) -> None:
     folder = FOLDERS[name](tmp_path / "folder") if name in FOLDERS else None
     decoder = MAKERS[name](folder)
     media = long_sound(0, 8000) if isinstance(decoder, AudioCodec) else item_of(name, 0)

@@ -29,13 +29,13 @@ def case(family: str, says: tuple[str, ...], attention: str = "auto") -> Case:
 
 CASES = [
     *(case(family, ("attends to later tokens", "is_decoder: true")) for family in ENCODERS),
-    *(case(family, ("does not say which of its modules are blocks",)) for family in NO_BLOCKS),
+    *(case(family, ("_no_split_modules",)) for family in NO_BLOCKS),
     *(case(family, ("attends across the samples of a pack", "sdpa"), "sdpa") for family in MIX_SAMPLES),
     *(case(family, ("attends across the samples of a pack", "eager"), "eager") for family in MIX_SAMPLES[:5]),
     *(case(family, ("does not use transformers' attention interface",)) for family in NO_INTERFACE),
-    *(case(family, ("layers, which carry state across packed samples",)) for family in (*STATE, *RECURRENT)),
-    *(case(family, ("layers, which carry state across packed samples",), "sdpa") for family in RECURRENT),
+    *(case(family, ("accepts no sample boundaries",)) for family in (*STATE, *RECURRENT)),
+    *(case(family, ("accepts no sample boundaries",), "sdpa") for family in RECURRENT),
     case("zamba2", ("share weights",)),
-    *(case(family, ("an index picks among all tokens",)) for family in INDEXED),
+    *(case(family, ("by an index",)) for family in INDEXED),
     *(case(family, ("cannot run on packs without a mask",)) for family in CANNOT_RUN),
 ]

@@ -66,7 +66,7 @@ def test_samples_longer_than_attention_chunk_raise(tmp_path: Path) -> None:
         ids = torch.arange(length)[None]
         inputs = packed_inputs(torch.tensor([0, length], dtype=torch.int32), length)
         if refused:
-            with pytest.raises(UserError, match=r"attends in chunks of 16 tokens.* has 17: set data.pack_tokens"):
+            with pytest.raises(UserError, match=r"^model: .* chunks of 16 tokens.* 17 tokens.* data\.pack_tokens"):
                 model(input_ids=ids, position_ids=ids, **inputs)
         else:
             model(input_ids=ids, position_ids=ids, **inputs)
@@ -80,7 +80,7 @@ def test_packs_with_position_scaled_attention_raise() -> None:
         ids = torch.arange(length)[None]
         inputs = packed_inputs(torch.tensor([0, 8, length], dtype=torch.int32), 8)
         if refused:
-            with pytest.raises(UserError, match=r"scales attention from token 16 on.* set data.pack_tokens below 16"):
+            with pytest.raises(UserError, match=r"^model: .* from token 16 on.* data\.pack_tokens below 16"):
                 model(input_ids=ids, position_ids=ids, **inputs)
         else:
             model(input_ids=ids, position_ids=ids, **inputs)

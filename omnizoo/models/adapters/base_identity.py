@@ -29,12 +29,15 @@ def base_identity(config: Config) -> str:
 
     Only one rank needs it.
     """
-    model, digest = config.model, xxhash.xxh3_128()
+    model = config.model
+    digest = xxhash.xxh3_128()
     if model.given is not None:
         for name, tensor in tensors_of(given_model(model)):
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(content.numpy().data)
         return digest.hexdigest()
+
     digest.update(json.dumps(_shape_of(model), sort_keys=True, default=str).encode())
     for folder in _weight_folders(model):
         for file in sorted(folder.glob("*.safetensors")):
@@ -46,12 +49,18 @@ def base_identity(config: Config) -> str:
     return digest.hexdigest()
 
 
-def check_base_identity(found: str | None, wanted: str, whose: str) -> None:
-    """Check that an adapter was trained on the base model of the config."""
-    if found is not None and found != wanted:
+def check_base_identity(adapter_base: str | None, model_base: str, adapter: str) -> None:
+    """Check that an adapter was trained on the base model of the config.
+
+    Args:
+        adapter_base: The hash of the base that the adapter was trained on. None: unknown.
+        model_base: The hash of the base that the config describes.
+        adapter: Key and path of the adapter, for messages.
+    """
+    if adapter_base is not None and adapter_base != model_base:
         raise UserError(
-            f"{whose} was trained on another base: its hash is {found}, that of the config's `model` (and seed, where "
-            f"weights are drawn) is {wanted}"
+            f"{adapter}: the adapter was trained on a different base model. The hash of its base is {adapter_base}, "
+            f"that of `model` (and train.seed, if weights are random) is {model_base}."
         )
 
 
@@ -65,9 +74,11 @@ def _shape_of(model: ModelSection) -> Any:
 
 def _weight_folders(model: ModelSection) -> list[Path]:
     """Return the folders of all published weights that the config names."""
-    parts: list[ModelSection | SubmoduleSettings | None] = [model, model.foundation]
-    parts += [part for modality in model.modalities.values() for part in (modality.encoder, modality.decoder)]
-    return [Path(part.path) for part in parts if part is not None and part.path is not None]
+    sections: list[ModelSection | SubmoduleSettings | None] = [model, model.foundation]
+    for modality in model.modalities.values():
+        sections += [modality.encoder, modality.decoder]
+    paths = [section.path for section in sections if section is not None]
+    return [Path(path) for path in paths if path is not None]
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

@@ -62,7 +62,9 @@ class AdapterInfo:
 
 def scaling_of(settings: AdapterSettings) -> float:
     """Return the factor of the product of the adapter matrices."""
-    return settings.alpha / (math.sqrt(settings.rank) if settings.kind == "rslora" else settings.rank)
+    if settings.kind == "rslora":
+        return settings.alpha / math.sqrt(settings.rank)
+    return settings.alpha / settings.rank
 
 
 def attached(model: nn.Module) -> AdapterInfo | None:
@@ -76,9 +78,9 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
     Fully trained modules keep their trained weights.
     """
-    found = attached(model)
-    assert found is not None, "a model without an adapter"
-    names = {*found.modules, *(name.rpartition(".")[0] for name in found.experts)}
+    adapter = attached(model)
+    assert adapter is not None, "the model has no adapter"
+    names = {*adapter.modules, *(name.rpartition(".")[0] for name in adapter.experts)}
     modules = [model.get_submodule(name) for name in sorted(names)]
     for module in modules:
         vars(module)[OFF] = True
@@ -102,38 +104,47 @@ def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stor
         stored: The dtype of frozen weights.
     """
     kinds = _adaptable(model)
-    names = _chosen(model, settings, kinds)
-    saved = _saved(model, settings, names)
-    for name in names:
+    targets = _find_targets(model, settings, kinds)
+    saved = _find_saved(model, settings, targets)
+    for name in targets:
         _check_fit(name, model, kinds[name], settings)
-    before = {name for name, _ in model.named_parameters()}
-    kept = {name for name in before if name.startswith(tuple(f"{module}." for module in saved))}
-    # The codes of tokenizers must not change, so their weights keep their dtype.
-    whole = {p for module in frozen_tokenizers(model).values() for p in module.parameters()}
-    whole |= set(kept_in_fp32(model).values())
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in kept)
-        if name not in kept and parameter not in whole and parameter.is_floating_point():
-            parameter.data = parameter.data.to(stored)
-    for name in names:
-        owner, _, own = name.rpartition(".")
+
+    base_names = {name for name, _ in model.named_parameters()}
+    saved_prefixes = tuple(f"{module}." for module in saved)
+    fully_trained = {name for name in base_names if name.startswith(saved_prefixes)}
+    _freeze_base(model, fully_trained, stored)
+
+    for name in targets:
+        owner, _, attribute = name.rpartition(".")
         if kinds[name] == "experts":
-            _attach_to_experts(model.get_submodule(owner), own, settings, dtype)
+            _attach_to_experts(model.get_submodule(owner), attribute, settings, dtype)
         elif kinds[name] == "embedding":
             _attach_to_embedding(model.get_submodule(name), settings, dtype)
         else:
             _attach_to_linear(model.get_submodule(name), settings, dtype)
-    factors = frozenset(name for name, _ in model.named_parameters()) - before
-    found = AdapterInfo(
-        settings,
-        tuple(name for name in names if kinds[name] != "experts"),
-        tuple(name for name in names if kinds[name] == "experts"),
-        saved,
-        factors | kept,
-        factors,
-        hasattr(model, "prepare_inputs_for_generation"),
+
+    matrices = frozenset(name for name, _ in model.named_parameters()) - base_names
+    vars(model)[ATTACHED] = AdapterInfo(
+        settings=settings,
+        modules=tuple(name for name in targets if kinds[name] != "experts"),
+        experts=tuple(name for name in targets if kinds[name] == "experts"),
+        saved=saved,
+        trained=matrices | fully_trained,
+        started=matrices,
+        generates=hasattr(model, "prepare_inputs_for_generation"),
     )
-    vars(model)[ATTACHED] = found
+
+
+def _freeze_base(model: nn.Module, fully_trained: Collection[str], stored: torch.dtype) -> None:
+    """Freeze all parameters except `fully_trained`, and store the frozen ones in the dtype `stored`."""
+    # The codes of tokenizers must not change, so their weights keep their dtype.
+    same_dtype = {p for module in frozen_tokenizers(model).values() for p in module.parameters()}
+    same_dtype |= set(kept_in_fp32(model).values())
+    for name, parameter in model.named_parameters():
+        is_trained = name in fully_trained
+        parameter.requires_grad_(is_trained)
+        if not is_trained and parameter not in same_dtype and parameter.is_floating_point():
+            parameter.data = parameter.data.to(stored)
 
 
 # Target modules
@@ -142,18 +153,19 @@ def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stor
 def _adaptable(model: nn.Module) -> dict[str, str]:
     """Return possible targets by full name: linear layers, embeddings and parameters of fused experts."""
     frozen = tuple(f"{name}." for name in frozen_tokenizers(model))
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for name, module in model.named_modules():
         if name.startswith(frozen):
             continue
         if isinstance(module, nn.Linear):
-            found[name] = "linear"
+            kinds[name] = "linear"
         elif isinstance(module, nn.Embedding):
-            found[name] = "embedding"
+            kinds[name] = "embedding"
         elif is_experts(module):
-            own = [own for own, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-            found |= {f"{name}.{own}": "experts" for own in own}
-    return found
+            for attribute, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    kinds[f"{name}.{attribute}"] = "experts"
+    return kinds
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -176,42 +188,53 @@ def linear_of_blocks(model: nn.Module) -> list[str]:
 
 
 def _matching(
-    key: str, patterns: Sequence[str], names: Collection[str], what: str, all_linear: Collection[str] = ()
+    key: str, patterns: Sequence[str], names: Collection[str], expected: str, all_linear: Collection[str] = ()
 ) -> set[str]:
-    """Return the `names` that the patterns of a config key match. Each pattern must match at least one."""
-    chosen: set[str] = set()
+    """Return the `names` that the patterns of a config key match. Each pattern must match at least one.
+
+    `expected` describes the names, for messages.
+    """
+    matched: set[str] = set()
     for i, pattern in enumerate(patterns):
-        found = all_linear if pattern == ALL_LINEAR else [name for name in names if matches(name, pattern)]
-        if not found:
-            raise UserError(f"{KEY}.{key}.{i}: {pattern[:80]!r} matches no {what}; {nearest_names(pattern, names)}")
-        chosen.update(found)
-    return chosen
+        by_pattern = all_linear if pattern == ALL_LINEAR else [name for name in names if matches(name, pattern)]
+        if not by_pattern:
+            hint = nearest_names(pattern, names)
+            raise UserError(f"{KEY}.{key}.{i}: {pattern[:80]!r} matches no {expected}; {hint}")
+        matched.update(by_pattern)
+    return matched
 
 
-def _chosen(model: nn.Module, settings: AdapterSettings, kinds: dict[str, str]) -> list[str]:
+def _find_targets(model: nn.Module, settings: AdapterSettings, kinds: dict[str, str]) -> list[str]:
     """Return the names of the adapter's targets."""
-    what = "linear layer, embedding or expert weights"
-    chosen = _matching("targets", settings.targets, kinds, what, linear_of_blocks(model))
-    chosen -= _matching("exclude", settings.exclude, chosen, "target")
-    if not chosen:
-        raise UserError(f"{KEY}.exclude: {settings.exclude} leaves nothing of the targets {settings.targets}")
-    return [name for name in kinds if name in chosen]  # in the order of the model
+    expected = "linear layer, embedding or expert weights"
+    targets = _matching("targets", settings.targets, kinds, expected, linear_of_blocks(model))
+    targets -= _matching("exclude", settings.exclude, targets, "target")
+    if not targets:
+        raise UserError(f"{KEY}.exclude: {settings.exclude} excludes all targets {settings.targets}. Exclude fewer.")
+    return [name for name in kinds if name in targets]  # in the order of the model
 
 
-def _saved(model: nn.Module, settings: AdapterSettings, targets: Sequence[str]) -> tuple[str, ...]:
+def _find_saved(model: nn.Module, settings: AdapterSettings, targets: Sequence[str]) -> tuple[str, ...]:
     """Return the modules that are fully trained; only the outermost ones."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    chosen = _matching("modules_to_save", settings.modules_to_save, modules, "module with weights")
-    inside = tuple(f"{name}." for name in chosen)
-    if clash := [target for target in targets if f"{target}.".startswith(inside)]:
-        raise UserError(f"{KEY}.modules_to_save: a module is trained whole, and {clash[0]} in it has factors; use one")
+    saved = _matching("modules_to_save", settings.modules_to_save, modules, "module with weights")
+    prefixes = tuple(f"{name}." for name in saved)
+    inside = [target for target in targets if f"{target}.".startswith(prefixes)]
+    if inside:
+        raise UserError(
+            f"{KEY}.modules_to_save: {inside[0]} is in a fully trained module and is also a target of adapter "
+            "matrices. Exclude the target, or remove the module."
+        )
+
     # PEFT trains an untied copy of a module. A file with only one of two tied weights would be a different model there.
     for names in tied_names(model):
-        trained = [name for name in names if name.startswith(inside)]
+        trained = [name for name in names if name.startswith(prefixes)]
         if trained and len(trained) < len(names):
             other = next(name for name in names if name not in trained)
-            raise UserError(f"{KEY}.modules_to_save: {trained[0]} is tied to {other}; name the modules of both")
-    return tuple(name for name in modules if name in chosen and not name.startswith(inside))
+            raise UserError(
+                f"{KEY}.modules_to_save: {trained[0]} is tied to {other}, which is not listed. List both modules."
+            )
+    return tuple(name for name in modules if name in saved and not name.startswith(prefixes))
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> str:
@@ -225,16 +248,20 @@ def nearest_names(pattern: str, names: Iterable[str]) -> str:
 def _check_fit(name: str, model: nn.Module, kind: str, settings: AdapterSettings) -> None:
     """Check that a target can have adapter matrices, before any are attached."""
     if kind != "linear" and settings.kind == "dora":
-        raise UserError(f"{KEY}.kind: dora is for linear layers; exclude {name}, or use lora")
-    if kind == "experts" and settings.dropout:
-        raise UserError(f"{KEY}.dropout: {settings.dropout:g} cannot be had for experts ({name}); set it to 0")
-    shape = (
-        model.get_parameter(name) if kind == "experts" else model.get_submodule(name).get_parameter("weight")
-    ).shape
-    if settings.rank > min(shape[-2:]):
-        sizes = " x ".join(str(size) for size in shape[-2:])
         raise UserError(
-            f"{KEY}.rank: {settings.rank} is above a dimension of {name} ({sizes}); expected at most {min(shape[-2:])}"
+            f"{KEY}.kind: dora supports only linear layers, and {name} is a target. Exclude {name}, or use lora."
+        )
+    if kind == "experts" and settings.dropout:
+        raise UserError(
+            f"{KEY}.dropout: {settings.dropout:g} is not supported for experts, and {name} is a target. Set it to 0."
+        )
+
+    weight = model.get_parameter(name if kind == "experts" else f"{name}.weight")
+    rows, columns = weight.shape[-2:]
+    if settings.rank > min(rows, columns):
+        raise UserError(
+            f"{KEY}.rank: {settings.rank} exceeds a dim of {name} ({rows} x {columns}); "
+            f"expected at most {min(rows, columns)}"
         )
 
 
@@ -246,8 +273,9 @@ BASE = "lora_base"  # attribute of a layer with adapter matrices: (base forward,
 def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype) -> None:
     first = nn.Linear(module.in_features, settings.rank, bias=False, dtype=dtype)
     second = nn.Linear(settings.rank, module.out_features, bias=False, dtype=dtype)
-    _draw(first.weight, second.weight, settings)
-    module.lora_A, module.lora_B = nn.ModuleDict({DEFAULT: first}), nn.ModuleDict({DEFAULT: second})
+    _initialize(first.weight, second.weight, settings)
+    module.lora_A = nn.ModuleDict({DEFAULT: first})
+    module.lora_B = nn.ModuleDict({DEFAULT: second})
     if settings.dropout:
         module.lora_dropout = nn.ModuleDict({DEFAULT: nn.Dropout(settings.dropout)})
     if settings.kind == "dora":
@@ -267,7 +295,7 @@ def set_base(module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor])
         vars(module)["forward"] = forward
 
 
-def _draw(first: torch.Tensor, second: torch.Tensor, settings: AdapterSettings) -> None:
+def _initialize(first: torch.Tensor, second: torch.Tensor, settings: AdapterSettings) -> None:
     """Initialize `first` randomly and `second` with zeros, as PEFT does. With `init: random`, both are random."""
     if settings.init == "gaussian":
         nn.init.normal_(first, std=1 / settings.rank)
@@ -280,23 +308,27 @@ def _draw(first: torch.Tensor, second: torch.Tensor, settings: AdapterSettings) 
 
 
 def _linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the base output of a linear layer plus the output of its adapter matrices."""
     base, scaling = module.lora_base
     out: torch.Tensor = base(x)
     if OFF in vars(module):
         return out
     first, second = module.lora_A[DEFAULT], module.lora_B[DEFAULT]
-    entering = x.to(first.weight.dtype)
-    is_dropped = hasattr(module, "lora_dropout") and module.training
-    if is_dropped:
-        entering = module.lora_dropout[DEFAULT](entering)
-    added: torch.Tensor = second(first(entering)) * scaling
+    inputs = x.to(first.weight.dtype)
+    has_dropout = hasattr(module, "lora_dropout") and module.training
+    if has_dropout:
+        inputs = module.lora_dropout[DEFAULT](inputs)
+    added: torch.Tensor = second(first(inputs)) * scaling
+
     if hasattr(module, "lora_magnitude_vector"):
-        weight = module.weight.to(entering.dtype)
+        weight = module.weight.to(inputs.dtype)
         # Treated as a constant in backward, as in section 4.3 of the DoRA paper and in PEFT.
         norm = row_norms(weight, first.weight, second.weight, scaling)
         ratio = module.lora_magnitude_vector[DEFAULT].weight / norm
-        plain = F.linear(entering, weight) if is_dropped else out if module.bias is None else out - module.bias
-        added = (ratio - 1) * plain + ratio * added
+        without_bias = out if module.bias is None else out - module.bias
+        if has_dropout:
+            without_bias = F.linear(inputs, weight)
+        added = (ratio - 1) * without_bias + ratio * added
     return out + added.to(out.dtype)
 
 
@@ -308,16 +340,20 @@ def row_norms(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, s
 
 
 @torch.no_grad()
-def set_magnitudes(model: nn.Module, found: AdapterInfo) -> None:
+def set_magnitudes(model: nn.Module, adapter: AdapterInfo) -> None:
     """Initialize DoRA's magnitudes to the row norms, after the base weights are loaded.
 
     Sharded models are supported.
     """
-    for name in found.modules if found.settings.kind == "dora" else ():
+    if adapter.settings.kind != "dora":
+        return
+    scaling = scaling_of(adapter.settings)
+    for name in adapter.modules:
         module: Any = model.get_submodule(name)
         magnitude = module.lora_magnitude_vector[DEFAULT].weight
-        factors = (module.lora_A[DEFAULT].weight, module.lora_B[DEFAULT].weight)
-        magnitude.copy_(row_norms(module.weight.to(magnitude.dtype), *factors, scaling_of(found.settings)))
+        first = module.lora_A[DEFAULT].weight
+        second = module.lora_B[DEFAULT].weight
+        magnitude.copy_(row_norms(module.weight.to(magnitude.dtype), first, second, scaling))
 
 
 # Embeddings
@@ -350,23 +386,25 @@ def _embedding(
 # Fused experts
 
 
-def factor_names(own: str) -> tuple[str, str]:
-    """Return the names of the two adapter matrices of the expert parameter `own`, in the same module."""
-    return f"{own}_lora_A", f"{own}_lora_B"
+def factor_names(attribute: str) -> tuple[str, str]:
+    """Return the names of the two adapter matrices of the expert parameter `attribute`, in the same module."""
+    return f"{attribute}_lora_A", f"{attribute}_lora_B"
 
 
-def _attach_to_experts(module: Any, own: str, settings: AdapterSettings, dtype: torch.dtype) -> None:
+def _attach_to_experts(module: Any, attribute: str, settings: AdapterSettings, dtype: torch.dtype) -> None:
     """Attach adapter matrices `[experts, rank, width]` to fused experts.
 
     Expert parallelism splits the first dim. With `ep` larger than 1, FSDP splits the last dim.
     """
-    experts, rows, columns = getattr(module, own).shape
-    entering, leaving = (rows, columns) if module.is_transposed else (columns, rows)
-    first = nn.Parameter(torch.empty(experts, settings.rank, entering, dtype=dtype))
-    second = nn.Parameter(torch.empty(experts, settings.rank, leaving, dtype=dtype))
-    _draw(first.view(-1, entering), second.view(-1, leaving), settings)
-    for name, factor in zip(factor_names(own), (first, second), strict=True):
-        module.register_parameter(name, factor)
+    experts, rows, columns = getattr(module, attribute).shape
+    in_width, out_width = (rows, columns) if module.is_transposed else (columns, rows)
+    first = nn.Parameter(torch.empty(experts, settings.rank, in_width, dtype=dtype))
+    second = nn.Parameter(torch.empty(experts, settings.rank, out_width, dtype=dtype))
+    _initialize(first.view(-1, in_width), second.view(-1, out_width), settings)
+
+    first_name, second_name = factor_names(attribute)
+    module.register_parameter(first_name, first)
+    module.register_parameter(second_name, second)
     module.lora_scaling = scaling_of(settings)
 
 
@@ -375,11 +413,11 @@ def _attach_to_experts(module: Any, own: str, settings: AdapterSettings, dtype: 
 
 @torch.no_grad()
 def merge(
-    model: nn.Module, weights: dict[str, torch.Tensor], found: AdapterInfo, state: Mapping[str, torch.Tensor]
+    model: nn.Module, weights: dict[str, torch.Tensor], adapter: AdapterInfo, state: Mapping[str, torch.Tensor]
 ) -> None:
     """Merge the adapter `state` (full tensors by name) into the `weights` of the base `model`, in place."""
-    scaling = scaling_of(found.settings)
-    for name in found.modules:
+    scaling = scaling_of(adapter.settings)
+    for name in adapter.modules:
         key = f"{name}.weight"
         if f"{name}.lora_embedding_A.{DEFAULT}" in state:
             first, second = (state[f"{name}.lora_embedding_{side}.{DEFAULT}"] for side in "AB")
@@ -387,13 +425,15 @@ def merge(
             continue
         first, second = (state[f"{name}.lora_{side}.{DEFAULT}.weight"] for side in "AB")
         merged = weights[key] + scaling * (second @ first)
-        if (length := state.get(f"{name}.lora_magnitude_vector.{DEFAULT}.weight")) is not None:
-            merged = merged * (length / row_norms(weights[key], first, second, scaling)).unsqueeze(1)
+        magnitude = state.get(f"{name}.lora_magnitude_vector.{DEFAULT}.weight")
+        if magnitude is not None:
+            merged = merged * (magnitude / row_norms(weights[key], first, second, scaling)).unsqueeze(1)
         weights[key] = merged
-    for name in found.experts:
-        owner, _, own = name.rpartition(".")
-        first, second = (state[f"{owner}.{factor}"] for factor in factor_names(own))
+
+    for name in adapter.experts:
+        owner, _, attribute = name.rpartition(".")
+        first, second = (state[f"{owner}.{matrix}"] for matrix in factor_names(attribute))
         module: Any = model.get_submodule(owner)
         added = first.transpose(1, 2) @ second  # [experts, input width, output width]
         weights[name] = weights[name] + scaling * (added if module.is_transposed else added.transpose(1, 2))
-    weights |= {name: tensor for name, tensor in state.items() if name not in found.started}
+    weights |= {name: tensor for name, tensor in state.items() if name not in adapter.started}

@@ -39,57 +39,67 @@ def adapter_settings(settings: AdapterSettings) -> AdapterSettings:
         return settings
     folder = Path(settings.path)
     fields = _read_config(folder)
-    kind = "dora" if fields.get("use_dora") else "rslora" if fields.get("use_rslora") else "lora"
     if fields.get("use_dora") and fields.get("use_rslora"):
-        raise UserError(f"{KEY}.path: {folder / CONFIG} is of DoRA and rsLoRA at once, which is not supported")
+        raise UserError(f"{KEY}.path: {folder / CONFIG} sets both use_dora and use_rslora, which is not supported")
     names = [name.removeprefix(PREFIX) for name in tensor_names(folder / WEIGHTS)]
     if not names:
-        raise UserError(f"{KEY}.path: {folder / WEIGHTS} holds no weights")
-    factor = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_(embedding_)?[AB](\.weight)?$")
-    modules: dict[str, int] = {}  # module -> number of PEFT wrappers around it
-    whole: dict[str, None] = {}
+        raise UserError(f"{KEY}.path: {folder / WEIGHTS} contains no weights")
+
+    matrix = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?[AB](\.weight)?$")
+    modules: dict[str, None] = {}  # dicts as ordered sets
+    saved: dict[str, None] = {}
     for name in names:
-        if found := factor.match(name):
-            modules[found[1]] = max(modules.get(found[1], 0), found[2].count("base_layer"))
+        match = matrix.match(name)
+        if match:
+            modules[match[1]] = None
         elif not name.endswith(".lora_magnitude_vector"):
-            whole[name.rpartition(".")[0]] = None
+            saved[name.rpartition(".")[0]] = None
+
     experts: list[str] = []
     for parameter in fields.get("target_parameters") or ():
-        owner, _, own = str(parameter).rpartition(".")
-        experts += [f"{module}.{own}" for module in modules if matches(module, owner)]
+        owner, _, attribute = str(parameter).rpartition(".")
+        experts += [f"{module}.{attribute}" for module in modules if matches(module, owner)]
     owners = {name.rpartition(".")[0] for name in experts}
     return settings.model_copy(
         update={
-            "kind": kind,
+            "kind": _adapter_kind(fields),
             "rank": fields["r"],
             "alpha": float(fields["lora_alpha"]),
             "targets": [*(module for module in modules if module not in owners), *experts],
-            "modules_to_save": list(whole),
+            "modules_to_save": list(saved),
         }
     )
+
+
+def _adapter_kind(fields: Mapping[str, Any]) -> str:
+    """Return the value of `model.adapter.kind` for the fields of `adapter_config.json`."""
+    if fields.get("use_dora"):
+        return "dora"
+    return "rslora" if fields.get("use_rslora") else "lora"
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return the fields of `adapter_config.json`. Raise a `UserError` if one of them is not supported."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise UserError(f"{KEY}.path: {folder} is not the folder of a PEFT adapter (no {name} in it)")
+            raise UserError(f"{KEY}.path: {folder} has no {name}. Pass the folder of a PEFT adapter.")
     fields = read_json(folder / CONFIG)
-    where = f"{KEY}.path: {folder / CONFIG}"
+    file = f"{KEY}.path: {folder / CONFIG}"
     if fields.get("peft_type") != "LORA":
-        raise UserError(f"{where}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'")
+        raise UserError(f"{file}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'")
     for name in ("r", "lora_alpha"):
         if not isinstance(fields.get(name), int | float) or not fields[name] > 0:
-            raise UserError(f"{where}: {name} is {fields.get(name)!r}; expected a number above 0")
+            raise UserError(f"{file}: {name} is {fields.get(name)!r}; expected a number above 0")
     if fields.get("init_lora_weights", True) not in (*INITS.values(), "orthogonal", "eva"):
         raise UserError(
-            f"{where}: init_lora_weights is {fields['init_lora_weights']!r}, which changes the base as well; convert "
-            "the adapter to plain LoRA with PEFT first"
+            f"{file}: init_lora_weights is {fields['init_lora_weights']!r}, which also changes the base weights. "
+            "Convert the adapter to plain LoRA with PEFT first."
         )
-    usual = lora_config(rank=1).to_dict()
+
+    defaults = lora_config(rank=1).to_dict()
     for name, value in fields.items():
-        if name not in READ | UNIMPORTANT and value and value != usual.get(name):
-            raise UserError(f"{where}: {name} is {str(value)[:80]!r}, which is not supported")
+        if name not in READ | UNIMPORTANT and value and value != defaults.get(name):
+            raise UserError(f"{file}: {name} is {str(value)[:80]!r}, which is not supported")
     return fields
 
 
@@ -102,53 +112,67 @@ def lora_config(rank: int, **fields: Any) -> Any:
 
 def check_base(model: nn.Module, settings: AdapterSettings) -> None:
     """Check that the modules of an adapter folder exist in `model`, before adapter matrices are attached."""
-    if settings.path is not None:
-        here = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-        for name in (*settings.targets, *settings.modules_to_save):
-            if name not in here:
-                raise UserError(f"{KEY}.path: {settings.path} is of another base: this model has no {name}")
+    if settings.path is None:
+        return
+    names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    for name in (*settings.targets, *settings.modules_to_save):
+        if name not in names:
+            raise UserError(
+                f"{KEY}.path: {settings.path} belongs to a different base model: this model has no {name}. "
+                "Use the base model of the adapter."
+            )
 
 
 def check_shapes(model: nn.Module, settings: AdapterSettings) -> None:
     """Check that the shapes in an adapter folder match `model`, after adapter matrices are attached."""
-    found = attached(model)
-    if settings.path is None or found is None:
+    adapter = attached(model)
+    if settings.path is None or adapter is None:
         return
     with open_weights([Path(settings.path) / WEIGHTS]) as weights:
-        shapes = {key: tuple(weight.get_shape()) for key, weight in weights.items()}
-    wanted = {}
-    for name, key in file_names(found).items():
-        wanted[key] = tuple(_to_file(model.get_parameter(name).detach(), name, found).shape)
-    for key in (*wanted, *shapes):
-        if wanted.get(key) != shapes.get(key):
-            there, here = (side.get(key, "nothing") for side in (shapes, wanted))
-            raise UserError(f"{KEY}.path: {settings.path} is of another base: {key} is {there} there and {here} here")
+        file_shapes = {key: tuple(weight.get_shape()) for key, weight in weights.items()}
+    model_shapes = {}
+    for name, key in file_names(adapter).items():
+        model_shapes[key] = tuple(_to_file(model.get_parameter(name).detach(), name, adapter).shape)
+
+    for key in (*model_shapes, *file_shapes):
+        in_file = file_shapes.get(key, "missing")
+        in_model = model_shapes.get(key, "missing")
+        if in_file != in_model:
+            raise UserError(
+                f"{KEY}.path: {settings.path} belongs to a different base model: {key} is {in_file} in the file and "
+                f"{in_model} in the model. Use the base model of the adapter."
+            )
 
 
-def file_names(found: AdapterInfo) -> dict[str, str]:
+def file_names(adapter: AdapterInfo) -> dict[str, str]:
     """Return the name of each trained parameter in PEFT's file."""
     names = {}
     by_owner: dict[str, list[str]] = {}
-    for name in found.experts:  # in module order, the order in which PEFT wraps them
-        owner, _, own = name.rpartition(".")
-        by_owner.setdefault(owner, []).append(own)
-    for owner, owns in by_owner.items():
-        for outside, own in enumerate(reversed(owns)):
-            for side, factor in zip("AB", factor_names(own), strict=True):
-                names[f"{owner}.{factor}"] = f"{PREFIX}{owner}{'.base_layer' * outside}.lora_{side}.weight"
-    for name in sorted(found.trained - set(names)):
-        key = name.replace(f".{DEFAULT}", "") if name in found.started else name
-        names[name] = PREFIX + (key.removesuffix(".weight") if ".lora_magnitude_vector." in key else key)
+    for name in adapter.experts:  # in module order, the order in which PEFT wraps them
+        owner, _, attribute = name.rpartition(".")
+        by_owner.setdefault(owner, []).append(attribute)
+    for owner, attributes in by_owner.items():
+        for num_wrappers, attribute in enumerate(reversed(attributes)):
+            wrapped = f"{PREFIX}{owner}{'.base_layer' * num_wrappers}"
+            first, second = factor_names(attribute)
+            names[f"{owner}.{first}"] = f"{wrapped}.lora_A.weight"
+            names[f"{owner}.{second}"] = f"{wrapped}.lora_B.weight"
+
+    for name in sorted(adapter.trained - set(names)):
+        key = name.replace(f".{DEFAULT}", "") if name in adapter.started else name
+        if ".lora_magnitude_vector." in key:
+            key = key.removesuffix(".weight")
+        names[name] = PREFIX + key
     return names
 
 
-def _to_file(tensor: torch.Tensor, name: str, found: AdapterInfo) -> torch.Tensor:
+def _to_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.Tensor:
     """Return an adapter matrix in the layout of PEFT's file.
 
     For fused experts, experts and ranks form the rows of A `[experts * rank, width]` and the columns of B `[width, rank
     * experts]`.
     """
-    if name.rpartition("_lora_")[0] not in found.experts:
+    if name.rpartition("_lora_")[0] not in adapter.experts:
         return tensor
     experts, rank, width = tensor.shape
     if name.endswith("A"):
@@ -156,27 +180,27 @@ def _to_file(tensor: torch.Tensor, name: str, found: AdapterInfo) -> torch.Tenso
     return tensor.permute(2, 1, 0).reshape(width, rank * experts)
 
 
-def published_factor(name: str, tensor: torch.Tensor, found: AdapterInfo) -> tuple[str, torch.Tensor]:
+def published_factor(name: str, tensor: torch.Tensor, adapter: AdapterInfo) -> tuple[str, torch.Tensor]:
     """Return the name and the full tensor of a trained parameter as in PEFT's file."""
-    return file_names(found)[name], _to_file(tensor, name, found)
+    return file_names(adapter)[name], _to_file(tensor, name, adapter)
 
 
-def _from_file(tensor: torch.Tensor, name: str, found: AdapterInfo) -> torch.Tensor:
+def _from_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.Tensor:
     """Return an adapter matrix from the layout of PEFT's file."""
-    if name.rpartition("_lora_")[0] not in found.experts:
+    if name.rpartition("_lora_")[0] not in adapter.experts:
         return tensor
-    rank = found.settings.rank
+    rank = adapter.settings.rank
     if name.endswith("A"):
         return tensor.view(-1, rank, tensor.shape[1])
     return tensor.view(len(tensor), rank, -1).permute(2, 1, 0)
 
 
-def read_factors(found: AdapterInfo) -> Iterator[tuple[str, torch.Tensor]]:
+def read_factors(adapter: AdapterInfo) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name in the model, value) for all tensors in the folder `settings.path`."""
-    assert found.settings.path is not None
-    with open_weights([Path(found.settings.path) / WEIGHTS]) as weights:
-        for name, key in file_names(found).items():
-            yield name, _from_file(weights[key][...], name, found)
+    assert adapter.settings.path is not None
+    with open_weights([Path(adapter.settings.path) / WEIGHTS]) as weights:
+        for name, key in file_names(adapter).items():
+            yield name, _from_file(weights[key][...], name, adapter)
 
 
 def base_of(folder: Path) -> str | None:
@@ -186,13 +210,15 @@ def base_of(folder: Path) -> str | None:
         return metadata.get(BASE) or None
 
 
-def write_folder(out: Path, found: AdapterInfo, state: Mapping[str, torch.Tensor], path: str | None, base: str) -> None:
+def write_folder(
+    out: Path, adapter: AdapterInfo, state: Mapping[str, torch.Tensor], path: str | None, base: str
+) -> None:
     """Write the trained parameters `state` as a PEFT adapter.
 
     `path` is the folder of the base model, and `base` its hash.
     """
-    settings = found.settings
-    tensors = {key: _to_file(state[name], name, found).contiguous() for name, key in file_names(found).items()}
+    settings = adapter.settings
+    tensors = {key: _to_file(state[name], name, adapter).contiguous() for name, key in file_names(adapter).items()}
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt", BASE: base})
     config = lora_config(
         settings.rank,
@@ -201,11 +227,11 @@ def write_folder(out: Path, found: AdapterInfo, state: Mapping[str, torch.Tensor
         use_rslora=settings.kind == "rslora",
         use_dora=settings.kind == "dora",
         init_lora_weights=INITS[settings.init],
-        target_modules=list(found.modules),
-        target_parameters=list(found.experts) or None,
-        modules_to_save=list(found.saved) or None,
+        target_modules=list(adapter.modules),
+        target_parameters=list(adapter.experts) or None,
+        modules_to_save=list(adapter.saved) or None,
         base_model_name_or_path=path,
-        task_type="CAUSAL_LM" if found.generates else None,
+        task_type="CAUSAL_LM" if adapter.generates else None,
         inference_mode=True,
     )
     config.save_pretrained(out)

@@ -22,48 +22,57 @@ def quantize_base(model: nn.Module, experts: Collection[str]) -> None:
 
     `model` is on meta and not sharded. `experts` are the paths of modules with fused experts.
     """
-    found = attached(model)
-    if found is None or found.settings.base is None:
+    adapter = attached(model)
+    if adapter is None or adapter.settings.base is None:
         return
-    if found.settings.kind == "dora":
-        raise UserError(f"{KEY}.base: {found.settings.base} cannot be had with kind: dora; use lora or rslora")
+    if adapter.settings.kind == "dora":
+        raise UserError(
+            f"{KEY}.base: {adapter.settings.base} is not supported with {KEY}.kind: dora. Use lora or rslora."
+        )
     owners = count_owners(model)
-    kept = {id(parameter) for parameter in kept_in_fp32(model).values()}
+    in_fp32 = {id(parameter) for parameter in kept_in_fp32(model).values()}
     table = Nf4Table()
 
-    def hold(module: nn.Module, own: str) -> bool:
-        weight = module.get_parameter(own)
-        if weight.requires_grad or owners[id(weight)] > 1 or id(weight) in kept:
+    def quantize(module: nn.Module, attribute: str) -> bool:
+        """Replace a weight by empty quantized parameters. Return False if the weight keeps its precision."""
+        weight = module.get_parameter(attribute)
+        if weight.requires_grad or owners[id(weight)] > 1 or id(weight) in in_fp32:
             return False
-        packing = Packing(found.settings.base or "", weight.shape, weight.dtype, table)
-        vars(module).setdefault(PACKINGS, {})[own] = packing
-        delattr(module, own)
-        codes = torch.int8 if packing.kind == "int8" else torch.uint8
-        for name, shape, dtype in zip(packed_names(own), packing.shapes, (codes, torch.int32), strict=True):
+        packing = Packing(adapter.settings.base or "", weight.shape, weight.dtype, table)
+        vars(module).setdefault(PACKINGS, {})[attribute] = packing
+        delattr(module, attribute)
+        code_dtype = torch.int8 if packing.kind == "int8" else torch.uint8
+        dtypes = (code_dtype, torch.int32)
+        for name, shape, dtype in zip(packed_names(attribute), packing.shapes, dtypes, strict=True):
             empty = torch.empty(shape, dtype=dtype, device=weight.device)
             module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         return True
 
-    held = 0
+    num_quantized = 0
     for name in linear_of_blocks(model):
         module = model.get_submodule(name)
-        if type(module) is nn.Linear and hold(module, "weight"):
+        if type(module) is nn.Linear and quantize(module, "weight"):
             set_base(module, MethodType(_linear, module))
-            held += 1
+            num_quantized += 1
     for name in experts:
         module = model.get_submodule(name)
-        matrices = [own for own, p in module.named_parameters(recurse=False) if p.ndim == 3 and not p.requires_grad]
-        held += sum(hold(module, own) for own in matrices)
-    if not held:
-        raise UserError(f"{KEY}.base: {found.settings.base}, but the blocks of this model have no weights to quantise")
+        parameters = dict(module.named_parameters(recurse=False))
+        for attribute, parameter in parameters.items():
+            if parameter.ndim == 3 and not parameter.requires_grad:
+                num_quantized += quantize(module, attribute)
+    if not num_quantized:
+        raise UserError(
+            f"{KEY}.base: {adapter.settings.base}, but the blocks of this model have no weights that can be quantized. "
+            "Remove the key."
+        )
 
 
-def packed_weight(module: Any, own: str, is_transposed: bool) -> Packed | None:
-    """Return the quantized weight `own` of `module`, or None if it is not quantized."""
-    packing = packings_of(module).get(own)
+def packed_weight(module: Any, attribute: str, is_transposed: bool) -> Packed | None:
+    """Return the quantized weight `attribute` of `module`, or None if it is not quantized."""
+    packing = packings_of(module).get(attribute)
     if packing is None:
         return None
-    codes, scales = (local_part(getattr(module, name)) for name in packed_names(own))
+    codes, scales = (local_part(getattr(module, name)) for name in packed_names(attribute))
     return Packed(codes, scales, packing, is_transposed)
 
 
@@ -74,6 +83,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Forward of a linear layer with a quantized weight."""
     weight = packed_weight(module, "weight", is_transposed=True)
     assert weight is not None
     out = multiply(x, weight, torch.matmul)

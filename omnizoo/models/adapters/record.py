@@ -15,28 +15,29 @@ from omnizoo.ops.quantization import count_weights
 def adapter_record(model: nn.Module, config: Config) -> dict[str, Any] | None:
     """Return the adapter of `model` and the identity of its base, for a checkpoint without base weights.
 
-    None if no adapter.
+    Return None if the model has no adapter.
     """
-    found = attached(model)
-    if found is None:
+    adapter = attached(model)
+    if adapter is None:
         return None
-    base, path = base_identity(config), found.settings.path
+    base = base_identity(config)
+    path = adapter.settings.path
     if path is not None:
         check_base_identity(base_of(Path(path)), base, f"{KEY}.path: {path}")
     folder = config.model.path or (config.model.foundation and config.model.foundation.path)
-    return {"base": base, "path": folder, **found.fields()}
+    return {"base": base, "path": folder, **adapter.fields()}
 
 
 def describe_adapter(model: nn.Module) -> str:
     """Return one line about the adapter of `model`, or "" if it has none."""
-    found = attached(model)
-    if found is None:
+    adapter = attached(model)
+    if adapter is None:
         return ""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    trained = sum(sizes[name] for name in found.trained)
-    places = len(found.modules) + len(found.experts)
-    base = f", base in {found.settings.base}" if found.settings.base else ""
+    trained = sum(sizes[name] for name in adapter.trained)
+    num_targets = len(adapter.modules) + len(adapter.experts)
+    base = f", base in {adapter.settings.base}" if adapter.settings.base else ""
     return (
-        f"{found.settings.kind} of rank {found.settings.rank} at {places} places, {trained / 1e6:.2f} M parameters "
-        f"trained ({trained / count_weights(model):.2%}){base}"
+        f"{adapter.settings.kind} of rank {adapter.settings.rank} on {num_targets} weights, {trained / 1e6:.2f} M "
+        f"parameters trained ({trained / count_weights(model):.2%}){base}"
     )

@@ -49,51 +49,55 @@ def packed(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Compute attention within each sample of a pack, with the signature of transformers' attention interface."""
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise UserError(
-            f"model: {type(module).__name__} brings a mask or bias of its own, which packed attention does not take; "
-            "set model.attention to `sdpa` or `eager` for this model"
+            f"model: {type(module).__name__} passes a mask or bias, which packed attention does not support. "
+            "Set model.attention to `sdpa` or `eager`."
         )
     if not kwargs.keys() & {"attend", "cu_seq_lens_q"}:
         kwargs |= getattr(module, "pack_carried", {})
-    longest = getattr(kwargs.get("attend"), "longest", kwargs.get("max_length_q", 0))
-    _refuse_chunks(module, longest)
-    _refuse_temperature(module, max(query.shape[2], longest))
+
+    longest_sample = getattr(kwargs.get("attend"), "longest", kwargs.get("max_length_q", 0))
+    _check_chunks(module, longest_sample)
+    _check_temperature(module, max(query.shape[2], longest_sample))
+
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     pattern = Pattern(causal, scaling, sliding_window, softcap, s_aux, dropout)
     if "attend" in kwargs:  # sequence parallel: the tokens of a pack are split over ranks
         return kwargs["attend"](query, key, value, pattern).contiguous(), None
+
     if "cu_seq_lens_q" not in kwargs:
         raise UserError(
-            f"model: {type(module).__name__} did not pass the sample boundaries on to attention: the samples of a pack "
-            "would see each other; hand the keyword arguments of forward on, or use another model"
+            f"model: {type(module).__name__} did not pass the sample boundaries to attention, so tokens cannot be kept "
+            "from attending to other samples of a pack. Pass the keyword arguments of forward on, or use another model."
         )
-    mutual: BidirectionalSpans | None = kwargs.get("mutual")
-    known = None if mutual is None else mutual.lengths
-    boundaries = Boundaries(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], known)
+    bidirectional: BidirectionalSpans | None = kwargs.get("mutual")
+    lengths = None if bidirectional is None else bidirectional.lengths
+    boundaries = Boundaries(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], lengths)
     # Some models call `view` on the result, which transformers' attention functions allow.
-    return packed_attention(query, key, value, boundaries, pattern, mutual).contiguous(), None
+    return packed_attention(query, key, value, boundaries, pattern, bidirectional).contiguous(), None
 
 
-def _refuse_chunks(module: nn.Module, longest: int) -> None:
+def _check_chunks(module: nn.Module, longest_sample: int) -> None:
     """Raise a `UserError` if a layer attends within chunks and a sample is longer than one chunk.
 
     transformers implements chunks by a mask, which packed attention does not build. Within one chunk, such layers are
     plain attention.
     """
-    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    number = getattr(module, "layer_idx", None)
-    if not isinstance(number, int) or number >= len(kinds) or kinds[number] != "chunked_attention":
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or layer >= len(layer_types) or layer_types[layer] != "chunked_attention":
         return
     chunk: Any = module.config.attention_chunk_size  # type: ignore[union-attr]
-    if chunk is not None and longest > chunk:
+    if chunk is not None and longest_sample > chunk:
         raise UserError(
-            f"model: {type(module).__name__} attends in chunks of {chunk} tokens, which packed attention does not; a "
-            f"sample here has {longest}: set data.pack_tokens to at most {chunk}"
+            f"model: {type(module).__name__} attends in chunks of {chunk} tokens, which packed attention does not "
+            f"support, and a sample has {longest_sample} tokens. Set data.pack_tokens to at most {chunk}."
         )
 
 
-def _refuse_temperature(module: nn.Module, tokens: int) -> None:
+def _check_temperature(module: nn.Module, num_tokens: int) -> None:
     """Raise a `UserError` if a layer scales queries by position and the pack is long enough to be affected.
 
     These layers count positions from the first token of this rank's part of the pack, not of a sample. The scale is 1
@@ -102,11 +106,11 @@ def _refuse_temperature(module: nn.Module, tokens: int) -> None:
     floor = getattr(module, "floor_scale", None)
     if floor is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
         return
-    if tokens >= floor:
+    if num_tokens >= floor:
         raise UserError(
-            f"model: {type(module).__name__} scales attention from token {floor} on, counted from the beginning of a "
-            f"pack and not of a sample; there are {tokens}: set data.pack_tokens below {floor}, or "
-            "attn_temperature_tuning: false in the config"
+            f"model: {type(module).__name__} scales attention from token {floor} on, counted from the beginning of the "
+            f"pack instead of the sample, and the pack has {num_tokens} tokens. Set data.pack_tokens below {floor}, or "
+            "attn_temperature_tuning: false in the model's config."
         )
 
 

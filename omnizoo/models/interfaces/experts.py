@@ -49,14 +49,16 @@ def dispatched(
 def _routed(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
+    """Send tokens to their experts, run the experts, and combine the results."""
     compute = partial(_compute, module)
-    if (dispatch := getattr(module, "dispatch", None)) is not None:
+    dispatch = getattr(module, "dispatch", None)
+    if dispatch is not None:
         out: torch.Tensor = dispatch(hidden_states, top_k_index, top_k_weights, compute)
-    else:
-        pairs = sort_by_expert(top_k_index, module.num_experts)
-        rows = compute(gather(hidden_states, pairs), pairs.counts, by_expert(top_k_weights, pairs))
-        out = combine(rows, pairs)
-    return out.to(hidden_states.dtype)
+        return out.to(hidden_states.dtype)
+
+    pairs = sort_by_expert(top_k_index, module.num_experts)
+    rows = compute(gather(hidden_states, pairs), pairs.counts, by_expert(top_k_weights, pairs))
+    return combine(rows, pairs).to(hidden_states.dtype)
 
 
 def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
@@ -64,7 +66,8 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: tor
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def weights(name: str) -> torch.Tensor | Packed:
-        if (packed := packed_weight(module, name, not module.is_transposed)) is not None:
+        packed = packed_weight(module, name, not module.is_transposed)
+        if packed is not None:
             return packed
         weight = local_part(getattr(module, name))
         return weight if module.is_transposed else weight.transpose(1, 2)
@@ -78,10 +81,16 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: tor
             return None
         return ExpertAdapter(local_part(first).transpose(1, 2), local_part(second), module.lora_scaling)
 
-    matrices = weights(up), weights("down_proj"), bias(up), bias("down_proj")
-    activate = getattr(module, "compiled_activation", None) or expert_activation(module)
-    experts = Experts(*matrices, activate, factors(up), factors("down_proj"))
-    assert len(experts.up) == len(counts), f"{len(experts.up)} experts are here, rows came for {len(counts)}"
+    experts = Experts(
+        up=weights(up),
+        down=weights("down_proj"),
+        up_bias=bias(up),
+        down_bias=bias("down_proj"),
+        activate=getattr(module, "compiled_activation", None) or expert_activation(module),
+        up_factors=factors(up),
+        down_factors=factors("down_proj"),
+    )
+    assert len(experts.up) == len(counts), f"{len(experts.up)} local experts, but rows for {len(counts)} experts"
     if module.has_post_expert_norm:
         return multiply_rows(module.post_expert_norm(run_experts(rows, counts, experts)), routing)
     return run_experts(rows, counts, experts, routing)

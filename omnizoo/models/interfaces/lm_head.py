@@ -39,7 +39,7 @@ class UnsupportedHeadError(UserError):
 HeadWork = Callable[[torch.Tensor, Logits], None]  # receives all hidden states [N, width] at targets, and the head
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-TRIED = 40.0  # range of the test numbers: large enough for a softcap to change them
+TEST_RANGE = 40.0  # range of the test numbers: large enough for a softcap to change them
 
 
 class Head:
@@ -48,16 +48,20 @@ class Head:
     def __init__(self, model: nn.Module, key: str) -> None:
         find = getattr(model, "get_output_embeddings", None)
         module = find() if callable(find) else None
-        self.key, self.model = key, type(model).__name__.removeprefix("FSDP")
+        self.key = key
+        self.model = type(model).__name__.removeprefix("FSDP")
         if not isinstance(module, nn.Module):
-            self._refuse("does not tell which module its head is (get_output_embeddings)")
+            self._raise_unsupported("does not return its head from get_output_embeddings()")
         self.module = module
+
         config = getattr(model, "config", None)
-        settings = config.get_text_config() if config is not None else None
-        multiplier, divisor = (getattr(settings, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
+        text_config = config.get_text_config() if config is not None else None
+        multiplier = getattr(text_config, "logit_scale", None) or 1.0
+        divisor = getattr(text_config, "logits_scaling", None) or 1.0
         self.scale = float(multiplier / divisor)
-        self.cap: float | None = next((cap for name in CAPS if (cap := getattr(settings, name, None))), None)
-        self._is_tried = False
+        caps = [getattr(text_config, name, None) for name in CAPS]
+        self.cap: float | None = next((cap for cap in caps if cap), None)
+        self._is_checked = False
 
     def after(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the model's scale and softcap to the output of its head."""
@@ -65,49 +69,52 @@ class Head:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def _logits(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
-        module, linear = self.module, None
+        """Return the head that computes logits with `forward`, the original forward of the head module."""
+        linear = None
         if getattr(forward, "__func__", None) is nn.Linear.forward:  # not a subclass or a replaced forward
-            assert isinstance(module, nn.Linear)
-            linear = LinearHead(module.weight, module.bias, self.scale, self.cap)
+            assert isinstance(self.module, nn.Linear)
+            linear = LinearHead(self.module.weight, self.module.bias, self.scale, self.cap)
         return Logits(lambda rows: self.after(forward(rows)), linear)
 
     @contextmanager
-    def doing(self, work: HeadWork) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    def replaced_by(self, work: HeadWork) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """Context manager for one forward pass of the model: call `work` in place of its head.
 
         Yields a function to call with the model's logits afterwards. It returns 0, with a graph that the backward pass
         must start from.
         """
-        own = self.module.forward
-        made: list[torch.Tensor] = []
+        original = self.module.forward
+        test_logits: list[torch.Tensor] = []  # one tensor [2, V] per call of the head
 
-        def take_place(hidden: torch.Tensor) -> torch.Tensor:
-            work(hidden.flatten(0, -2), self._logits(own))
-            empty = own(hidden[..., :0, :].detach())
-            numbers = torch.linspace(-TRIED, TRIED, 2 * empty.shape[-1], device=empty.device).to(empty.dtype)
-            made.append(numbers.view(2, -1))
-            return made[-1].expand(*empty.shape[:-2], 2, -1) + 0 * hidden.sum()
+        def replacement(hidden: torch.Tensor) -> torch.Tensor:
+            work(hidden.flatten(0, -2), self._logits(original))
+            empty = original(hidden[..., :0, :].detach())
+            numbers = torch.linspace(-TEST_RANGE, TEST_RANGE, 2 * empty.shape[-1], device=empty.device)
+            test_logits.append(numbers.to(empty.dtype).view(2, -1))
+            return test_logits[-1].expand(*empty.shape[:-2], 2, -1) + 0 * hidden.sum()
 
         def anchor(out: torch.Tensor) -> torch.Tensor:
-            if len(made) != 1:
-                self._refuse(f"calls its head {len(made)} times in a forward pass")
-            if not self._is_tried:
-                self._try(out.detach().flatten(0, -2), self.after(made[0]))
+            if len(test_logits) != 1:
+                self._raise_unsupported(f"calls its head {len(test_logits)} times in a forward pass")
+            if not self._is_checked:
+                self._check(out.detach().flatten(0, -2), self.after(test_logits[0]))
             return 0 * out.sum()
 
-        with patch.object(self.module, "forward", take_place):
+        with patch.object(self.module, "forward", replacement):
             yield anchor
 
-    def _try(self, out: torch.Tensor, expected: torch.Tensor) -> None:
-        """Check, once per run, that the test numbers came out as expected."""
-        self._is_tried = True
-        within = 8 * torch.finfo(expected.dtype).eps * TRIED
-        if out.shape != expected.shape or not (out.to(expected.dtype) - expected).abs().max() <= within:
-            self._refuse("changes logits after its head in a way that its config does not tell")
+    def _check(self, out: torch.Tensor, expected: torch.Tensor) -> None:
+        """Check, once per run, that the model returns the test numbers as expected."""
+        self._is_checked = True
+        tolerance = 8 * torch.finfo(expected.dtype).eps * TEST_RANGE
+        if out.shape != expected.shape or not (out.to(expected.dtype) - expected).abs().max() <= tolerance:
+            self._raise_unsupported("changes the logits after its head, in a way that its config does not describe")
 
-    def _refuse(self, why: str) -> NoReturn:
+    def _raise_unsupported(self, reason: str) -> NoReturn:
+        """Raise the error that the model `reason`, a verb phrase."""
         raise UnsupportedHeadError(
-            f"{self.key} works on hidden states and the head, but {self.model} {why}; use a loss that sees logits"
+            f"{self.key}: this loss uses hidden states and the head, but {self.model} {reason}. "
+            "Use a loss that is computed from logits."
         )
 
 

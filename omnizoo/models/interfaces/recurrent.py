@@ -24,7 +24,7 @@ from omnizoo.ops.linear_attention.recurrence import RecurrentInputs
 Rule = Callable[..., Any]
 # Keyword arguments that describe a pack.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
-TOLD = ("states", "attend", *BOUNDARIES)
+PACK_ARGUMENTS = ("states", "attend", *BOUNDARIES)
 
 
 class PackContext(Protocol):
@@ -49,20 +49,26 @@ class LocalPack:
         return recurrence.run_recurrence(inputs, self.lengths)[0]
 
 
-def pack_of(module: nn.Module, given: Mapping[str, Any]) -> PackContext | None:
-    """Return the pack that a layer runs on, or None without a pack, as in generation."""
-    told = given if any(given.get(name) is not None for name in TOLD) else getattr(module, "pack_carried", {})
+def pack_of(module: nn.Module, kwargs: Mapping[str, Any]) -> PackContext | None:
+    """Return the pack that a layer runs on, or None without a pack, as in generation.
+
+    `kwargs` are the keyword arguments of the replaced function.
+    """
+    has_pack = any(kwargs.get(name) is not None for name in PACK_ARGUMENTS)
+    arguments = kwargs if has_pack else getattr(module, "pack_carried", {})
+
     for name in ("states", "attend"):  # "attend": sequence parallel
-        if told.get(name) is not None:
-            pack: PackContext = told[name]
+        if arguments.get(name) is not None:
+            pack: PackContext = arguments[name]
             return pack
-    boundaries = next((told[name] for name in BOUNDARIES if told.get(name) is not None), None)
-    if boundaries is not None:
-        return LocalPack(boundaries.diff().tolist())
+    for name in BOUNDARIES:
+        if arguments.get(name) is not None:
+            return LocalPack(arguments[name].diff().tolist())
+
     if module.training and torch.is_grad_enabled():
         raise UserError(
-            f"model: {type(module).__name__} did not get the sample boundaries: its state would pass from one sample "
-            "of a pack to the next"
+            f"model: {type(module).__name__} did not receive the sample boundaries, so its state cannot be reset "
+            "between the samples of a pack. Pass the keyword arguments of forward on, or use another model."
         )
     return None
 
@@ -81,7 +87,9 @@ def convolution(module: nn.Module, original: Rule) -> Rule:
         if pack is None:
             return original(hidden_states, weight, bias, activation, **kwargs)
         out = pack.convolve(hidden_states[0].T, weight, bias)
-        return (out if activation is None else ACT2FN[activation](out)).T[None]
+        if activation is not None:
+            out = ACT2FN[activation](out)
+        return out.T[None]
 
     return convolve
 
@@ -126,17 +134,25 @@ def state_space(module: nn.Module, original: Rule) -> Rule:
         pack = pack_of(module, kwargs)
         if pack is None or kwargs.get("initial_states") is not None or kwargs.get("return_final_states"):
             return original(hidden_states, dt, rate, keys, queries, **kwargs)
-        assert kwargs.get("z") is None, "a gate inside of the scan, which no family has"
+        assert kwargs.get("z") is None, "no supported family has a gate inside the scan"
+
         # At least fp32, as in the fused kernels, whatever the precision of the tokens.
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        bias, tokens, skip = kwargs.get("dt_bias"), hidden_states[0], kwargs.get("D")
-        step = dt[0].to(wide) if bias is None else dt[0].to(wide) + bias.to(wide)
-        step = F.softplus(step) if kwargs.get("dt_softplus") else step
-        step = step.clamp(*kwargs.get("dt_limit", (0.0, float("inf"))))
-        inputs = RecurrentInputs(queries[0], keys[0], tokens, step * rate.to(wide), step, is_delta=False)
-        out = pack.run_recurrence(inputs)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        tokens = hidden_states[0]
+        step_size = dt[0].to(dtype)
+        bias = kwargs.get("dt_bias")
+        if bias is not None:
+            step_size = step_size + bias.to(dtype)
+        if kwargs.get("dt_softplus"):
+            step_size = F.softplus(step_size)
+        low, high = kwargs.get("dt_limit", (0.0, float("inf")))
+        step_size = step_size.clamp(low, high)
+
+        decay = step_size * rate.to(dtype)
+        out = pack.run_recurrence(RecurrentInputs(queries[0], keys[0], tokens, decay, step_size, is_delta=False))
+        skip = kwargs.get("D")
         if skip is not None:
-            out = out + (skip.to(wide).unsqueeze(-1) * tokens.to(wide)).to(out.dtype)
+            out = out + (skip.to(dtype).unsqueeze(-1) * tokens.to(dtype)).to(out.dtype)
         return out[None]
 
     return scan
@@ -166,6 +182,7 @@ BOUND = "_omnizoo_states"  # attribute of a layer: names of the functions that w
 
 
 def has_states(model: nn.Module) -> bool:
+    """Whether `bind_states` replaced functions in any layer of `model`."""
     return any(BOUND in vars(module) for module in model.modules())
 
 
@@ -176,20 +193,19 @@ def state_products(model: nn.Module) -> list[int]:
 
 
 def bind_states(model: nn.Module) -> int:
-    """Replace the functions in recurrent layers of `model`. Returns the number of layers."""
-    bound = 0
+    """Replace the functions in recurrent layers of `model`. Return the number of layers."""
+    num_bound = 0
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         code = getattr(forward, "__code__", None)
         names = [name for name in REPLACEMENTS if code is not None and name in code.co_names]
         if code is None or not names or UNKNOWN & {*code.co_names}:
             continue
-        ours = {name: REPLACEMENTS[name](module, forward.__globals__[name]) for name in names}
-        own = FunctionType(
-            code, {**forward.__globals__, **ours}, code.co_name, forward.__defaults__, forward.__closure__
-        )
-        own.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = graph_break(MethodType(own, module))  # only for this instance
+        replacements = {name: REPLACEMENTS[name](module, forward.__globals__[name]) for name in names}
+        global_names = {**forward.__globals__, **replacements}
+        rebound = FunctionType(code, global_names, code.co_name, forward.__defaults__, forward.__closure__)
+        rebound.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = graph_break(MethodType(rebound, module))  # only for this instance
         vars(module)[BOUND] = tuple(names)
-        bound += 1
-    return bound
+        num_bound += 1
+    return num_bound

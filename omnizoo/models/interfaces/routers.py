@@ -16,6 +16,8 @@ from omnizoo.ops.compiled_blocks import graph_break
 
 @dataclass(frozen=True)
 class RouterRecord:
+    """The output of one router in a forward pass."""
+
     layer: str  # name of the router module
     logits: torch.Tensor  # [tokens, experts], with their graph
     index: torch.Tensor  # [tokens, K]: experts of each token
@@ -32,11 +34,12 @@ class RouterRecorder:
     def __init__(self, model: nn.Module, required: bool, without: Collection[str] = ()) -> None:
         self._required = required
         self._records: list[RouterRecord] | None = None
-        apart = tuple(f"{name}." for name in without)
-        found = {name: router for name, router in routers(model).items() if not name.startswith(apart)}
-        self.routers = {name: module for name, (module, _) in found.items()}
-        for name, (module, logits_at) in found.items():
-            module.register_forward_hook(partial(self._record, name, logits_at))
+        excluded = tuple(f"{name}." for name in without)
+        self.routers: dict[str, nn.Module] = {}
+        for name, (module, logits_index) in routers(model).items():
+            if not name.startswith(excluded):
+                self.routers[name] = module
+                module.register_forward_hook(partial(self._record, name, logits_index))
 
     @contextmanager
     def recording(self) -> Iterator[list[RouterRecord]]:
@@ -49,18 +52,20 @@ class RouterRecorder:
             self._records = None
 
     @graph_break
-    def _record(self, name: str, logits_at: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _record(self, name: str, logits_index: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Forward hook of the router `name`. Its chosen experts are the only integer tensor of its outputs."""
         if self._records is None:
             return
-        chosen = [out for out in outputs if isinstance(out, torch.Tensor) and not out.is_floating_point()]
-        if len(chosen) != 1:
+        indices = [out for out in outputs if isinstance(out, torch.Tensor) and not out.is_floating_point()]
+        if len(indices) != 1:
             if self._required:
                 raise UserError(
-                    "losses of routers (balance, router_z) and train.router_bias_rate need routers that tell which "
-                    f"experts they chose; {name} ({type(module).__name__}) does not: leave them out"
+                    f"model: router {name} ({type(module).__name__}) does not return the experts it chose, which "
+                    "router losses (balance, router_z) and train.router_bias_rate need. Remove them from the config."
                 )
             return
-        self._records.append(RouterRecord(name, outputs[logits_at].flatten(0, -2), chosen[0].flatten(0, -2)))
+        logits = outputs[logits_index].flatten(0, -2)
+        self._records.append(RouterRecord(name, logits, indices[0].flatten(0, -2)))
 
 
 def correction_bias(router: nn.Module) -> torch.Tensor | None:

@@ -75,7 +75,9 @@ class MediaBatch:
         dummy_input: Callable[[], Inputs],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        rows = compute([to_compute(inputs, self.device, dtype) for inputs in items or [dummy_input()]])
+        """Return the rows that `compute` returns for all items. Without items, it runs on the dummy input."""
+        inputs_to_run = items or [dummy_input()]
+        rows = compute([to_compute(inputs, self.device, dtype) for inputs in inputs_to_run])
         return rows if items else rows[:0]  # an empty slice: the gradient of the dummy input is zero
 
     def follower_losses(self, port: Port, follower: Follower, states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -83,9 +85,11 @@ class MediaBatch:
 
         `states [tokens, width]` are those of this rank's tokens.
         """
-        rows, items = self.transport.gather_rows(port, states), self.items[port]
+        rows = self.transport.gather_rows(port, states)
+        items = self.items[port]
         if items:
             return follower.loss(rows, [to_compute(inputs, self.device, self.dtype) for inputs in items])
+
         dummy = follower.dummy_input()
         # Concatenate, so the graph contains the collective: other ranks wait for its backward pass.
         rows = torch.cat([rows, rows.new_zeros(follower.rows(dummy), rows.shape[1])])
@@ -105,10 +109,13 @@ def exchange_media(
     """
     features: dict[Port, torch.Tensor] = {}
     for ports in ports_by_call:
-        if (encoder := encoders.get(ports[0])) is not None:
+        encoder = encoders.get(ports[0])
+        if encoder is not None:
             features |= media.encode(ports, encoder)
-    ordered = {port: features[port] for port in encoders}
-    return media.transport.exchange(ordered | {port: media.targets(port, decoders[port]) for port in decoders})
+    features = {port: features[port] for port in encoders}  # in the order of the ports
+
+    targets = {port: media.targets(port, decoder) for port, decoder in decoders.items()}
+    return media.transport.exchange(features | targets)
 
 
 @dataclass(frozen=True)
@@ -123,10 +130,10 @@ class PromptTransport:
         return {port: MediaFeatures.unpredicted(rows, self.index[port]) for port, rows in features.items()}
 
     def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("followers are trained with a loader's batches only")
+        raise NotImplementedError("followers are trained only with batches of a loader")
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
-        raise NotImplementedError("likelihoods are computed in training only")
+        raise NotImplementedError("likelihoods are computed only in training")
 
 
 def prompt_batch(
@@ -136,16 +143,17 @@ def prompt_batch(
     inputs: dict[Port, list[Inputs]] = {}
     index = {}
     for port in ports:
-        of_port = [item for item in items if item.port == port]
-        spans = [torch.arange(first, first + count) for item in of_port for first, count in item.spans]
+        port_items = [item for item in items if item.port == port]
+        spans = [torch.arange(first, first + count) for item in port_items for first, count in item.spans]
         index[port] = torch.cat([torch.empty(0, dtype=torch.int64), *spans]).to(device)
-        inputs[port] = [item.inputs for item in of_port if item.inputs is not None]
+        inputs[port] = [item.inputs for item in port_items if item.inputs is not None]
     return MediaBatch(inputs, PromptTransport(index), device, dtype)
 
 
 def to_compute(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Return a prepared item on the device, with floating-point tensors in `dtype`."""
-    return {
-        name: to_device(tensor, device, dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in inputs.items()
-    }
+    moved = {}
+    for name, tensor in inputs.items():
+        target_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        moved[name] = to_device(tensor, device, target_dtype)
+    return moved

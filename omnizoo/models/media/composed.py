@@ -29,6 +29,8 @@ PREPROCESSOR = "preprocessor_config.json"
 
 
 class OmniModel(MediaModel, PreTrainedModel):
+    """A composed model: encoders, a foundation and decoders, as an `OmniConfig` describes them."""
+
     config_class = OmniConfig
     base_model_prefix = "foundation"
     _supports_attention_backend = True
@@ -36,18 +38,21 @@ class OmniModel(MediaModel, PreTrainedModel):
 
     def __init__(self, config: OmniConfig, **kwargs: Any) -> None:
         super().__init__(config)
-        parts = list(config.parts())  # checks that all components are allowed before any is built
+        descriptions = list(config.parts())  # checks that all components are allowed before any is built
         self.foundation: PreTrainedModel = AutoModelForCausalLM.from_config(config.foundation, trust_remote_code=False)
         config.foundation = self.foundation.config  # transformers copies the config
+
         width = config.foundation.hidden_size
         self.encoders: Any = nn.ModuleDict()
         self.decoders: Any = nn.ModuleDict()
-        for name, role, part in parts:
+        for name, role, description in descriptions:
             modules = self.encoders if role == "encoder" else self.decoders
-            modules[name] = build_part(role, width, part, f"model.modalities.{name}.{role}")
-        self._no_split_modules = sorted(
-            {block for part in self.parts() for block in getattr(part, "_no_split_modules", None) or ()}
-        )
+            modules[name] = build_part(role, width, description, f"model.modalities.{name}.{role}")
+
+        block_classes: set[str] = set()
+        for part in self.parts():
+            block_classes.update(getattr(part, "_no_split_modules", None) or ())
+        self._no_split_modules = sorted(block_classes)
         self.post_init()  # type: ignore[no-untyped-call]
 
     def parts(self) -> list[PreTrainedModel]:
@@ -70,9 +75,9 @@ class OmniModel(MediaModel, PreTrainedModel):
         """
         config = deepcopy(self.config)
         assert isinstance(config, OmniConfig)
-        for name, role, part in deepcopy(config).parts():
-            module = (self.encoders if role == "encoder" else self.decoders)[name]
-            config.modalities[name][role] |= _portable(part, module, out, f"{name}_{role}")
+        for name, role, description in deepcopy(config).parts():
+            modules = self.encoders if role == "encoder" else self.decoders
+            config.modalities[name][role] |= _portable(description, modules[name], out, f"{name}_{role}")
         return config
 
     def get_input_embeddings(self) -> nn.Module:
@@ -87,13 +92,18 @@ class OmniModel(MediaModel, PreTrainedModel):
         embeddings = self.get_input_embeddings()(input_ids)
         if media is None:
             out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
-            return MediaOutput(out.logits, {}, out.get("past_key_values"))
+            return MediaOutput(logits=out.logits, losses={}, past_key_values=out.get("past_key_values"))
+
         embeddings, received = self.merge_features(embeddings, media)
         decoder_losses = DecoderLosses(self.built_decoders, received, media.transport)
         with decoder_losses.watching(self.foundation, before_head=True):
             out = self.foundation(inputs_embeds=embeddings, logits_to_keep=logits_to_keep, **kwargs)
-        losses = decoder_losses.finish(out.logits)
-        return MediaOutput(out.logits, losses, out.get("past_key_values"), decoder_losses.hidden)
+        return MediaOutput(
+            logits=out.logits,
+            losses=decoder_losses.finish(out.logits),
+            past_key_values=out.get("past_key_values"),
+            last_hidden_state=decoder_losses.hidden,
+        )
 
     def merge_features(
         self, embeddings: torch.Tensor, media: MediaBatch
@@ -110,10 +120,13 @@ class OmniModel(MediaModel, PreTrainedModel):
 
     @property
     def media_modules(self) -> list[MediaModule]:
-        encoders = [
-            MediaModule(name, "encoder", f"encoders.{name}", (f"encoders.{name}.projector",)) for name in self.encoders
-        ]
-        return encoders + [MediaModule(name, "decoder", f"decoders.{name}") for name in self.decoders]
+        modules: list[MediaModule] = []
+        for name in self.encoders:
+            path = f"encoders.{name}"
+            modules.append(MediaModule(name, "encoder", path, projectors=(f"{path}.projector",)))
+        for name in self.decoders:
+            modules.append(MediaModule(name, "decoder", f"decoders.{name}"))
+        return modules
 
     @property
     def built_decoders(self) -> dict[Port, Decoder]:
@@ -128,11 +141,12 @@ class OmniModel(MediaModel, PreTrainedModel):
 
         `spec` is not needed, because the modules are already built.
         """
-        encoders, decoders = dict(self.encoders.items()), dict(self.decoders.items())
-        return {
-            name: Modality(name, encoders.get(name), decoders.get(name), **described["marks"])
-            for name, described in self.config.modalities.items()
-        }
+        encoders = dict(self.encoders.items())
+        decoders = dict(self.decoders.items())
+        by_name = {}
+        for name, description in self.config.modalities.items():
+            by_name[name] = Modality(name, encoders.get(name), decoders.get(name), **description["marks"])
+        return by_name
 
 
 def save_model_config(model: PreTrainedModel, out: Path) -> None:
@@ -141,27 +155,29 @@ def save_model_config(model: PreTrainedModel, out: Path) -> None:
     The dtype in the config is that of the published weights, whatever dtype the run uses.
     """
     config = model.portable_config(out) if isinstance(model, OmniModel) else deepcopy(model.config)
-    if (dtype := carried(model).dtype) is not None:
-        set_dtype(config, dtype)
+    published_dtype = carried(model).dtype
+    if published_dtype is not None:
+        set_dtype(config, published_dtype)
     config.save_pretrained(out)
 
 
-def _portable(spec: dict[str, Any], module: nn.Module, out: Path, name: str) -> dict[str, Any]:
-    """Return `spec` without paths that lead out of the folder `out`.
+def _portable(description: dict[str, Any], module: nn.Module, out: Path, name: str) -> dict[str, Any]:
+    """Return the fields of a component's `description` that replace paths which lead out of the folder `out`.
 
-    Weights are saved with the model, and preprocessing settings are copied.
+    Weights are saved with the model, and preprocessing settings are copied to the sub-folder `name`.
     """
-    config = getattr(module, "config", None) or spec.get("config")
-    settings = Path(spec.get("folder") or "") / PREPROCESSOR
-    if not settings.is_file():
-        name = ""
-    else:
+    folder = None
+    settings = Path(description.get("folder") or "") / PREPROCESSOR
+    if settings.is_file():
+        folder = name
         (out / name).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(settings, out / name / PREPROCESSOR)
+
+    config = getattr(module, "config", None) or description.get("config")
     fields = config.to_dict() if isinstance(config, PretrainedConfig) else config
     if fields is not None:
         fields = {key: value for key, value in fields.items() if key != "_name_or_path"}
-    return {"config": fields, "folder": name or None}
+    return {"config": fields, "folder": folder}
 
 
 AutoConfig.register(OmniConfig.model_type, OmniConfig)

@@ -1,6 +1,6 @@
 """The Hugging Face config of a composed model, and its checks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,17 +56,22 @@ class OmniConfig(PretrainedConfig):
         Its `folder` is resolved to a path that can be opened.
         """
         if self.foundation is None:
-            raise UserError("a composed model needs a foundation: the config of its language model")
-        for name, spec in self.modalities.items():
+            raise UserError(
+                "foundation: not set. Set `foundation` in the config of a composed model to the config of its language "
+                "model."
+            )
+        for name, modality in self.modalities.items():
             for role in ROLES:
-                if part := spec.get(role):
-                    key = f"model.modalities.{name}.{role}"
-                    if not self.is_own:
-                        check_code(role, part["kind"], key, self.allow_code)
-                        check_folder(part, key)
-                    if part.get("folder"):  # relative to the model folder, if saved with the model
-                        part = part | {"folder": str(Path(self.name_or_path or "") / part["folder"])}
-                    yield name, role, part
+                part = modality.get(role)
+                if not part:
+                    continue
+                key = f"model.modalities.{name}.{role}"
+                if not self.is_own:
+                    check_code(role, part["kind"], key, self.allow_code)
+                    check_folder(part, key)
+                if part.get("folder"):  # relative to the model folder, if saved with the model
+                    part = part | {"folder": str(Path(self.name_or_path or "") / part["folder"])}
+                yield name, role, part
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -77,27 +82,34 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def check_description(modalities: Any) -> dict[str, Any]:
     """Check the structure of `modalities` in a config.json, and return them."""
-    wanted = "modalities of a composed model: a mapping of names to {encoder, decoder, marks} was expected"
     if not isinstance(modalities, dict):
-        raise UserError(f"{wanted}, not {type(modalities).__name__}")
-    for name, spec in modalities.items():
-        marks = spec.get("marks") if isinstance(spec, dict) else None
-        if (
-            not isinstance(marks, dict)
-            or set(marks) != set(MARKS)
-            or not all(isinstance(m, str) for m in marks.values())
-        ):
-            raise UserError(f"{wanted}; `marks` of {name!r} must be the texts {', '.join(MARKS)}")
+        raise UserError(
+            f"modalities: {type(modalities).__name__}; expected a mapping of names to {{encoder, decoder, marks}}"
+        )
+    for name, modality in modalities.items():
+        marks = modality.get("marks") if isinstance(modality, dict) else None
+        if not isinstance(marks, dict) or set(marks) != set(MARKS) or not _are_texts(marks.values()):
+            raise UserError(f"modalities.{name}.marks: expected a mapping of {', '.join(MARKS)} to texts")
         for role in ROLES:
-            part = spec.get(role)
-            if part is not None and not (isinstance(part, dict) and isinstance(part.get("kind"), str)):
-                raise UserError(f"{wanted}; the {role} of {name!r} has no kind")
-            given = part or {}
-            kinds = {"options": dict, "config": dict, "folder": str, "projector": dict}
-            for key, kind in kinds.items():
-                if given.get(key) is not None and not isinstance(given[key], kind):
-                    raise UserError(f"{wanted}; {role}.{key} of {name!r} is not a {kind.__name__}")
+            _check_component(modality.get(role), f"modalities.{name}.{role}")
     return modalities
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _check_component(part: Any, key: str) -> None:
+    """Check the structure of an encoder or decoder in a config.json. `key` is its key, for messages."""
+    if part is None:
+        return
+    if not isinstance(part, dict) or not isinstance(part.get("kind"), str):
+        raise UserError(f"{key}.kind: missing; expected the name of an encoder or decoder class")
+    field_types = {"options": dict, "config": dict, "folder": str, "projector": dict}
+    for field, expected in field_types.items():
+        value = part.get(field)
+        if value is not None and not isinstance(value, expected):
+            raise UserError(f"{key}.{field}: {type(value).__name__}; expected a {expected.__name__}")
 
 
 def check_folder(part: dict[str, Any], key: str) -> None:
@@ -105,4 +117,7 @@ def check_folder(part: dict[str, Any], key: str) -> None:
     folders = [part.get("folder"), (part.get("options") or {}).get("folder")]
     for folder in folders:
         if folder and (Path(folder).is_absolute() or ".." in Path(folder).parts):
-            raise UserError(f"{key}.folder: its config.json names {folder}, which is outside of the model's folder")
+            raise UserError(
+                f"{key}.folder: config.json contains {folder}, which is outside the model folder. Move the files into "
+                "the model folder, and use a relative path."
+            )

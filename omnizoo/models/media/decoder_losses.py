@@ -69,19 +69,25 @@ class DecoderLosses:
         self._run(self.at_head, anchor=0 * args[0].sum())
 
     def _run(self, decoders: Mapping[Port, Decoder], anchor: torch.Tensor | None = None) -> None:
+        """Compute the losses of `decoders` and store them by name."""
         for port, decoder in decoders.items():
             for term, loss in self._losses(port, decoder, anchor).items():
                 self.losses[term_name(port.modality, term)] = loss
 
     def _losses(self, port: Port, decoder: Decoder, anchor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return the losses of one decoder by term, and report the likelihood of its targets if required."""
         assert self.hidden is not None, "the trunk runs before the head"
-        targets, trained = self.received[port].predicted, self.received[port].trained
+        targets = self.received[port].predicted
+        trained_rows = self.received[port].trained
         hidden = self.hidden[0, targets.index]
         if anchor is not None:
             hidden = hidden + anchor
+
         if isinstance(decoder, LikelihoodDecoder) and self.transport.needs_likelihood:
-            likelihood = TargetLikelihood(*decoder.log_likelihood(hidden, targets.values), targets.index)
+            log_likelihood, num_values = decoder.log_likelihood(hidden, targets.values)
+            likelihood = TargetLikelihood(log_likelihood, num_values, targets.index)
             self.transport.on_likelihood(port.modality, likelihood)
-        if trained is None:
+
+        if trained_rows is None:
             return losses_by_term(decoder, hidden, targets.values)
-        return losses_by_term(decoder, hidden[trained], targets.values[trained])
+        return losses_by_term(decoder, hidden[trained_rows], targets.values[trained_rows])

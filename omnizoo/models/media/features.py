@@ -20,9 +20,9 @@ class Features:
     @classmethod
     def at(cls, rows: torch.Tensor, tokens: torch.Tensor) -> "Features":
         """Return the rows whose token is on this rank. `tokens [N]` is on the host; -1 means another rank."""
-        kept = (tokens >= 0).nonzero().squeeze(1)
-        values = rows if len(kept) == len(rows) else rows[to_device(kept, rows.device)]
-        return cls(values, to_device(tokens[kept], rows.device))
+        local_rows = (tokens >= 0).nonzero().squeeze(1)
+        values = rows if len(local_rows) == len(rows) else rows[to_device(local_rows, rows.device)]
+        return cls(values, to_device(tokens[local_rows], rows.device))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def join_by_modality(placed: Mapping[Port, Features]) -> dict[str, Features]:
     """Concatenate the features of a modality that has an encoder and a decoder."""
     joined: dict[str, Features] = {}
     for port, features in placed.items():
-        if (first := joined.get(port.modality)) is not None:
+        first = joined.get(port.modality)
+        if first is not None:
             values = torch.cat([first.values, features.values.to(first.values.dtype)])
             features = Features(values, torch.cat([first.index, features.index]))
         joined[port.modality] = features

@@ -35,16 +35,23 @@ def build_followers(model: nn.Module, modules: Sequence[MediaModule], spec: Mode
 
 
 def _follower_options(name: str, spec: ModelSection) -> Mapping[str, Any]:
+    """Return the options of a follower from the config. Raise a `UserError` if other keys are set."""
     settings = spec.modalities.get(name)
     if settings is None:
         return {}
     if settings.encoder is not None or settings.projector is not None:
-        raise UserError(f"model.modalities.{name}: the model says it, and does not read it; use `decoder`")
+        raise UserError(
+            f"model.modalities.{name}: the model generates this modality and does not read it, so `encoder` and "
+            "`projector` have no effect. Use `decoder`."
+        )
     if settings.decoder is None:
         return {}
     for key in ("kind", "path", "config"):
         if getattr(settings.decoder, key) is not None:
-            raise UserError(f"model.modalities.{name}.decoder.{key}: the model has its own; leave the key out")
+            raise UserError(
+                f"model.modalities.{name}.decoder.{key}: not supported, because the model contains this decoder. "
+                "Remove the key."
+            )
     return settings.decoder.options
 
 

@@ -82,14 +82,20 @@ class HFMediaModel(MediaModel):
         if self.recipe.modalities is None:
             return {}
         if self.built is None:
-            settings = {name: modality.encoder for name, modality in spec.modalities.items()}
-            settings |= {str(Port(name, "decoder")): modality.decoder for name, modality in spec.modalities.items()}
-            options = {name: component.options for name, component in settings.items() if component}
+            options = {}
+            for name, modality in spec.modalities.items():
+                if modality.encoder:
+                    options[name] = modality.encoder.options
+                if modality.decoder:
+                    options[str(Port(name, "decoder"))] = modality.decoder.options
             self.built = self.recipe.modalities(self.language, tokenizer_folder(spec), options)
             self.built |= build_followers(self.model, self.modules_of("follower"), spec)
-        if unknown := set(spec.modalities) - set(self.built):
+
+        unknown = set(spec.modalities) - set(self.built)
+        if unknown:
             raise UserError(
-                f"model.modalities: {type(self.model).__name__} has no {min(unknown)!r}, but {', '.join(self.built)}"
+                f"model.modalities: {type(self.model).__name__} has no modality {min(unknown)!r}; "
+                f"its modalities: {', '.join(self.built)}"
             )
         return self.built
 
@@ -101,7 +107,8 @@ class HFMediaModel(MediaModel):
 
     def attach(self, spec: ModelSection) -> None:
         """Set the forward of this instance. The class stays unchanged, and the forward runs between FSDP's hooks."""
-        model, modalities = self.model, self.modalities(spec)
+        model = self.model
+        modalities = self.modalities(spec)
         if isinstance(model, PreTrainedModel) and (modalities or not _takes_logits_to_keep(model)):
             self.forward = MultimodalForward(model, self, self.recipe, modalities)
             model.forward = self.forward
@@ -137,9 +144,15 @@ class MultimodalForward:
             output = self.call_original(logits_to_keep=logits_to_keep, **merged)
         if not self.decoders and not followers:
             return output
+
         losses = decoder_losses.finish(output.logits)
         losses |= follower_losses(followers, states, inputs["input_ids"], media)
-        return MediaOutput(output.logits, losses, output.get("past_key_values"), decoder_losses.hidden)
+        return MediaOutput(
+            logits=output.logits,
+            losses=losses,
+            past_key_values=output.get("past_key_values"),
+            last_hidden_state=decoder_losses.hidden,
+        )
 
     def merge_features(
         self, inputs: dict[str, Any], media: MediaBatch
@@ -147,22 +160,30 @@ class MultimodalForward:
         """Encode media, exchange the features between ranks, and insert them with the family's `merge_features`."""
         received = exchange_media(media, self.ports_by_call, self.encoders, self.decoders)
         placed = placed_features(received, self.decoders, media.dtype)
-        assert self.recipe.merge_features is not None, "a family that reads media says how they are inserted"
+        assert self.recipe.merge_features is not None, "the recipe of a family that reads media sets `merge_features`"
         return self.recipe.merge_features(self.language, inputs, join_by_modality(placed)), received
 
     def call_original(self, *args: Any, logits_to_keep: Any = None, **inputs: Any) -> Any:
         """Call the model's original forward, with the hooks that its family needs."""
         with ExitStack() as stack:
-            if (change := self.recipe.language_model_inputs) is not None:
-                hook = lambda _, args, kwargs: (args, change(kwargs))  # noqa: E731 - one line of its own
-                stack.enter_context(language_model(self.language).register_forward_pre_hook(hook, with_kwargs=True))
+            change = self.recipe.language_model_inputs
+            if change is not None:
+
+                def change_inputs(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                    return args, change(kwargs)
+
+                module = language_model(self.language)
+                stack.enter_context(module.register_forward_pre_hook(change_inputs, with_kwargs=True))
+
             if logits_to_keep is not None and self.takes_logits_to_keep:
                 inputs["logits_to_keep"] = logits_to_keep
             elif logits_to_keep is not None:
+
+                def keep_positions(_: nn.Module, args: Any) -> tuple[Any, ...]:
+                    return (args[0][:, logits_to_keep], *args[1:])
+
                 head = self.language.get_output_embeddings()
-                stack.enter_context(
-                    head.register_forward_pre_hook(lambda _, args: (args[0][:, logits_to_keep], *args[1:]))
-                )
+                stack.enter_context(head.register_forward_pre_hook(keep_positions))
             return self.original(*args, **inputs)
 
 

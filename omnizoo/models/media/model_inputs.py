@@ -34,39 +34,48 @@ def read_modalities(model: nn.Module, spec: ModelSection) -> dict[str, Any]:
     if not media.ports:
         if spec.modalities:
             raise UserError(
-                f"model.modalities: {type(model).__name__} reads text only; compose it: move its path or config to "
-                "model.foundation"
+                f"model.modalities: {type(model).__name__} reads only text. To compose a model with it, move its path "
+                "or config to model.foundation."
             )
         return _text_only(model, spec)
     if spec.text_only:
         raise UserError(
-            f"model.text_only: {type(model).__name__} is fed its media, and takes rows without them as well; leave the "
-            "key out"
+            f"model.text_only: not needed, because {type(model).__name__} accepts rows with and without media. "
+            "Remove the key."
         )
     media.modalities(spec)  # build the modalities first, so they are copied with the model
     skeleton = deepcopy(model)
     ComponentSettings(skeleton, spec).freeze(skeleton)  # the cost of an item depends on which modules are frozen
-    said = media_model(skeleton)
-    found = {"modalities": said.modalities(spec), "positions": said.positions, "turns": said.speaker_format}
+    copied_media = media_model(skeleton)
+    loader_arguments = {
+        "modalities": copied_media.modalities(spec),
+        "positions": copied_media.positions,
+        "turns": copied_media.speaker_format,
+    }
+
     # Loader workers do not get these: a user's recipe may not be picklable.
     for name in (MEDIA_ATTRIBUTE, RECIPE):
         vars(skeleton).pop(name, None)
-    return found
+    return loader_arguments
 
 
 def _text_only(model: nn.Module, spec: ModelSection) -> dict[str, Any]:
     """Check that a multimodal model without a recipe has `model.text_only`, and reserve its placeholder ids."""
-    if not (unread := unread_inputs(model)):
+    unread = unread_inputs(model)
+    if not unread:
         return {}
-    listed, family = ", ".join(unread), type(model).__name__
+
+    listed = ", ".join(unread)
+    family = type(model).__name__
     if not spec.text_only:
         raise UserError(
-            f"model: {family} reads {listed} besides text, and has no recipe that feeds them; "
-            "model.text_only: true trains it on text alone"
+            f"model: {family} reads {listed} in addition to text, but no recipe supports these inputs. "
+            "Set model.text_only: true to train it only on text."
         )
-    log.warning("%s is trained on text alone: nothing feeds its %s", family, listed)
-    keys = [f"{name}_token_{kind}" for name in unread for kind in ("id", "index")]
-    ids = {getattr(model.config, key, None) for key in keys}
+    log.warning("%s is trained only on text, because no recipe supports its inputs: %s.", family, listed)
+
+    fields = [f"{name}_token_{suffix}" for name in unread for suffix in ("id", "index")]
+    ids = {getattr(model.config, field, None) for field in fields}
     return {"reserved": sorted(id for id in ids if isinstance(id, int))}
 
 
@@ -78,5 +87,6 @@ def unread_inputs(model: nn.Module) -> list[str]:
     """
     if not isinstance(model, PreTrainedModel) or not model.config.sub_configs:
         return []
-    inputs = model.input_modalities
-    return [name for name in ((inputs,) if isinstance(inputs, str) else inputs) if name != "text"]
+    declared = model.input_modalities
+    inputs = (declared,) if isinstance(declared, str) else declared
+    return [name for name in inputs if name != "text"]

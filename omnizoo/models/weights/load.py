@@ -17,6 +17,7 @@ from omnizoo.modalities.item import Port
 from omnizoo.models.adapters.lora import attached
 from omnizoo.models.export_files import keep_export_files, read_published
 from omnizoo.models.hf_private import (
+    Loaded,
     auto_class,
     conversion_mapping,
     drop_prefix,
@@ -58,33 +59,35 @@ def weight_origins(model: nn.Module, media: MediaModel, spec: ModelSection) -> l
         paths = {names[id(media.language)]: ("model.foundation.path", spec.foundation.path)}
     modalities = media.modalities(spec)
     for name, role in media.ports:
-        part = getattr(spec.modalities.get(name), role, None)
-        if part is not None and part.path is not None:
+        settings = getattr(spec.modalities.get(name), role, None)
+        if settings is not None and settings.path is not None:
             inner = find_module(modalities, Port(name, role)).pretrained
             if inner is not None:  # other components read their folder themselves
-                paths[names[id(inner)]] = (f"model.modalities.{name}.{role}.path", part.path)
-    origins = []
+                paths[names[id(inner)]] = (f"model.modalities.{name}.{role}.path", settings.path)
+
+    sources = []
     for name, (key, path) in paths.items():
-        if path is not None:
-            owner: Any = model.get_submodule(name)
-            origin = WeightSource(name, path, key, conversion_mapping(owner))
-            if key.startswith("model.modalities"):
-                with open_weights(origin.files()) as weights:
-                    origin.mapping.extend(drop_prefix(weights, owner))
-            origins.append(origin)
-    return origins
+        if path is None:
+            continue
+        module: Any = model.get_submodule(name)
+        source = WeightSource(module=name, path=path, key=key, mapping=conversion_mapping(module))
+        if key.startswith("model.modalities"):
+            with open_weights(source.files()) as weights:
+                source.mapping.extend(drop_prefix(weights, module))
+        sources.append(source)
+    return sources
 
 
 def load_weights(
-    model: nn.Module, origin: WeightSource, spec: ModelSection, device: torch.device, new: Collection[str]
+    model: nn.Module, source: WeightSource, spec: ModelSection, device: torch.device, new: Collection[str]
 ) -> set[str]:
-    """Fill `model` from `origin`.
+    """Fill `model` from `source`.
 
     A component may be published as part of a larger model. Other weights in its folder are ignored.
 
     Args:
         model: The module to fill, on meta; sharded or not.
-        origin: The published weights.
+        source: The published weights.
         spec: The section `model` of the config.
         device: The device of the loaded shards.
         new: Weights that are specific to the run and in no folder: adapter matrices and a resized vocabulary.
@@ -93,48 +96,59 @@ def load_weights(
         The names that the files lack. `spec.allow_missing` or `new` contains all of them.
     """
     assert isinstance(model, PreTrainedModel)
-    path, key = origin.path, origin.key
-    _refuse_quantized(model.config, f"{key}: {path}")
+    _check_not_quantized(model.config, f"{source.key}: {source.path}")
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    loaded = load_files(model, origin.files(), origin.mapping, device)
+    loaded = load_files(model, source.files(), source.mapping, device)
     retie(model)
     for name, parameter in model.named_parameters():  # loading replaces unsharded parameters (frozen tokenizers)
         parameter.requires_grad_(is_trained[name])
-    missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
-    unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
-    mismatched = sorted(f"{name}: {shapes}" for name, shapes in loaded.mismatched.items() if name not in new)
-    unknown = f"; the files have what the model does not know: {_some(unexpected)}" if unexpected else ""
-    if loaded.unconverted:
-        name, reason = min(loaded.unconverted.items())
-        raise UserError(f"{key}: {path}: {name} cannot be made of the weights in the files: {reason}{unknown}")
-    if mismatched:
-        raise UserError(f"{key}: {path} does not fit its own config.json: {_some(mismatched)}")
-    if missing:
-        raise UserError(
-            f"{key}: {path} lacks weights of the model: {_some(missing)}; "
-            f"name them in model.allow_missing to have them initialised{unknown}"
-        )
-    if unexpected and not origin.key.startswith("model.modalities"):
-        raise UserError(
-            f"{key}: {path} has weights the model does not know: {_some(unexpected)}; "
-            "name them in model.allow_unexpected to ignore them"
-        )
+
+    _check_loaded(loaded, source, spec, new)
     return loaded.missing
 
 
-def _refuse_quantized(config: PretrainedConfig, where: str) -> None:
-    """Raise a `UserError` if the published weights are quantized."""
+def _check_loaded(loaded: Loaded, source: WeightSource, spec: ModelSection, new: Collection[str]) -> None:
+    """Raise a `UserError` if a weight of the model or a key of the files is not accounted for."""
+    path = source.path
+    key = source.key
+    missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
+    unexpected = sorted(name for name in loaded.unexpected if not _allowed(name, spec.allow_unexpected))
+    mismatched = sorted(f"{name}: {shapes}" for name, shapes in loaded.mismatched.items() if name not in new)
+    unknown = f" The files also have weights that the model lacks: {_list_names(unexpected)}." if unexpected else ""
+
+    if loaded.unconverted:
+        name, reason = min(loaded.unconverted.items())
+        raise UserError(f"{key}: {path}: the weights in the files cannot be converted to {name}: {reason}.{unknown}")
+    if mismatched:
+        raise UserError(f"{key}: {path}: the shapes of weights do not match config.json: {_list_names(mismatched)}")
+    if missing:
+        raise UserError(
+            f"{key}: {path}: the files lack weights of the model: {_list_names(missing)}. "
+            f"Add them to model.allow_missing to initialize them randomly.{unknown}"
+        )
+    if unexpected and not key.startswith("model.modalities"):
+        raise UserError(
+            f"{key}: {path}: the files have weights that the model lacks: {_list_names(unexpected)}. "
+            "Add them to model.allow_unexpected to ignore them."
+        )
+
+
+def _check_not_quantized(config: PretrainedConfig, folder: str) -> None:
+    """Raise a `UserError` if the published weights are quantized. `folder` may start with a key."""
     if getattr(config, "quantization_config", None):
-        raise UserError(f"{where}/config.json has a quantization_config; quantized weights cannot be read")
+        raise UserError(
+            f"{folder}/config.json: has a quantization_config. Quantized weights are not supported: use a folder with "
+            "floating-point weights."
+        )
 
 
-def grown_rows(model: nn.Module, origins: Iterable[WeightSource], spec: ModelSection) -> dict[str, PublishedRows]:
+def grown_rows(model: nn.Module, sources: Iterable[WeightSource], spec: ModelSection) -> dict[str, PublishedRows]:
     """Return the weights of a resized vocabulary, by name in `model`, with their published rows."""
     grown: dict[str, PublishedRows] = {}
-    for origin in origins if may_grow(spec) else ():
-        part: Any = model.get_submodule(origin.module)
-        found = rows_of_files(part, origin.files(), origin.mapping)
-        grown |= {origin.prefix + name: rows for name, rows in found.items()}
+    for source in sources if may_grow(spec) else ():
+        module: Any = model.get_submodule(source.module)
+        rows_by_name = rows_of_files(module, source.files(), source.mapping)
+        grown |= {source.prefix + name: rows for name, rows in rows_by_name.items()}
     return grown
 
 
@@ -145,14 +159,22 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     config = read_model_config(spec)
     builder = auto_class(config, spec.trust_remote_code)
     if builder is None:
-        raise UserError(f"{folder}: transformers has no model of type `{config.model_type}` that writes text")
+        raise UserError(
+            f"{folder}: transformers has no text-generating model of type `{config.model_type}`. Use another model."
+        )
     if (folder / "adapter_config.json").exists():
-        raise UserError(f"{folder} holds an adapter (adapter_config.json), which is not read; merge it into its model")
-    tensors = sum(len(tensor_names(file)) for file in weight_files(folder, "its weights"))
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > tensors:  # building that many layers would take forever
-        raise UserError(f"{folder}: config.json says {layers} layers, but the files hold {tensors} weights")
-    _refuse_quantized(config, f"{folder}")
+        raise UserError(
+            f"{folder}: contains an adapter (adapter_config.json), which this command does not read. "
+            "Merge the adapter into its base model."
+        )
+    num_tensors = sum(len(tensor_names(file)) for file in weight_files(folder, "weights"))
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(num_layers, int) and num_layers > num_tensors:  # building that many layers would take too long
+        raise UserError(
+            f"{folder}: config.json declares {num_layers} layers, but the files have only {num_tensors} weights"
+        )
+    _check_not_quantized(config, f"{folder}")
+
     try:
         model, info = loader_of(builder, config)(
             folder,
@@ -169,12 +191,19 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # constructors and loaders raise any exception for sizes that do not fit
         if is_out_of_memory(error):
             raise
-        raise UserError(f"{folder}: the model cannot be built as config.json says: {first_line(error)}") from error
+        raise UserError(f"{folder}: cannot build the model that config.json describes: {first_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
-    for kind in ("missing", "unexpected", "mismatched"):
-        if keys := sorted(str(key) for key in info[f"{kind}_keys"]):
-            what = {"missing": "lacks", "unexpected": "has unknown", "mismatched": "has other shapes of"}[kind]
-            raise UserError(f"{folder} {what} weights of the model that its config.json describes: {_some(keys)}")
+
+    problems = {
+        "missing": "the files lack weights of the model that config.json describes",
+        "unexpected": "the files have weights that the model of config.json lacks",
+        "mismatched": "the shapes of weights do not match config.json",
+    }
+    for kind, problem in problems.items():
+        keys = sorted(str(key) for key in info[f"{kind}_keys"])
+        if keys:
+            raise UserError(f"{folder}: {problem}: {_list_names(keys)}")
+
     use_inner_forward(model)
     keep_export_files(model, read_published(folder, config, has_weights=True))
     return model
@@ -184,16 +213,18 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     """Return the safetensors files of a Hugging Face folder: those in its index, if it has one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise UserError(f"{key}: {index} has no weight_map: a mapping of weights to files")
-        files = sorted({inside(folder, name, f"{key}: {index}") for name in places.values()})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{key}: {index} has no weight_map; expected a mapping of weights to files")
+        files = sorted({inside(folder, name, f"{key}: {index}") for name in weight_map.values()})
     else:
         files = [folder / "model.safetensors"]
+
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise UserError(
-            f"{key}: {folder} has no {_some(absent)}; weights are read from safetensors only (never from pickles)"
+            f"{key}: {folder} has no {_list_names(absent)}. Weights are read only from safetensors files, never from "
+            "pickles."
         )
     for file in files:
         tensor_names(file)
@@ -205,14 +236,15 @@ def _allowed(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _some(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     """Return the first three names and the number of the others, for messages."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    listed = ", ".join(names[:3])
+    return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed
 
 
 def load_published(
     model: nn.Module,
-    origins: Iterable[WeightSource],
+    sources: Iterable[WeightSource],
     spec: ModelSection,
     device: torch.device,
     wanted: set[str],
@@ -224,11 +256,16 @@ def load_published(
         The names of `wanted` that the folders lack, and all names of `grown`.
     """
     adapter = attached(model)
-    unpublished = {*grown, *(adapter.started if adapter else ())}
-    for origin in origins:
-        part, prefix = model.get_submodule(origin.module), origin.prefix
+    unpublished = set(grown)
+    if adapter is not None:
+        unpublished |= adapter.started
+    for source in sources:
+        module = model.get_submodule(source.module)
+        prefix = source.prefix
         new = {name.removeprefix(prefix) for name in unpublished if name.startswith(prefix)}
-        missing = load_weights(part, origin, spec, device, new)
-        own = {prefix + name for name, _ in part.named_parameters()} | {prefix + name for name in part.state_dict()}
-        wanted = (wanted - own) | {prefix + name for name in missing}
+        missing = load_weights(module, source, spec, device, new)
+
+        loaded = {prefix + name for name, _ in module.named_parameters()}
+        loaded |= {prefix + name for name in module.state_dict()}
+        wanted = (wanted - loaded) | {prefix + name for name in missing}
     return wanted.union(grown)

@@ -22,12 +22,17 @@ def build_drawn(spec: ModelSection, precision: str) -> nn.Module:
     They are sampled like the matrices of the family.
     """
     model = build_model(spec, precision)
-    left_out = recipe_for(model).uninitialized
-    for module in model.modules() if left_out else ():
-        kind = type(module).__name__
-        drawn: list[torch.Tensor] = list(module.parameters(recurse=False)) if kind in left_out else []
-        drawn += [b for name, b in module.named_buffers(recurse=False) if f"{kind}.{name}" in left_out]
-        for tensor in drawn:
+    uninitialized = recipe_for(model).uninitialized
+    for module in model.modules() if uninitialized else ():
+        class_name = type(module).__name__
+        tensors: list[torch.Tensor] = []
+        if class_name in uninitialized:
+            tensors += module.parameters(recurse=False)
+        for name, buffer in module.named_buffers(recurse=False):
+            if f"{class_name}.{name}" in uninitialized:
+                tensors.append(buffer)
+
+        for tensor in tensors:
             assert isinstance(model, PreTrainedModel)
             tensor.normal_(0.0, float(model.config.initializer_range))
     return model
@@ -44,13 +49,15 @@ def initial_weights(
         return
     with recording() as record, rules_on_meta():
         model = construct()
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    read = set()
+
+    from_folders = set()
     for name, tensor in _read_from_folders(model, wanted):
-        read.add(name)
+        from_folders.add(name)
         yield name, tensor
+
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
-        if name in wanted - read:
+        if name in wanted - from_folders:
             yield name, _value(record, model, name, tensor, seed)
 
 
@@ -67,9 +74,9 @@ def _value(record: Recording, model: nn.Module, name: str, tensor: torch.Tensor,
     try:
         return record.value(tensor, seed)
     except NotSetError:
-        owner, _, own = name.rpartition(".")
-        kind = type(model.get_submodule(owner)).__name__
+        owner, _, attribute = name.rpartition(".")
+        class_name = type(model.get_submodule(owner)).__name__
         raise UserError(
-            f"model: nobody sets the initial value of {name}: let the constructor of {kind} do it (`{own}` is "
-            "uninitialised memory when it ends), or start from weights that have it"
+            f"model: {name} has no initial value, because the constructor of {class_name} leaves `{attribute}` as "
+            "uninitialized memory. Initialize it in the constructor, or start from weights that contain it."
         ) from None

@@ -52,7 +52,7 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]  # tensors are replaced by windows
     kwargs: dict[str, Any]
-    made: list[Window | None]  # for each output; None: an existing storage
+    created: list[Window | None]  # for each output; None: an existing storage
     is_random: bool
     overwrites: Window | None
 
@@ -87,24 +87,40 @@ class Recording(TorchDispatchMode):
         written = written_arguments(func, args, kwargs)
         for tensor in written:
             self._keep_outside_value(tensor)
-        seen_args, seen_kwargs = tree_map_only(torch.Tensor, self.window, (args, kwargs))
-        known = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        window_args, window_kwargs = tree_map_only(torch.Tensor, self.window, (args, kwargs))
+        input_storages = {id(tensor.untyped_storage()) for tensor in _tensors_in((args, kwargs))}
+
         out = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        windows = [self.window(leaf) for leaf in outputs]
-        made = [None if window.storage in known else window for window in windows]
-        if any(made) or written:  # the others are views and queries
+        windows = [self.window(tensor) for tensor in _tensors_in(out)]
+        created = [None if window.storage in input_storages else window for window in windows]
+        if any(created) or written:  # the others are views and queries
             name = func.name().partition(".")[0]
-            first = self.window(args[0]) if name in OVERWRITE else None
-            is_random = torch.Tag.nondeterministic_seeded in func.tags
-            self._add(Call(name, func, seen_args, seen_kwargs, made, is_random, first), written)
+            call = Call(
+                name=name,
+                function=func,
+                args=window_args,
+                kwargs=window_kwargs,
+                created=created,
+                is_random=torch.Tag.nondeterministic_seeded in func.tags,
+                overwrites=self.window(args[0]) if name in OVERWRITE else None,
+            )
+            self._add(call, written)
         return out
 
     def opaque(self, name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Record a function that samples all of `tensor` as one call."""
         window = self.window(tensor)
         self._keep_outside_value(tensor)
-        self._add(Call(name, function, (window, *args), kwargs, [], True, window), [tensor])
+        call = Call(
+            name=name,
+            function=function,
+            args=(window, *args),
+            kwargs=kwargs,
+            created=[],
+            is_random=True,
+            overwrites=window,
+        )
+        self._add(call, [tensor])
 
     def window(self, tensor: torch.Tensor) -> Window:
         """Return the window of `tensor`, and keep its storage alive."""
@@ -119,7 +135,7 @@ class Recording(TorchDispatchMode):
             self.before.setdefault(id(storage), storage.clone())
 
     def _add(self, call: Call, written: list[torch.Tensor]) -> None:
-        changed = {window.storage for window in call.made if window is not None}
+        changed = {window.storage for window in call.created if window is not None}
         changed |= {id(tensor.untyped_storage()) for tensor in written}
         for storage in changed:
             self.writers.setdefault(storage, []).append(len(self.calls))
@@ -133,65 +149,68 @@ class Recording(TorchDispatchMode):
             NotSetError: If the constructor left memory of the tensor uninitialized.
         """
         window = self.window(tensor)
-        needed, fresh = self._needed(window.storage)
-        real: dict[int, torch.UntypedStorage] = {
-            storage: torch.UntypedStorage(self.storages[storage].nbytes()) for storage in fresh
-        }
+        needed, overwritten = self._needed(window.storage)
+        real: dict[int, torch.UntypedStorage] = {}  # storages on the CPU
+        for storage in overwritten:
+            real[storage] = torch.UntypedStorage(self.storages[storage].nbytes())
 
-        def materialise(seen: Window) -> torch.Tensor:
-            if seen.storage not in real:  # created before the recording
-                outside = self.before.get(seen.storage, self.storages[seen.storage])
+        def materialize(window: Window) -> torch.Tensor:
+            if window.storage not in real:  # created before the recording
+                outside = self.before.get(window.storage, self.storages[window.storage])
                 if outside.device.type == "meta":
                     raise NotSetError
-                real[seen.storage] = outside.clone()
-            return seen.on(real[seen.storage])
+                real[window.storage] = outside.clone()
+            return window.on(real[window.storage])
 
         is_set = True
         with torch.random.fork_rng(devices=[]):
             for number in needed:
                 call = self.calls[number]
-                args, kwargs = tree_map_only(Window, materialise, (call.args, call.kwargs))
+                args, kwargs = tree_map_only(Window, materialize, (call.args, call.kwargs))
                 args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
                 kwargs = {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
                 if call.is_random:
                     torch.manual_seed(_seed_of(seed, number))
-                out = call.function(*args, **kwargs)
-                outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-                for made, result in zip(call.made, outputs, strict=False):
-                    if made is not None:
-                        real[made.storage] = _laid_out(result, made)
+                outputs = _tensors_in(call.function(*args, **kwargs))
+                for created, result in zip(call.created, outputs, strict=False):
+                    if created is not None:
+                        real[created.storage] = _laid_out(result, created)
                 if "empty" in call.name:
                     is_set = False
                     _spoil(outputs[0])
-        found = materialise(window)
+
+        value = materialize(window)
         changes = [number for number in needed if "empty" not in self.calls[number].name]
-        if not is_set and (not changes or (found.is_floating_point() and bool(found.isnan().any()))):
+        if not is_set and (not changes or (value.is_floating_point() and bool(value.isnan().any()))):
             raise NotSetError
-        return found
+        return value
 
     def _needed(self, storage: int) -> tuple[list[int], set[int]]:
         """Return the calls that determine `storage`, in order, and the storages whose first value does not matter."""
         needed: set[int] = set()
         overwritten: set[int] = set()
         read: set[int] = set()  # storages whose first value is read
-        seen: set[tuple[int, int]] = set()
+        visited: set[tuple[int, int]] = set()  # (storage, number of its writers that matter)
         todo = [(storage, len(self.calls))]
         while todo:
-            wanted, until = todo.pop()
-            before = [number for number in self.writers.get(wanted, []) if number < until]
-            if (wanted, len(before)) in seen:
+            current, until = todo.pop()
+            writers = [number for number in self.writers.get(current, []) if number < until]
+            if (current, len(writers)) in visited:
                 continue
-            seen.add((wanted, len(before)))
-            for number in reversed(before):
+            visited.add((current, len(writers)))
+
+            for number in reversed(writers):
                 call = self.calls[number]
                 needed.add(number)
-                todo += [(other, number) for other in call.reads - {wanted}]
-                whole = call.overwrites
-                if whole is not None and whole.storage == wanted and whole.bytes == self.storages[wanted].nbytes():
-                    overwritten.add(wanted)
+                todo += [(other, number) for other in call.reads - {current}]
+                window = call.overwrites
+                if window is None or window.storage != current:
+                    continue
+                if window.bytes == self.storages[current].nbytes():
+                    overwritten.add(current)
                     break
             else:
-                read.add(wanted)
+                read.add(current)
         return sorted(needed), overwritten - read
 
 
@@ -207,8 +226,8 @@ class _RealData(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], torch.Tensor):
             device = kwargs.pop("device", None)
-            made = func(*args, **kwargs, device="cpu")
-            return made if device is None or torch.device(device).type == "cpu" else made.to(device)
+            tensor = func(*args, **kwargs, device="cpu")
+            return tensor if device is None or torch.device(device).type == "cpu" else tensor.to(device)
         return func(*args, **kwargs)
 
 
@@ -218,13 +237,13 @@ def recording() -> Iterator[Recording]:
     record = Recording()
 
     def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not tensor.is_meta:
                 return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
             record.opaque(name, original, tensor, *args, **kwargs)
             return tensor
 
-        return draw
+        return initialize
 
     with ExitStack() as stack:
         for name in SKIPPED_ON_META:
@@ -238,15 +257,19 @@ def recording() -> Iterator[Recording]:
         yield record
 
 
-def _laid_out(result: torch.Tensor, made: Window) -> torch.UntypedStorage:
-    """Return the storage of `result`, with the layout and dtype that it had on meta.
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _laid_out(result: torch.Tensor, window: Window) -> torch.UntypedStorage:
+    """Return the storage of `result`, with the layout and dtype of `window`, which it had on meta.
 
     The default dtype may have been different then.
     """
-    found = (result.dtype, result.shape, result.stride(), result.storage_offset())
-    if found != (made.dtype, made.size, made.stride, made.offset):
-        laid = torch.empty_strided(made.size, made.stride, dtype=made.dtype)
-        result = laid.copy_(result)
+    layout = (result.dtype, result.shape, result.stride(), result.storage_offset())
+    if layout != (window.dtype, window.size, window.stride, window.offset):
+        result = torch.empty_strided(window.size, window.stride, dtype=window.dtype).copy_(result)
     return result.untyped_storage()
 
 
@@ -258,4 +281,5 @@ def _spoil(tensor: torch.Tensor) -> None:
 
 def _seed_of(seed: int, number: int) -> int:
     """Return the seed of the random operation `number`."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "big") >> 1
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

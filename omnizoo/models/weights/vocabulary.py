@@ -40,14 +40,17 @@ def grow(config: Any, tokens: int, model: ModelSection) -> None:
     text = config.get_text_config().get_text_config()  # a composed model: the config of its foundation
     rows = getattr(text, "vocab_size", None)
     if not isinstance(rows, int):
-        raise UserError(f"model.resize_vocabulary: `{text.model_type}` does not say how large its vocabulary is")
+        raise UserError(
+            f"model.resize_vocabulary: the config of `{text.model_type}` has no vocab_size, so its vocabulary cannot "
+            "be resized. Remove the key."
+        )
     if tokens <= rows:
         return
     if model.adapter is not None:
         raise UserError(
-            f"model.adapter: {tokens - rows} tokens have no row in the embedding of {rows}, and an adapter would leave "
-            "new rows as they are drawn; name unused tokens as the `marks` of your modalities, or train without an "
-            "adapter first"
+            f"model.adapter: the embedding has {rows} rows for {tokens} tokens, and an adapter does not train the "
+            f"{tokens - rows} new rows, which are random. Use unused tokens as the `marks` of your modalities, or "
+            "train without an adapter first."
         )
     text.vocab_size = -(-tokens // MULTIPLE) * MULTIPLE
 
@@ -55,8 +58,11 @@ def grow(config: Any, tokens: int, model: ModelSection) -> None:
 def ends(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the weights of `model`, by name, that have a row for each token; tied ones once."""
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
-    own = {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters(recurse=False)}
-    return {name: p for name, p in model.named_parameters() if id(p) in own}
+    ids: set[int] = set()
+    for module in modules:
+        if isinstance(module, nn.Module):
+            ids.update(id(parameter) for parameter in module.parameters(recurse=False))
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
 def rows_of_files(model: PreTrainedModel, files: list[Path], mapping: list[Any]) -> dict[str, PublishedRows]:
@@ -76,10 +82,10 @@ def rows_of_files(model: PreTrainedModel, files: list[Path], mapping: list[Any])
 
 
 def with_published_rows(
-    drawn: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, PublishedRows]
+    initialized: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, PublishedRows]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the `drawn` weights, with their first rows replaced by the `published` ones."""
-    for name, tensor in drawn:
+    """Yield the randomly `initialized` weights, with their first rows replaced by the `published` ones."""
+    for name, tensor in initialized:
         if name in published:
             with open_weights(published[name].files) as weights:
                 rows = weights[published[name].key][...]

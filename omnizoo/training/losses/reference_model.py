@@ -62,7 +62,7 @@ class ScoringModel:
         def score(hidden: torch.Tensor, head: Logits) -> None:
             results.append(score_in_chunks(hidden, head, batch.targets))
 
-        with self.head.doing(score) as anchor:
+        with self.head.replaced_by(score) as anchor:
             logits, _ = run_model(self.model, batch)
         try:
             anchor(logits)

@@ -96,7 +96,7 @@ def test_docs_list_all_metadata_fields() -> None:
 def test_multimodal_model_without_recipe_needs_text_only(family: str) -> None:
     config = PUBLISHED[family]
     model = build_model(ModelSection(config=config), "fp32")
-    with pytest.raises(UserError, match=r"reads image.* has no recipe.*model.text_only: true"):
+    with pytest.raises(UserError, match=r"^model: .* reads image.*model\.text_only: true"):
         read_modalities(model, ModelSection(config=config))
     assert 511 in read_modalities(model, ModelSection(config=config, text_only=True))["reserved"]
 

@@ -1,4 +1,4 @@
-"""Adapters: what PEFT computes, on every layout; files that PEFT reads; exact resume."""
+"""Adapters: same results as PEFT on every layout, files that PEFT reads, bitwise resume."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ PACKED = {"position_ids": torch.arange(24)[None]} | packed_inputs(torch.tensor([
 
 
 def ours(fields: dict[str, Any], **settings: Any) -> nn.Module:
-    """A model with random weights and an adapter none of whose factors is zero, in one process."""
+    """Build a model with random weights and an adapter without zero matrices, in one process."""
     torch.manual_seed(0)
     adapter = AdapterSettings(**({"rank": 4, "alpha": 6.0, "init": "random"} | settings))
     model = build_model(ModelSection(config=fields, adapter=adapter), "fp32", "cpu")
@@ -56,7 +56,7 @@ def ours(fields: dict[str, Any], **settings: Any) -> nn.Module:
 
 
 def theirs(model: nn.Module, fields: dict[str, Any]) -> nn.Module:
-    """The same by PEFT: its own injection, with weights of the base and of the factors copied."""
+    """Build the same model with PEFT, and copy the weights of base and adapter."""
     found = attached(model)
     settings = found.settings
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager")
@@ -89,13 +89,13 @@ CASES = {
 
 
 def name_in_file(name: str) -> str:
-    """What PEFT saves one of its own parameters as."""
+    """Return the name under which PEFT saves one of its parameters."""
     name = name.replace(".modules_to_save", "").replace(".default", "")
     return name.removesuffix(".weight") if "magnitude" in name else name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_gradients_and_files_are_those_of_peft(case: str, tmp_path: Path) -> None:
+def test_adapter_loss_gradients_and_files_match_peft(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     fields = model_config(family) if isinstance(family, str) else family
     model = ours(fields, **settings)
@@ -131,7 +131,7 @@ VALUES = ("loss", "grad_norm", "tokens_seen")
 
 
 def train_and_resume(process: Process, config: Path, run: Path, again: Path) -> None:
-    """A run, and a copy of what it left at step 3 that goes on."""
+    """Train a run, and resume a copy of it from step 3."""
     assert train_in_this_world([config, "--log.dir", run]) == 0
     if process.rank == 0:
         shutil.copytree(run, again)
@@ -142,7 +142,7 @@ def train_and_resume(process: Process, config: Path, run: Path, again: Path) -> 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Attention and experts of a published model with adapters, trained on two ranks that share the experts."""
+    """Train adapters of attention and experts of a published model on two expert-parallel ranks."""
     root = tmp_path_factory.mktemp("adapter")
     adapter = {"rank": 4, "alpha": 8.0, "targets": ["all-linear", *EXPERTS]}
     model = {"config": None, "tokenizer": None, "path": str(publish(root / "base")), "adapter": adapter}
@@ -165,7 +165,7 @@ def values(run: Path) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_resume_is_bit_for_bit_and_a_checkpoint_holds_no_base(trained: Path) -> None:
+def test_adapter_resume_is_bitwise_and_checkpoint_has_no_base(trained: Path) -> None:
     assert values(trained / "again") == values(trained / "run")
     step = trained / "run" / "checkpoints" / f"step_{STEPS:08d}"
     saved = on_meta(step / "tensors")
@@ -176,7 +176,7 @@ def test_resume_is_bit_for_bit_and_a_checkpoint_holds_no_base(trained: Path) -> 
 
 
 @pytest.mark.slow
-def test_on_another_layout_the_run_goes_on_with_the_same_losses(trained: Path, tmp_path: Path) -> None:
+def test_adapter_resume_on_other_layout_has_same_losses(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run)
     shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
@@ -187,7 +187,7 @@ def test_on_another_layout_the_run_goes_on_with_the_same_losses(trained: Path, t
 
 
 @pytest.mark.slow
-def test_an_export_is_what_peft_loads_and_merged_it_gives_the_same_logits(trained: Path, tmp_path: Path) -> None:
+def test_peft_loads_export_and_merged_logits_match(trained: Path, tmp_path: Path) -> None:
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     assert main(["export", str(trained / "run"), str(adapter)]) == 0
     assert main(["export", str(trained / "run"), str(merged), "--merge"]) == 0
@@ -198,7 +198,7 @@ def test_an_export_is_what_peft_loads_and_merged_it_gives_the_same_logits(traine
     by_us = logits_of(AutoModelForCausalLM.from_pretrained(merged))
     assert (by_us - by_peft).norm() <= 1e-5 * by_peft.norm()
 
-    # The folder is also where another run can begin: as from the checkpoint itself.
+    # Another run can start from the folder, with the same result as from the checkpoint.
     first = {}
     for name, args in {
         "folder": ["--model.adapter", json.dumps({"path": str(adapter)})],
@@ -212,7 +212,7 @@ def test_an_export_is_what_peft_loads_and_merged_it_gives_the_same_logits(traine
 
 
 @pytest.mark.slow
-def test_a_base_that_was_drawn_is_drawn_again_to_be_merged(tmp_path: Path) -> None:
+def test_merge_reinitializes_random_base_from_seed(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         model={"config": model_config("llama"), "adapter": {"kind": "dora", "rank": 4, "init": "random"}},
@@ -247,8 +247,8 @@ def test_layouts_agree_with_one_process(layout: str, prepared: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_counts_gradients_and_optimizer_state_of_factors_only() -> None:
-    """Towers are frozen as a whole: FSDP gathers weights for a backward pass that they do not have."""
+def test_plan_counts_gradients_and_optimizer_state_of_adapter_only() -> None:
+    """Encoders are completely frozen: FSDP gathers weights for a backward pass that they do not have."""
     args = ["plan", ROOT / "examples/gpu/qwen3_omni_32k.yaml", "--world", "8", "--train.packs_per_step", "8", "--json"]
     args += ["--model.config.text_config.num_hidden_layers", "2", "--model.config.vision_config.depth", "2"]
     args += ["--model.config.vision_config.deepstack_visual_indexes", "[0]"]
@@ -261,7 +261,7 @@ def test_a_plan_counts_gradients_and_optimizer_state_of_factors_only() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_trains_and_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_example_trains_and_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     short = ["--train.steps", "2", "--evaluation.every", "0", "--data.pack_tokens", "128"]
     assert main(["train", "examples/lora_tiny.yaml", *short, "--log.dir", str(tmp_path / "run")]) == 0
@@ -269,14 +269,14 @@ def test_the_example_trains_and_is_merged(tmp_path: Path, monkeypatch: pytest.Mo
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
 
 
-def test_the_demo_of_a_new_voice_trains_less_than_two_percent_of_the_weights() -> None:
+def test_new_voice_demo_trains_under_two_percent_of_weights() -> None:
     demo, voice = (
         yaml.safe_load((ROOT / "examples/digits" / f"{name}.yaml").read_text()) for name in ("digits", "new_voice")
     )
-    del demo["model"]["modalities"]["image"]["decoder"]  # it is read from a folder that the demo makes
+    del demo["model"]["modalities"]["image"]["decoder"]  # the demo creates its folder
     model = build_model(ModelSection(**demo["model"], adapter=voice["model"]["adapter"]), "fp32")
     found = attached(model)
-    assert not found.generates  # so PEFT is not to look for transformers' `generate`
+    assert not found.generates  # so PEFT must not require transformers' `generate`
     trained = sum(model.get_parameter(name).numel() for name in found.trained)
     assert 0.015 < trained / sum(p.numel() for p in model.parameters()) < 0.02
     assert {name.split(".")[0] for name in found.modules} == {"foundation", "encoders"}
@@ -294,7 +294,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`omnizoo train` with this adapter must end with 2 and one line on stderr, and leave no trace of a run."""
+    """`omnizoo train` with this adapter must exit with code 2 and one error line, and create no run folder."""
     config = write_config(tmp_path, train={"steps": 1, "packs_per_step": 1})
 
     def fails(adapter: dict[str, Any], *args: str) -> str:
@@ -309,7 +309,7 @@ def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
     return fails
 
 
-def test_settings_that_cannot_be_are_refused_in_one_line(fails: Callable[..., str]) -> None:
+def test_invalid_adapter_settings_print_one_line(fails: Callable[..., str]) -> None:
     line = fails({"targets": ["q_pro"]})
     assert "model.adapter.targets.0: 'q_pro' matches no linear layer" in line
     assert "q_proj" in line
@@ -317,32 +317,36 @@ def test_settings_that_cannot_be_are_refused_in_one_line(fails: Callable[..., st
     assert "model.adapter.exclude.0: 'k_proj' matches no target" in fails(
         {"targets": ["q_proj"], "exclude": ["k_proj"]}
     )
-    assert "leaves nothing" in fails({"targets": ["q_proj"], "exclude": ["q_proj"]})
-    assert "model.adapter.rank: 17 is above a dimension of model.layers.0.self_attn.k_proj (16 x 32)" in fails(
-        {"rank": 17, "targets": ["k_proj"]}
-    )
-    assert "matches no module with weights; the nearest are" in fails({"rank": 4, "modules_to_save": ["lm_hea"]})
+    assert "model.adapter.exclude: ['q_proj']" in fails({"targets": ["q_proj"], "exclude": ["q_proj"]})
+    line = fails({"rank": 17, "targets": ["k_proj"]})
+    assert "model.adapter.rank: 17 " in line
+    assert "model.layers.0.self_attn.k_proj (16 x 32)" in line
+    line = fails({"rank": 4, "modules_to_save": ["lm_hea"]})
+    assert "model.adapter.modules_to_save.0: 'lm_hea' " in line
+    assert "lm_head" in line
     assert "lm_head.weight is tied to model.embed_tokens.weight" in fails({"rank": 4, "modules_to_save": ["lm_head"]})
-    assert "is trained whole, and model.layers.0.self_attn.q_proj in it has factors" in fails(
+    assert "model.adapter.modules_to_save: model.layers.0.self_attn.q_proj " in fails(
         {"rank": 4, "modules_to_save": ["model.layers.0.self_attn"]}
     )
-    assert "dora is for linear layers" in fails({"rank": 4, "kind": "dora", "targets": ["embed_tokens"]})
-    assert "dropout: 0.1 cannot be had for experts" in fails(
+    line = fails({"rank": 4, "kind": "dora", "targets": ["embed_tokens"]})
+    assert "model.adapter.kind: dora" in line
+    assert "model.embed_tokens" in line
+    assert "model.adapter.dropout: 0.1 " in fails(
         {"rank": 4, "dropout": 0.1, "targets": EXPERTS}, "--model.config", json.dumps(MOE)
     )
     assert "model.adapter.rank" in fails({"rank": 0})
     assert "model.adapter: path: the adapter folder determines rank" in fails({"path": "x", "rank": 3})
     frozen = {"model": {"foundation": {"config": model_config("qwen3"), "freeze": True}, "config": None}}
-    assert "in a part with freeze: true" in fails(
+    assert "in a component with freeze: true" in fails(
         {"rank": 4}, *[f"--model.{key}={json.dumps(value)}" for key, value in frozen["model"].items()]
     )
 
 
-def test_an_adapter_of_another_base_is_refused_by_the_first_difference(
+def test_adapter_of_different_base_raises_with_first_difference(
     fails: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "adapter"
-    assert "is not the folder of a PEFT adapter (no adapter_config.json in it)" in fails({"path": str(folder)})
+    assert f"model.adapter.path: {folder} has no adapter_config.json" in fails({"path": str(folder)})
     folder.mkdir()
 
     def write(fields: dict[str, Any], base: str = "", **settings: Any) -> dict[str, str]:
@@ -354,15 +358,16 @@ def test_an_adapter_of_another_base_is_refused_by_the_first_difference(
 
     fields = model_config("qwen3")
     deeper = write(fields | {"num_hidden_layers": 3})
-    assert "is of another base: this model has no model.layers.2.mlp.down_proj" in fails(deeper)
+    assert "this model has no model.layers.2.mlp.down_proj" in fails(deeper)
     wider = write(fields | {"intermediate_size": 64})
     line = fails(wider)
-    assert "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is (4, 64) there and (4, 48) here" in line
-    assert "was trained on another base: its hash is 123" in fails(write(fields, base="123"))
+    weight = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+    assert f"{weight} is (4, 64) in the file and (4, 48) in the model" in line
+    assert "The hash of its base is 123," in fails(write(fields, base="123"))
     for key, value, says in (
         ("peft_type", "IA3", "peft_type is 'IA3'"),
         ("rank_pattern", {"q_proj": 2}, "rank_pattern is"),
-        ("init_lora_weights", "pissa", "changes the base"),
+        ("init_lora_weights", "pissa", "init_lora_weights is 'pissa'"),
         ("r", "4", "r is '4'"),
     ):
         settings = json.loads((folder / "adapter_config.json").read_text())
@@ -370,27 +375,27 @@ def test_an_adapter_of_another_base_is_refused_by_the_first_difference(
         assert says in fails({"path": str(folder)})
         (folder / "adapter_config.json").write_text(json.dumps(settings))
     (folder / "adapter_model.safetensors").write_bytes(b"short")
-    assert "is damaged" in fails({"path": str(folder)})
+    assert "adapter_model.safetensors: damaged" in fails({"path": str(folder)})
 
 
-def test_a_checkpoint_of_another_base_and_a_merge_without_an_adapter_are_refused(
+def test_checkpoint_of_different_base_and_merge_without_adapter_raise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = {"rank": 4, "targets": ["q_proj"]}
     config = write_config(tmp_path, model={"adapter": adapter}, train={"steps": 1, "packs_per_step": 1})
     assert main(["train", str(config)]) == 0
     assert main(["train", str(config), "--train.steps", "2", "--model.config.initializer_range", "0.03"]) == 2
-    assert "step_00000001 was trained on another base: its hash is" in capsys.readouterr().err
+    assert "step_00000001: the adapter was trained on a different base model" in capsys.readouterr().err
     assert main(["train", str(config), "--model.adapter", "null", "--log.dir", str(tmp_path / "whole")]) == 0
     assert main(["export", str(tmp_path / "whole"), str(tmp_path / "out"), "--merge"]) == 2
     assert "has no adapter" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_composed_model_with_factors_in_all_its_parts_agrees_with_one_process(
+def test_composed_model_with_adapters_everywhere_matches_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the foundation and its experts, in a tower and in a decoder; projectors are trained whole."""
+    """Adapters in the foundation and its experts, an encoder and a decoder; projectors are fully trained."""
     monkeypatch.syspath_prepend(str(SENSOR))
     monkeypatch.setenv("PYTHONPATH", str(SENSOR), prepend=":")
     targets = ["all-linear", *EXPERTS, "encoders.image.*.self_attn.q_proj", "decoders.series.*"]
@@ -406,7 +411,7 @@ def test_a_composed_model_with_factors_in_all_its_parts_agrees_with_one_process(
 
 
 @pytest.mark.slow
-def test_in_bf16_the_base_is_kept_in_bf16_and_the_factors_in_fp32(trained: Path, tmp_path: Path) -> None:
+def test_bf16_run_stores_base_in_bf16_and_adapter_in_fp32(trained: Path, tmp_path: Path) -> None:
     alone = ["--parallel.ulysses", "1", "--parallel.ep", "1", "--train.precision", "bf16"]
     config = load_config(trained / "tiny.yaml", alone)
     published = load_file(trained / "base" / "model.safetensors")
@@ -425,8 +430,8 @@ def test_in_bf16_the_base_is_kept_in_bf16_and_the_factors_in_fp32(trained: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_own", [False, True])
-def test_models_and_modules_of_ones_own_can_have_an_adapter(is_own: bool, tmp_path: Path) -> None:
-    """Given as an object, of which a copy is trained; with dropout and a base in 8 bits, too."""
+def test_user_models_and_modules_can_have_adapter(is_own: bool, tmp_path: Path) -> None:
+    """Passed as a Python object, whose copy is trained; also with dropout and an 8-bit base."""
     torch.manual_seed(3)
     if is_own:
         given: nn.Module = TinyModel(512, 32, 4, 2)

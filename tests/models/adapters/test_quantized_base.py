@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits: the published numbers, shards that are quantised as the whole is, and the same gradients."""
+"""Quantized bases: published NF4 values, shards that are quantized like the full tensor, and the same gradients."""
 
 import json
 import shutil
@@ -39,8 +39,8 @@ def packing_of(weight: torch.Tensor, kind: str) -> Packing:
     return Packing(kind, weight.shape, weight.dtype, Nf4Table())
 
 
-def test_the_values_of_nf4_are_quantiles_of_a_normal_distribution() -> None:
-    """As the paper makes them, with zero in both halves; the outermost quantile is that of bitsandbytes."""
+def test_nf4_values_are_quantiles_of_normal_distribution() -> None:
+    """As in the paper, with zero in both halves; the outermost quantile is that of bitsandbytes."""
     outermost = 0.9677083
     above = norm.ppf(torch.linspace(outermost, 0.5, 9)[:-1].double())
     below = -norm.ppf(torch.linspace(outermost, 0.5, 8)[:-1].double())
@@ -48,7 +48,7 @@ def test_the_values_of_nf4_are_quantiles_of_a_normal_distribution() -> None:
     torch.testing.assert_close(torch.tensor(NF4, dtype=torch.float64), expected, rtol=0, atol=1e-6)
 
 
-def test_nf4_is_bit_for_bit_that_of_bitsandbytes() -> None:
+def test_nf4_matches_bitsandbytes_bitwise() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
     codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4", compress_statistics=False)
@@ -58,7 +58,7 @@ def test_nf4_is_bit_for_bit_that_of_bitsandbytes() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(6, 128), (5, 70), (4, 48, 6), (3, 130, 4)])
-def test_each_number_becomes_the_nearest_value_of_its_block(shape: tuple[int, ...], kind: str) -> None:
+def test_quantization_rounds_to_nearest_value_of_block(shape: tuple[int, ...], kind: str) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     weight[0] = 0
     packing = packing_of(weight, kind)
@@ -72,7 +72,7 @@ def test_each_number_becomes_the_nearest_value_of_its_block(shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_of_what_is_quantised_is_what_quantising_the_part_gives(kind: str) -> None:
+def test_quantizing_shard_matches_shard_of_quantized_tensor(kind: str) -> None:
     weight = torch.randn(8, 70, 6, generator=torch.Generator().manual_seed(2))
     whole = packing_of(weight, kind).pack(weight)
     for dim in (0, 2):  # the dims that layouts split
@@ -81,7 +81,7 @@ def test_a_part_of_what_is_quantised_is_what_quantising_the_part_gives(kind: str
             assert all(torch.equal(a, b.chunk(2, dim)[i]) for a, b in zip(packed, whole, strict=True))
 
 
-def test_products_and_gradients_are_those_of_the_whole_weight_which_is_not_kept() -> None:
+def test_quantized_matmul_matches_full_weight_without_storing_it() -> None:
     generator = torch.Generator().manual_seed(3)
     counts = torch.tensor([3, 0, 4])
     for shape, by in (
@@ -113,7 +113,7 @@ def build(base: str | None, fields: dict[str, Any] = MOE) -> nn.Module:
     return build_model(ModelSection(config=fields, adapter=adapter), "fp32")
 
 
-def test_flops_and_sizes_are_counted_as_if_nothing_were_quantised() -> None:
+def test_flops_and_sizes_ignore_quantization() -> None:
     plain, held = build(None), build("nf4")
     quantize_base(held, [f"model.layers.{i}.mlp.experts" for i in range(2)])
     names = set(quantized_weights(held))
@@ -138,7 +138,7 @@ def test_layouts_agree_with_one_process(layout: str, base: str, precision: str, 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run on a published model with its base in 4 bits."""
+    """Return the config of a run on a published model with a 4-bit base."""
     root = tmp_path_factory.mktemp("quantised")
     adapter = {"rank": 4, "alpha": 8.0, "base": "nf4", "targets": ["all-linear", *EXPERTS]}
     model = {"config": None, "tokenizer": None, "path": str(publish(root / "base")), "adapter": adapter}
@@ -147,7 +147,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_shards(process: Process, config_file: Path) -> None:
-    """Each rank holds its part of what quantising the published weights gives."""
+    """Check that each rank has its shard of the quantized published weights."""
     config = load_config(config_file, ["--parallel.ulysses", "2", "--parallel.ep", "2", "--train.precision", "bf16"])
     model = build_model(config.model, "bf16")
     parallelize_model(model, build_mesh(config, process), config)
@@ -162,13 +162,13 @@ def check_shards(process: Process, config_file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_published_base_is_quantised_as_it_is_read(published: Path) -> None:
+def test_published_base_is_quantized_on_load(published: Path) -> None:
     result = run_on_ranks(check_shards, 2, published)
     assert result.code == 0, result.stdout + result.stderr
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_for_bit_and_is_merged_into_the_published_base(
+def test_quantized_run_resumes_bitwise_and_merges_into_published_base(
     published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -185,12 +185,12 @@ def test_a_run_resumes_bit_for_bit_and_is_merged_into_the_published_base(
     base = load_file(Path(config["model"]["path"]) / "model.safetensors")
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
     change = merged["model.layers.0.self_attn.q_proj.weight"] - base["model.layers.0.self_attn.q_proj.weight"]
-    assert torch.linalg.matrix_rank(change, rtol=1e-4) == 4  # nothing of the quantisation is in it
+    assert torch.linalg.matrix_rank(change, rtol=1e-4) == 4  # without quantization error
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
 
 
 @pytest.mark.long
-def test_a_plan_tells_how_large_checkpoints_are_and_what_a_quantised_base_takes(
+def test_plan_reports_checkpoint_size_and_quantized_base_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -210,13 +210,18 @@ def test_a_plan_tells_how_large_checkpoints_are_and_what_a_quantised_base_takes(
     config = load_config("examples/lora_tiny.yaml", quantised_base)
     model = build_model(config.model, "fp32")
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert weights["adapter"] - trained < 0.35 * weights["whole"]  # embedding and head, which are not quantised, count
+    assert (
+        weights["adapter"] - trained < 0.35 * weights["whole"]
+    )  # includes embedding and head, which are not quantized
 
 
-def test_what_cannot_be_quantised_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_quantization_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, train={"steps": 1, "packs_per_step": 1})
     for adapter, says in (
-        ({"rank": 4, "base": "nf4", "kind": "dora"}, "model.adapter.base: nf4 cannot be had with kind: dora"),
+        (
+            {"rank": 4, "base": "nf4", "kind": "dora"},
+            "model.adapter.base: nf4 is not supported with model.adapter.kind: dora",
+        ),
         ({"rank": 4, "base": "fp4"}, "model.adapter.base"),
     ):
         assert main(["train", str(config), "--model.adapter", json.dumps(adapter)]) == 2

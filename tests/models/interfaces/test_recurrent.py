@@ -1,5 +1,5 @@
-"""Families with layers that carry a state: packs against one sample at a time by transformers' own code, training on
-ranks against one process, and no way around our rules."""
+"""Recurrent layers: packs compared with separate samples in transformers, training on ranks compared with one process,
+and errors if our replacements are not used."""
 
 import inspect
 import json
@@ -34,7 +34,7 @@ from omnizoo.verification.trial import run_trial
 ROOT = Path(__file__).parents[3]
 VOCABULARY = 64
 FEW = 16  # experts, at most
-# Each has a rule of its own; the others are in `make verify-all`.
+# Each family has a different recurrence; `make verify-all` covers the others.
 COVERING = ("qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h")
 HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "lfm2"),
@@ -49,7 +49,7 @@ def shrunken(family: str) -> dict[str, Any]:
 
 
 def small(family: str, precision: str = "fp32") -> tuple[nn.Module, nn.Module]:
-    """A model as we build it, and transformers' own with the same weights."""
+    """Return the model that we build, and the transformers model with the same weights."""
     config = shrunken(family)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ def small(family: str, precision: str = "fp32") -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("family", [f if f in COVERING else pytest.param(f, marks=pytest.mark.long) for f in HYBRIDS])
-def test_a_pack_is_its_samples_one_at_a_time_in_transformers(family: str) -> None:
+def test_recurrent_pack_matches_separate_samples_in_transformers(family: str) -> None:
     ours, theirs = small(family, "fp64")
     lengths = [70, 3, 19]
     ids = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(0))
@@ -89,7 +89,7 @@ def test_a_pack_is_its_samples_one_at_a_time_in_transformers(family: str) -> Non
 
 
 @pytest.mark.long
-def test_these_are_the_families_of_the_zoo_with_a_state() -> None:
+def test_list_of_recurrent_families_is_complete() -> None:
     found = set()
     for entry in families():
         if not entry.is_omni:
@@ -98,7 +98,7 @@ def test_these_are_the_families_of_the_zoo_with_a_state() -> None:
     assert found == set(HYBRIDS)
 
 
-def test_other_models_keep_their_own_code() -> None:
+def test_binding_states_leaves_other_models_unchanged() -> None:
     theirs = small("qwen3_5_text")[1]
     layers = [m for m in theirs.modules() if "causal_conv1d_fn" in inspect.unwrap(type(m).forward).__code__.co_names]
     assert layers
@@ -110,15 +110,15 @@ def test_other_models_keep_their_own_code() -> None:
         )
 
 
-# Families whose own code would carry a state on into the next sample without a word.
+# Families whose original code silently carries the state into the next sample.
 SILENT = ("kimi_linear", "lfm2", "bamba", "nemotron_h")
 
 
 @pytest.mark.parametrize("family", SILENT)
-def test_a_state_without_boundaries_is_an_error_and_not_a_leak(family: str) -> None:
+def test_recurrent_layer_without_sample_boundaries_raises(family: str) -> None:
     ours, _ = small(family)
     ours.set_attn_implementation("eager")
-    with pytest.raises(UserError, match="did not get the sample boundaries"):
+    with pytest.raises(UserError, match=r"^model: .* sample boundaries"):
         ours(input_ids=torch.arange(8)[None], use_cache=False)
     ours.eval()
     with torch.no_grad():  # as generation does it
@@ -126,15 +126,15 @@ def test_a_state_without_boundaries_is_an_error_and_not_a_leak(family: str) -> N
 
 
 @pytest.mark.parametrize("family", SILENT)
-def test_without_our_rules_no_model_is_built(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_model_without_replacements_raises(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "REPLACEMENTS", {})
-    with pytest.raises(UserError, match="carry state across packed samples"):
+    with pytest.raises(UserError, match=r"accepts no sample boundaries"):
         build_model(ModelSection(config=shrunken(family)), "fp32")
 
 
 @pytest.mark.parametrize("family", SILENT)
-def test_a_rule_that_passes_state_on_is_found_by_the_probe(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: transformers' own functions in the place of ours."""
+def test_probe_detects_state_carried_across_samples(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: the original functions of transformers instead of our replacements."""
     monkeypatch.setattr(
         recurrent, "REPLACEMENTS", dict.fromkeys(recurrent.REPLACEMENTS, lambda module, original: original)
     )
@@ -150,7 +150,7 @@ def many_steps(process: Process, folder: Path, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_twenty_steps_are_those_of_one_process(tmp_path: Path) -> None:
+def test_recurrent_training_on_ranks_matches_one_process(tmp_path: Path) -> None:
     config = shrink(with_family(load_config(ROOT / "examples/text_tiny.yaml", []), "qwen3_5_moe_text"), 4, "fp64")
     save_config(
         config.model_copy(update={"train": config.train.model_copy(update={"steps": 20})}), tmp_path / "config.yaml"
@@ -169,7 +169,7 @@ def test_twenty_steps_are_those_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_hybrid_recomputes_and_agrees_in_fp64(tmp_path: Path) -> None:
+def test_hybrid_model_with_recompute_verifies_in_fp64(tmp_path: Path) -> None:
     config = load_config(ROOT / "examples/text_tiny.yaml", ["--parallel.recompute", "full"])
     layouts = prepare(with_family(config, "qwen3_5_moe_text"), 4, "dp2.uly2.ep4,ring4", "fp64", tmp_path)
     verdicts = [verdict_of(tmp_path, layout) for layout in layouts]

@@ -1,4 +1,4 @@
-"""Composed models as Hugging Face models: parts from published folders, the whole as one folder, and what it writes."""
+"""Composed models as Hugging Face models: components from published folders, export to one folder, and generation."""
 
 import itertools
 import json
@@ -43,8 +43,8 @@ def published(fields: dict[str, Any], folder: Path, builder: Any = AutoModel) ->
     return model
 
 
-def test_every_part_starts_from_its_own_published_weights(tmp_path: Path) -> None:
-    """The sound encoder is published as part of a model that also writes; only the encoder is taken."""
+def test_each_component_loads_its_published_weights(tmp_path: Path) -> None:
+    """The audio encoder is published as part of a larger model; only the encoder is loaded."""
     path = write_omni_config(tmp_path, "qwen3_moe")
     foundation = json.loads(json.dumps(load_config(path, []).model.foundation.config))  # type: ignore[union-attr]
     originals = {
@@ -71,7 +71,7 @@ def test_every_part_starts_from_its_own_published_weights(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model after a few steps, as a Hugging Face folder."""
+    """Train a model for a few steps, and export it to a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported")
     config = load_config(write_omni_config(folder, "qwen3", train={"steps": 2}), [])
     assert train(config) == 0
@@ -79,7 +79,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def test_an_exported_folder_is_the_trained_model(exported: Path) -> None:
+def test_exported_folder_equals_trained_model(exported: Path) -> None:
     model = OmniModel.from_pretrained(exported, allow_code=["sensor"])
     again = AutoModelForCausalLM.from_pretrained(exported, allow_code=["sensor"])
     assert type(again) is OmniModel
@@ -112,7 +112,7 @@ def first_logits(writer: ChatModel, content: Any) -> torch.Tensor:
     return conversation.logits
 
 
-def test_the_same_seed_writes_the_same_and_the_prompt_matters(writer: ChatModel, tmp_path: Path) -> None:
+def test_generation_depends_on_seed_and_prompt(writer: ChatModel, tmp_path: Path) -> None:
     media = make_media(tmp_path / "media", random.Random(3), count=2)
     picture, other = ({"type": "image", "image": str(tmp_path / name)} for name in media["image"])
     sound = {"type": "audio", "audio": str(tmp_path / media["audio"][0])}
@@ -120,15 +120,17 @@ def test_the_same_seed_writes_the_same_and_the_prompt_matters(writer: ChatModel,
     prompts = ["just words", [words, picture], [words, other], [picture, words, sound, words, picture]]
     answers = [ask(writer, prompt, seed=1) for prompt in prompts]
     assert [ask(writer, prompt, seed=1) for prompt in prompts] == answers
-    seen = [first_logits(writer, prompt) for prompt in prompts]  # an untrained model says much the same to anything
+    seen = [first_logits(writer, prompt) for prompt in prompts]  # an untrained model responds similarly to all prompts
     assert min(float((a - b).abs().max()) for a, b in itertools.combinations(seen, 2)) > 1e-6
     assert ask(writer, prompts[0], seed=2) != ask(writer, prompts[0], seed=1)
     assert ask(writer, prompts[0], seed=1, temperature=0) == ask(writer, prompts[0], seed=2, temperature=0)
 
 
 @pytest.mark.parametrize("modality", ["image", "audio", "series"])
-def test_items_are_produced_at_their_begin_token_and_saved(writer: ChatModel, modality: str, tmp_path: Path) -> None:
-    """An untrained model hardly ever begins one by itself: the head is made to."""
+def test_media_items_are_generated_after_begin_token_and_saved(
+    writer: ChatModel, modality: str, tmp_path: Path
+) -> None:
+    """An untrained model rarely generates the begin token, so the head is changed to predict it."""
     begin = writer.tokenizer.convert_tokens_to_ids(writer.modalities[modality].begin)
     calls: list[int] = []
 
@@ -152,8 +154,8 @@ def test_items_are_produced_at_their_begin_token_and_saved(writer: ChatModel, mo
     assert file.stat().st_size > 0
 
 
-def test_generation_with_a_cache_is_generation_without(writer: ChatModel) -> None:
-    """Greedy tokens against the likeliest token of a whole forward pass, each time anew."""
+def test_generation_with_cache_matches_full_forward(writer: ChatModel) -> None:
+    """Compare greedy tokens with the most likely token of a full forward pass for each position."""
     ids = writer.renderer.prompt("so it is").input_ids.tolist()
     pieces = writer.write("so it is", Sampling(temperature=0), max_tokens=6)
     written = [token for piece in pieces for token in piece.ids]
@@ -166,7 +168,9 @@ def test_generation_with_a_cache_is_generation_without(writer: ChatModel) -> Non
         ids.append(token)
 
 
-def test_the_command_writes_text_and_files(exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_command_writes_text_and_files(
+    exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     messages = tmp_path / "messages.json"
     series = {"type": "series", "series": np.linspace(0, 1, 8).tolist()}
     messages.write_text(json.dumps([{"role": "user", "content": [{"type": "text", "text": "go on"}, series]}]))

@@ -1,5 +1,5 @@
-"""Published weights that are stacked, joined, cut up, turned or put in another order on their way into a model, on
-ranks that each hold a part: every rank ends up with its part of what one process loads."""
+"""Published weights that loading stacks, concatenates, splits, transposes or permutes: each rank gets its shard of what
+one process loads."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from omnizoo.models.hf_private import Loaded, load_files
 from omnizoo.models.small_config import Shrinking, shrink_config
 from omnizoo.parallel.process import Process, process_group
 
-# Families of the zoo that between them stack (experts), join along every dim that is split on some layout (gates and
-# convolutions), cut up and reorder, and turn: one folder as transformers saves it, one as it was first published.
+# Together, these families stack (experts), concatenate along every dim that some layout splits (gates, convolutions),
+# split and permute, and transpose. One folder is as transformers saves it, one as it was first published.
 FAMILIES = ("kimi_linear", "kimi_k25", "qwen3_vl_moe", "qwen3_vl_moe_turned")
 LAYOUTS = (("--parallel.ep", "1"), ("--parallel.ep", "4"), ("--parallel.ep", "2"))  # the last: 2 ranks share an expert
 MLP, ATTENTION = "model.layers.0.mlp.", "model.layers.0.self_attn."
@@ -53,7 +53,7 @@ def publish(name: str, folder: Path) -> None:
 
 
 def other_operations() -> list[WeightConverter]:
-    """What transformers has beside, for families of which none is in the zoo; here for weights of a Llama."""
+    """Return the other conversions of transformers, which no family of the zoo uses, for weights of a Llama."""
     halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
     heads = [f"self_attn.{name}_proj.weight" for name in "qkv"]
     return [
@@ -65,7 +65,7 @@ def other_operations() -> list[WeightConverter]:
 
 
 def as_others_publish(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a Llama of one layer before `other_operations`."""
+    """Return the weights of a one-layer Llama before `other_operations`."""
     rest = dict(weights)
     gate, up = (rest.pop(f"{MLP}{name}_proj.weight") for name in ("gate", "up"))
     heads = [rest.pop(f"{ATTENTION}{name}_proj.weight") for name in "qkv"]
@@ -100,7 +100,7 @@ def check_all(process: Process, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_has_its_part_of_what_one_process_converts(tmp_path: Path) -> None:
+def test_converted_shards_match_one_process(tmp_path: Path) -> None:
     for name in FAMILIES:
         publish(name, tmp_path / name)
     save_file(as_others_publish(tiny_llama("cpu").state_dict()), tmp_path / "llama.safetensors")
@@ -108,7 +108,7 @@ def test_every_rank_has_its_part_of_what_one_process_converts(tmp_path: Path) ->
     assert result.code == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
-def test_an_expert_that_is_missing_or_of_another_shape_is_told_in_a_line(tmp_path: Path) -> None:
+def test_missing_or_misshapen_expert_raises_one_line(tmp_path: Path) -> None:
     publish("kimi_linear", tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
     weights = load_file(file)
@@ -116,14 +116,14 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_told_in_a_line(tmp_pat
     others = {key: tensor for key, tensor in weights.items() if key != name}
     for wrong in ({f"{name}s": weights[name]}, {name: weights[name][:1].clone()}):
         save_file(others | wrong, file, {"format": "pt"})
-        with process_group() as process, pytest.raises(UserError) as told:
+        with process_group() as process, pytest.raises(UserError) as error:
             load(process, tmp_path / "model/run.yaml")
-        assert "model.layers.1.mlp.experts.gate_up_proj cannot be made of the weights in the files" in str(told.value)
-        assert "\n" not in str(told.value)
+        assert "cannot be converted to model.layers.1.mlp.experts.gate_up_proj" in str(error.value)
+        assert "\n" not in str(error.value)
 
 
-def test_these_are_the_operations_that_transformers_has() -> None:
-    """One that is new has to be looked at: may a rank convert a part of what is published by itself?"""
+def test_list_of_conversion_operations_is_complete() -> None:
+    """A new operation needs a review: can a rank convert its shard of the published weights separately?"""
     mapping = _build_checkpoint_conversion_mapping()
     converters = [each for every in mapping.values() for each in every if isinstance(each, WeightConverter)]
     assert {type(operation).__name__ for each in converters for operation in each.operations} == {

@@ -1,4 +1,4 @@
-"""Initial weights are never garbage: each tensor is drawn by the model's rule, set by its constructor, or refused."""
+"""Random initialization: the model's rule or its constructor sets each tensor. Otherwise an error is raised."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ SMALL = SHAPE | {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-# Rules of every kind: plain, scaled by depth, biases and tables that only constructors set, rotary of all sorts.
+# All kinds of rules: plain, scaled by depth, biases and tables that only constructors set, all rotary embeddings.
 FAMILIES = [
     "afmoe",
     "apertus",
@@ -79,7 +79,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
-    """Against two real models: what they agree in is constant and must be equal; the rest is drawn likewise."""
+    """Compare with two transformers models. Values that they share must be equal, others have the same distribution."""
     torch.manual_seed(1)
     first, second = tensors_of(build()), tensors_of(build())
     found = dict(initial_weights(on_meta(build), 0, set(first)))
@@ -99,7 +99,7 @@ def check(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_is_what_the_familys_own_constructor_and_rules_make_it(family: str) -> None:
+def test_initial_tensors_match_constructor_and_rules_of_family(family: str) -> None:
     def build() -> nn.Module:
         known = AutoConfig.for_model(family)
         config = AutoConfig.for_model(family, **{k: v for k, v in SMALL.items() if hasattr(known, k)})
@@ -109,7 +109,7 @@ def test_every_tensor_is_what_the_familys_own_constructor_and_rules_make_it(fami
 
 
 class Own(nn.Module):
-    """What people write: values in constructors, changes to children, torch's modules, nothing else."""
+    """A typical user module: values set in the constructor, changed children, torch modules."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Own(nn.Module):
         self.register_buffer("mean", torch.tensor([0.48, 0.46, 0.41]).view(3, 1))
 
 
-def test_a_users_own_module_begins_as_its_constructor_leaves_it() -> None:
+def test_user_module_starts_as_its_constructor_leaves_it() -> None:
     found = check(Own)
     assert not found["attention.out_proj.bias"].any()  # set by the attention, not by its linear layer
     assert torch.equal(torch.cat([found["upper"], found["lower"]]), found["whole"])
@@ -167,14 +167,14 @@ class ForgottenIndex(nn.Module):
 
 
 @pytest.mark.parametrize(("module", "name"), [(Forgotten, "table"), (ForgottenIndex, "index")])
-def test_what_nobody_sets_is_refused_by_its_name(module: type[nn.Module], name: str) -> None:
-    with pytest.raises(UserError, match=f"nobody sets the initial value of 0.{name}: .*{module.__name__}") as error:
+def test_uninitialized_tensor_raises_with_its_name(module: type[nn.Module], name: str) -> None:
+    with pytest.raises(UserError, match=f"^model: 0.{name} .*{module.__name__}") as error:
         dict(initial_weights(on_meta(lambda: nn.Sequential(module())), 0, {f"0.{name}"}))
     assert "\n" not in str(error.value)
 
 
-def test_a_constant_of_a_constructor_in_fp64_is_not_read_as_fp32() -> None:
-    """transformers builds with the run's precision as the default one, which is another when a tensor is made."""
+def test_fp64_constant_of_constructor_is_not_rounded_to_fp32() -> None:
+    """transformers builds with the run's dtype as the default, which differs when the tensor is computed later."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -194,8 +194,8 @@ def test_a_constant_of_a_constructor_in_fp64_is_not_read_as_fp32() -> None:
     assert scale.tolist() == [5.0] * 3
 
 
-def test_a_tensor_is_made_without_the_rest_of_the_model() -> None:
-    """Of a model of terabytes on meta, one small tensor."""
+def test_tensor_is_initialized_without_rest_of_model() -> None:
+    """Compute one small tensor of a model that has terabytes on meta."""
 
     def build() -> nn.Module:
         layers = nn.Sequential(*(nn.Linear(2**19, 2**19) for _ in range(4)), nn.LayerNorm(8))
@@ -222,7 +222,7 @@ def hash_weights(process: Process, path: Path, out: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "apertus"])
-def test_initial_weights_are_the_same_on_every_rank_and_layout(family: str, tmp_path: Path) -> None:
+def test_initial_weights_ignore_rank_and_layout(family: str, tmp_path: Path) -> None:
     known: Any = AutoConfig.for_model(family)
     fields = {k: v for k, v in SMALL.items() if hasattr(known, k)} | {"vocab_size": 512, "model_type": family}
     path = write_config(tmp_path, model={"config": fields})

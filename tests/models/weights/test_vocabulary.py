@@ -1,4 +1,4 @@
-"""More tokens than rows: embedding and head grow, published rows stay, new ones are the same on every layout."""
+"""Resized vocabularies: published rows are kept, and new rows are the same on every layout."""
 
 import json
 from pathlib import Path
@@ -24,13 +24,13 @@ from omnizoo.parallel.process import Process, process_group
 from omnizoo.parallelize.parallelize import parallelize_model
 
 ADDED = ["<|step|>", "<|thought|>", "<|tool|>"]
-FULL = 418  # tokens of the fixtures' tokenizer: as many rows leave none free
-NEW = 448  # rows for some more, as a multiple of 64
+FULL = 418  # tokens of the fixtures' tokenizer: this many rows leave no unused row
+NEW = 448  # the next multiple of 64
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def publish_with_tokens(folder: Path, family: str) -> Path:
-    """A model with a full vocabulary, whose tokenizer has three tokens more."""
+    """Write a model with a full vocabulary, whose tokenizer has three additional tokens."""
     publish(folder, family, vocab_size=FULL)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(ADDED, special_tokens=True)
@@ -45,7 +45,7 @@ def plain_config(folder: Path, family: str, **sections: Any) -> Path:
 
 
 def composed_config(folder: Path, family: str, **sections: Any) -> Path:
-    """Marks of a modality, onto a vocabulary that is full."""
+    """Write a composed model whose marks are added to a full vocabulary."""
     foundation = {"path": str(publish(folder / family, family, vocab_size=FULL)), "config": None}
     rng = np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 255, (24, 16, 3), dtype=np.uint8)).save(folder / "picture.png")
@@ -58,7 +58,7 @@ def composed_config(folder: Path, family: str, **sections: Any) -> Path:
 
 
 def load(process: Process, path: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    """Whole parameters of the model that a run of this config would start from."""
+    """Return the full initial parameters of a run with this config."""
     config = load_config(path, list(overrides))
     model = build_model(config.model, config.train.precision)
     parallelize_model(model, build_mesh(config, process), config)
@@ -68,29 +68,25 @@ def load(process: Process, path: Path, *overrides: str) -> dict[str, torch.Tenso
 CONFIGS = {"plain": plain_config, "composed": composed_config}
 
 
-def test_tokens_without_a_row_are_refused_and_the_key_that_gives_them_one_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_without_embedding_row_raise_with_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = publish_with_tokens(tmp_path / "model", "qwen3")
     path = write_config(tmp_path, **from_folder(model), train={"steps": 1, "packs_per_step": 1})
     capsys.readouterr()
     assert main(["train", str(path)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "421 tokens do not fit the model's vocabulary of 418; set model.resize_vocabulary: true" in " ".join(
-        err.split()
-    )
+    assert "model.tokenizer: 421 tokens do not fit the model's vocabulary of 418" in " ".join(err.split())
     adapter = ["--model.resize_vocabulary", "true", "--model.adapter.rank", "2"]
     assert main(["train", str(path), *adapter]) == 2
-    assert "model.adapter: 3 tokens have no row" in capsys.readouterr().err
+    assert "model.adapter: the embedding has 418 rows for 421 tokens" in capsys.readouterr().err
     own = ["--model.path", "null", "--model.module", "own_module:Tiny", "--model.config", "{a: 1}"]
     assert main(["train", str(path), "--model.resize_vocabulary", "true", *own]) == 2
     assert "model.resize_vocabulary" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])  # tied, and with a head of its own
+@pytest.mark.parametrize("family", ["qwen3", "llama"])  # tied head, separate head
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_published_rows_stay_and_new_ones_are_drawn_by_rule(kind: str, family: str, tmp_path: Path) -> None:
+def test_published_rows_are_kept_and_new_rows_initialized(kind: str, family: str, tmp_path: Path) -> None:
     path = CONFIGS[kind](tmp_path, family)
     published = load_file(tmp_path / family / "model.safetensors")
     with process_group() as process:
@@ -117,11 +113,11 @@ def keep_weights(process: Process, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_share_a_grown_vocabulary_have_the_rows_of_one_process(tmp_path: Path) -> None:
+def test_resized_vocabulary_on_ranks_matches_one_process(tmp_path: Path) -> None:
     steps = {"train": {"steps": 2, "packs_per_step": 3}}
     for kind, make in CONFIGS.items():
         make(tmp_path / kind, "qwen3" if kind == "plain" else "llama", **steps)
-    # Three ranks: 448 rows are split elsewhere than 418 would be.
+    # Three ranks split 448 rows at other boundaries than 418 rows.
     result = run_on_ranks(keep_weights, 3, str(tmp_path))
     assert result.code == 0, result.stdout + result.stderr
     for kind in CONFIGS:
@@ -135,9 +131,7 @@ def test_ranks_that_share_a_grown_vocabulary_have_the_rows_of_one_process(tmp_pa
     assert [step["loss"] for step in alone] == pytest.approx([step["loss"] for step in together], rel=1e-6)
 
 
-def test_a_grown_vocabulary_survives_resume_and_export_with_its_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resized_vocabulary_is_kept_by_resume_and_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = plain_config(tmp_path, "llama", train={"steps": 4, "packs_per_step": 2}, checkpoint={"every": 2, "keep": 9})
     assert main(["train", str(path)]) == 0
     whole = [step["loss"] for step in read_steps(tmp_path / "run")]
@@ -155,12 +149,12 @@ def test_a_grown_vocabulary_survives_resume_and_export_with_its_tokenizer(
     assert json.loads((out / "config.json").read_text())["vocab_size"] == NEW
     capsys.readouterr()
     assert main(["generate", str(out), "--prompt", "What?", "--max-tokens", "3", "--temperature", "0"]) == 0
-    # it fits now: the key has nothing left to do
+    # The vocabulary fits now, so the key has no effect.
     ready = ["--model.path", str(out), "--model.resize_vocabulary", "true", "--log.dir", str(tmp_path / "on")]
     assert main(["train", str(path), *ready, "--train.steps", "1", "--checkpoint.every", "0"]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_verify_proves_a_composed_model_with_a_grown_vocabulary(tmp_path: Path) -> None:
+def test_composed_model_with_resized_vocabulary_verifies(tmp_path: Path) -> None:
     assert main(["verify", str(composed_config(tmp_path, "llama")), "--world", "2", "--layouts", "few"]) == 0

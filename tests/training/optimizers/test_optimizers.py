@@ -415,8 +415,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"weight_decay": 1e30}, r"optimizer.weight_decay is 1e\+?30; expected number >= 0, <= 1000"),
     ({"groups": [{"match": "modle.layers.0.*", "lr": 1.0}]}, r"groups.0.match: 'modle.layers.0.\*' matches no .*model"),
     ({"groups": [{"match": ["*norm*", "zzz"], "lr": 1.0}]}, r"optimizer.groups.0.match: 'zzz' matches no parameter"),
-    ({"groups": [{"match": "*", "lr": 1.0}, {"match": "*norm*", "lr": 2.0}]}, r"groups.1.match: .* a group before it"),
-    ({"groups": [{"match": "*", "freeze": True}]}, r"every parameter is frozen"),
+    ({"groups": [{"match": "*", "lr": 1.0}, {"match": "*norm*", "lr": 2.0}]}, r"groups.1.match: .* earlier groups"),
+    ({"groups": [{"match": "*", "freeze": True}]}, r"freezes every parameter"),
     ({"groups": [{"match": "*", "freeze": True, "lr": 1.0}]}, r"optimizer.groups.0: freeze: lr"),
     ({"groups": [{"match": "*", "kind": "sgd"}]}, r"optimizer.groups.0.kind: 'sgd' is not a built-in optimizer"),
     (
