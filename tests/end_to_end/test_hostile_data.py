@@ -77,7 +77,7 @@ def test_a_tar_that_shrinks_while_it_is_read_gives_bad_rows(tmp_path: Path) -> N
     write_tar(tmp_path / "a.tar", [("a.txt", b"words")])
     source = opened(tmp_path / "a.tar")
     os.truncate(tmp_path / "a.tar", 514)
-    with pytest.raises(BadRow, match="2 of its 5 bytes"):
+    with pytest.raises(BadRow, match="2 of 5 bytes"):
         source.read(0)
 
 
@@ -88,7 +88,7 @@ def test_a_line_larger_than_what_is_read_at_once_is_a_bad_row(tmp_path: Path, mo
     monkeypatch.setattr(jsonl, "MAX_BYTES", 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 200}) + '\n{"text": "b"}\n')
     source = opened(tmp_path / "a.jsonl")
-    with pytest.raises(BadRow, match="more than the 100"):
+    with pytest.raises(BadRow, match="limit of 100"):
         source.read(0)
     assert source.read(1) == {"text": "b"}
 
@@ -99,7 +99,7 @@ def test_a_line_larger_than_what_is_read_at_once_is_a_bad_row(tmp_path: Path, mo
         (b'{"text": "\\ud800"}', "lone surrogate"),
         (b'{"a": ' * 100_000, "too deeply"),
         (b"[" * 100_000, "too deeply"),
-        (b'{"text": "a", "text": "b"}', "'text' is there twice"),
+        (b'{"text": "a", "text": "b"}', "'text' twice"),
         (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_template_without_end_is_at_fault_itself(tmp_path: Path) -> None:
 def test_a_template_without_end_for_one_row_makes_it_a_bad_row(tmp_path: Path) -> None:
     template = "{% if 'bomb' in messages[0].content %}" + LOOPS + "{% endif %}" + CHATML
     renderer = Renderer(make_tokenizer(tmp_path, template), append_eos=True)
-    with pytest.raises(BadRow, match="of computing for it"):
+    with pytest.raises(BadRow, match="of processor time for this row"):
         renderer.render({"messages": [{"role": "user", "content": "bomb"}, TURNS[1]]})
     assert renderer.render({"messages": TURNS}).is_target.any()
 
@@ -232,7 +232,7 @@ def test_a_template_may_write_so_many_characters(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_template_that_is_no_template_is_one_clear_error() -> None:
-    with pytest.raises(UserError, match=r"not valid, line 1"):
+    with pytest.raises(UserError, match=r"^model\.tokenizer: line 1"):
         ChatTemplate("{% for %}", None, {}).render(TURNS)
 
 
@@ -258,7 +258,7 @@ def test_jinja_does_not_swallow_the_end_of_time() -> None:
     """Between two lines, where it trips over its own report of an error; and while it folds constants."""
     empties = "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}"
     for template in (empties, "{{ 9 ** (9 ** 9) }}"):
-        with pytest.raises(UserError, match="of computing"):
+        with pytest.raises(UserError, match=r"^model\.tokenizer: .*processor time"):
             ChatTemplate(template, None, {}).render(TURNS)
 
 

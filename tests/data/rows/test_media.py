@@ -287,7 +287,7 @@ def test_weights_are_for_text_and_move_with_it(renderer: Renderer) -> None:
     for turn, weight in ((3, 2), (None, 2), (None, 0.5)):
         wrong = two_turns()
         (wrong if turn is None else wrong["messages"][turn])["weight"] = weight
-        with pytest.raises(BadRow, match="tone given as list is a target, .*`weight` other than 0 and 1"):
+        with pytest.raises(BadRow, match=r"tone given as list is a target, .*`weight` other than 0 and 1"):
             renderer.render(wrong)
     with pytest.raises(BadRow, match="`weight` is 0"):
         renderer.render(row | {"weight": 0})

@@ -338,7 +338,7 @@ def test_media_of_a_prompt_are_encoded_once_and_seen_by_both_answers(omni: Path)
             pairs.append(reader.renderer.render(source.read(row), (0, 0, row), found))
             for side in response_rows(source.read(row)):
                 plain = ResponseRow("", side.row)
-                apart.append(reader.renderer._render_one(plain, (0, 0, row), found, found))
+                apart.append(reader.renderer._render_response(plain, (0, 0, row), found, found))
         outputs, gradients = [], []
         for rendered in (pairs, apart):
             samples = [sample for i, r in enumerate(rendered) for sample in split(0, 0, i, r, 240)]
@@ -431,25 +431,25 @@ def test_rows_of_every_form_have_the_loss_on_their_answers(tmp_path: Path) -> No
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "a", "chosen": "b"}, "has no `rejected`"),
-    ({"prompt": "a", "rejected": "b"}, "has no `chosen`"),
-    ({"chosen": "a", "rejected": "b"}, "needs a `prompt`"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+    ({"prompt": "a", "chosen": "b"}, "`rejected` is missing"),
+    ({"prompt": "a", "rejected": "b"}, "`chosen` is missing"),
+    ({"chosen": "a", "rejected": "b"}, "needs `prompt`"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
     ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "`prompt` and `messages`"),
     (
         {"chosen": [USER, YES], "rejected": [USER | {"content": "else"}, NO]},
-        "differ at message 0; a pair has one prompt",
+        "differ at message 0",
     ),
     ({"chosen": [USER, YES], "rejected": [USER, YES, USER, NO]}, "differ at message 2"),
-    ({"prompt": "else", "chosen": [USER, YES], "rejected": [USER, NO]}, "`prompt` is not what `chosen` and"),
-    ({"messages": [USER], "chosen": YES | {"weight": 0.5}, "rejected": NO}, "has no weights"),
+    ({"prompt": "else", "chosen": [USER, YES], "rejected": [USER, NO]}, "`prompt` differs"),
+    ({"messages": [USER], "chosen": YES | {"weight": 0.5}, "rejected": NO}, "`weight` other than 0 and 1"),
     ({"messages": [USER], "chosen": YES, "rejected": NO, "weight": 2}, "`weight` is not used"),
     (
         {"messages": [USER], "chosen": YES, "rejected": NO, "rejected_response": "x"},
         "read from `chosen` and `rejected`",
     ),
-    ({"messages": [USER], "chosen": 7, "rejected": NO}, "`chosen` is int, not a text, a message"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "write it as messages"),
+    ({"messages": [USER], "chosen": 7, "rejected": NO}, "`chosen` is int"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "`system` and `tools`"),
     ({"text": "a"}, "not a preference row"),
 ]
 
@@ -463,11 +463,11 @@ def test_a_bad_pair_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path
 
 
 BAD_SINGLE_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "a", "completion": "b"}, "has no `label`"),
-    ({"prompt": "a", "label": True}, "has no `completion`"),
-    ({"completion": "b", "label": True}, "needs a `prompt`"),
-    ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1; expected true (a good answer) or false"),
-    ({"prompt": "a", "completion": [USER, YES], "label": True}, "does not begin with a message of the assistant's"),
+    ({"prompt": "a", "completion": "b"}, "`label` is missing"),
+    ({"prompt": "a", "label": True}, "`completion` is missing"),
+    ({"completion": "b", "label": True}, "needs `prompt`"),
+    ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1"),
+    ({"prompt": "a", "completion": [USER, YES], "label": True}, "`completion` does not begin"),
     ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "`score` is not used"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "`label` is not used"),
     ({"text": "a"}, "not a preference row"),
@@ -484,7 +484,7 @@ def test_a_bad_single_answer_is_one_line(row: dict[str, Any], reason: str, tmp_p
 def test_a_prompt_that_no_other_answer_fits_is_a_bad_row(tmp_path: Path) -> None:
     row = {"prompt": "the same", "completion": " yes", "label": True}
     path = pair_config(tmp_path, [{"kind": "kto"}], [row] * 10)
-    with pytest.raises(UserError, match=r"needs the answer of another row, .* the other row has the same prompt"):
+    with pytest.raises(UserError, match=r"needs the response of another row, .* the other row has the same prompt"):
         one_step(path)
     one_step(path, "--train.losses", "[{kind: kto, options: {baseline: zero}}]")
     with pytest.raises(UserError, match=r"has kto, which reads responses one by one, and dpo"):
@@ -494,9 +494,7 @@ def test_a_prompt_that_no_other_answer_fits_is_a_bad_row(tmp_path: Path) -> None
 def test_without_a_loss_of_pairs_they_are_refused_with_one_other_rows_may_be_mixed(tmp_path: Path) -> None:
     row = {"messages": [USER], "chosen": "yes", "rejected": "no"}
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(
-        BadRow, match=r"`chosen`, `rejected`: .* not trained on without dpo, orpo, simpo, kto in train.losses"
-    ):
+    with pytest.raises(BadRow, match=r"`chosen`, `rejected` .* dpo, orpo, simpo, kto in train.losses"):
         Renderer(tokenizer, True).render(row)
     losses = [{"kind": "dpo"}, {"kind": "cross_entropy"}]
     path = pair_config(tmp_path / "run", losses, [row, {"text": "any number"}] * 40)
