@@ -136,7 +136,7 @@ def test_sizes_follow_from_model_data_and_processes(tmp_path: Path, capsys: pyte
     [
         (["gone", "rows.csv"], "gone is not a folder"),
         (["org/gone", "rows.csv"], "hf download org/gone"),
-        (["model", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["model", "gone.jsonl"], "gone.jsonl: the data source does not exist"),
         (["model", "rows.csv", "--nproc", "0"], "--nproc is 0"),
         (["model", "rows.csv", "--out", "here.yaml"], "here.yaml exists already"),
         (["modality", "Thermal Map"], "expected a name for a Python module"),

@@ -168,8 +168,8 @@ VALUES: dict[str, tuple[Write, str]] = {
     "a link to nothing": (named(partial(link, target="gone.png")), "link.png does not exist"),
     "a path out of the folder": (item("image", "../../etc/passwd"), "outside"),
     "an absolute path": (item("image", "/dev/zero"), "outside"),
-    "a path with a zero byte": (item("image", "a\0b.png"), "cannot be a file"),
-    "a path of 3000 characters": (item("image", "a" * 3001), "cannot be a file"),
+    "a path with a zero byte": (item("image", "a\0b.png"), "is not a valid path"),
+    "a path of 3000 characters": (item("image", "a" * 3001), "is not a valid path"),
     "a missing file": (item("image", "gone.png"), "gone.png does not exist"),
     "garbage for base64": (item("image", {"bytes": "%%%%"}), "base64"),
     "base64 of garbage": (item("image", {"bytes": "AAAA"}), "image given as bytes"),
@@ -402,7 +402,7 @@ FILES: dict[str, tuple[Write, tuple[str, ...]]] = {
         tar([*TWO, ("b.png", b"")], type=tarfile.LNKTYPE, linkname="a.png"), ("rows.tar sample b", "link")
     ),
     "a tar with a member twice": (tar([*TWO, ("b.txt", b"other")]), ("rows.tar sample b", "twice")),
-    "a tar with a device": (tar([*TWO, ("b.png", b"")], type=tarfile.CHRTYPE), ("rows.tar sample b", "not a plain file")),
+    "a tar with a device": (tar([*TWO, ("b.png", b"")], type=tarfile.CHRTYPE), ("rows.tar sample b", "plain file")),
     "a tar member of negative size": (
         jsonl_of(header("a.txt", b"\xff" * 11 + b"\0") + bytes(2048), "rows.tar"), ("rows.tar",)
     ),
@@ -459,9 +459,9 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "a column of 10 GB": ("{{ '%10000000000d' % 1 }}", "the chat template"),
     "a range too long": ("{% for a in range(10 ** 12) %}{% endfor %}", "Range too big"),
     "a division by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
-    "a syntax error": ("{% for %}", "not valid"),
-    "an unknown filter": ("{{ messages | frobnicate }}", "not valid"),
-    "a tag that stays open": ("{% if true %}", "not valid"),
+    "a syntax error": ("{% for %}", "invalid"),
+    "an unknown filter": ("{{ messages | frobnicate }}", "invalid"),
+    "a tag that stays open": ("{% if true %}", "invalid"),
     "a file to include": ("{% include '/etc/passwd' %}", "the chat template"),
     "a way out of the sandbox": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template"),
     "an exception of its own": ("{{ raise_exception('no ' * 3) }}", "no no no"),
