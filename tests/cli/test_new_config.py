@@ -141,7 +141,7 @@ def test_sizes_depend_on_model_data_and_ranks(tmp_path: Path, capsys: pytest.Cap
     [
         (["gone", "rows.csv"], "MODEL_FOLDER: gone "),
         (["org/gone", "rows.csv"], "hf download org/gone"),
-        (["model", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["model", "gone.jsonl"], "gone.jsonl: the data source does not exist"),
         (["model", "rows.csv", "--nproc", "0"], "--nproc: 0"),
         (["model", "rows.csv", "--out", "here.yaml"], "--out: here.yaml "),
         (["modality", "Thermal Map"], "new modality Thermal Map: "),

@@ -169,11 +169,11 @@ ODD: dict[str, tuple[list[Any], str]] = {
         [{"role": "0", "content": [{"type": "text", "text": " "}, SAID]}],
         r"message 0 has an empty text",
     ),
-    "two sounds": ([{"role": "0", "content": [TEXT, SAID, SAID]}], r"message 0 has 2 items"),
+    "two sounds": ([{"role": "0", "content": [TEXT, SAID, SAID]}], r"message 0 has 2 media items"),
     "text alone": ([{"role": "0", "content": "Hello."}], r"no targets"),
     "an unspoken turn": (
         [{"role": "0", "content": [TEXT]}, {"role": "1", "content": [TEXT, SAID]}],
-        r"message 0 has no audio that says its text; only the last",
+        r"message 0 has no audio",
     ),
     "an assistant": ([{"role": "assistant", "content": [TEXT, SAID]}], r"`role` of message 0 is 'assistant'; expected"),
     "nothing learnt": ([{"role": "0", "content": [TEXT, SAID], "loss": False}], r"no targets"),

@@ -381,7 +381,7 @@ RUNS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a file in place of a run": (file_for_folder, ("not a folder",)),
 }
 # harmless folders: they are read as plain models, and no code is run
-METADATA_FIELDS: dict[str, Damage] = {
+HARMLESS: dict[str, Damage] = {
     "a folder that works": lambda model: None,
     "code for a family that transformers has": both(
         edit("config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}), plant("evil.py")
@@ -419,6 +419,6 @@ CASES = [
     *(Case(f"export: {name}", exporting(damage), says, nothing_was_run) for name, (damage, says) in RUNS.items()),
     *(
         Case(f"generate, and well: {name}", generating(damage), (), nothing_was_run)
-        for name, damage in METADATA_FIELDS.items()
+        for name, damage in HARMLESS.items()
     ),
 ]

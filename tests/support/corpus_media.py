@@ -168,8 +168,8 @@ VALUES: dict[str, tuple[Write, str]] = {
     "a link to nothing": (named(partial(link, target="gone.png")), "link.png does not exist"),
     "a path out of the folder": (item("image", "../../etc/passwd"), "outside"),
     "an absolute path": (item("image", "/dev/zero"), "outside"),
-    "a path with a zero byte": (item("image", "a\0b.png"), "cannot be a file"),
-    "a path of 3000 characters": (item("image", "a" * 3001), "cannot be a file"),
+    "a path with a zero byte": (item("image", "a\0b.png"), "is not a valid path"),
+    "a path of 3000 characters": (item("image", "a" * 3001), "is not a valid path"),
     "a missing file": (item("image", "gone.png"), "gone.png does not exist"),
     "garbage for base64": (item("image", {"bytes": "%%%%"}), "base64"),
     "base64 of garbage": (item("image", {"bytes": "AAAA"}), "image given as bytes"),
@@ -232,14 +232,14 @@ LINES: dict[str, tuple[Write, str]] = {
     "a number of 5000 digits": (raw_line('{"text": "a", "n": ' + "9" * 5000 + "}"), "not valid JSON"),
     "a key twice": (raw_line('{"text": "a", "text": "b"}'), "twice"),
     "a key of a message twice": (
-        raw_line('{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}'), "'role' is there twice"
+        raw_line('{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}'), "'role' twice"
     ),
     "bytes that are not UTF-8": (raw_line(b'{"text": "\xff\xfe"}'), "UTF-8"),
     "a line cut in a character": (raw_line('{"text": "é"}'.encode()[:11]), "UTF-8"),
     "a line that is cut": (raw_line('{"text": "abc'), "not valid JSON"),
-    "a list": (raw_line("[1, 2]"), "object was expected"),
-    "a number": (raw_line("7"), "object was expected"),
-    "null": (raw_line("null"), "object was expected"),
+    "a list": (raw_line("[1, 2]"), "JSON object"),
+    "a number": (raw_line("7"), "JSON object"),
+    "null": (raw_line("null"), "JSON object"),
     "two objects in a line": (raw_line('{"text": "a"} {"text": "b"}'), "not valid JSON"),
     "single quotes": (raw_line("{'text': 'a'}"), "not valid JSON"),
     "a text in UTF-16": (raw_line('{"text": "a"}'.encode("utf-16")), "not valid JSON"),
@@ -362,7 +362,7 @@ FILES: dict[str, tuple[Write, tuple[str, ...]]] = {
     "a device as source": (lambda folder: Path("/dev/zero"), ("/dev/zero", "a device")),
     "a link in a circle as source": (odd_source(lambda path: path.symlink_to(path), "rows.jsonl"), ("rows.jsonl",)),
     "a name of 5000 characters as source": (lambda folder: folder / ("a" * 5000), ("data.sources.0.path",)),
-    "a folder named like a file": (odd_source(Path.mkdir, "rows.jsonl"), ("rows.jsonl", "holds no")),
+    "a folder named like a file": (odd_source(Path.mkdir, "rows.jsonl"), ("rows.jsonl", "no JSONL")),
     "a Parquet file that is cut": (parquet(lambda data: data[: len(data) // 2]), ("rows.parquet", "Parquet")),
     "a Parquet file of zeros": (parquet(lambda data: bytes(len(data))), ("rows.parquet", "Parquet")),
     "a Parquet file with garbage for a footer": (
@@ -385,13 +385,13 @@ FILES: dict[str, tuple[Write, tuple[str, ...]]] = {
     "two Parquet columns of one name": (parquet(table=two_names), ("rows.parquet", "'text'")),
     "a Parquet date of the year 300,000": (
         parquet(table=pyarrow.table({"text": ["a"], "at": pyarrow.array([10**8], pyarrow.date32())})),
-        ("rows.parquet row 0", "'at'"),
+        ("rows.parquet row 0", "`at`"),
     ),
     "a tar that is cut in a member": (tar(TWO, lambda data: data[:1300]), ("rows.tar",)),
-    "a tar that is cut between members": (tar(TWO, lambda data: data[:1024]), ("rows.tar", "no end mark")),
+    "a tar that is cut between members": (tar(TWO, lambda data: data[:1024]), ("rows.tar", "end mark is missing")),
     "a tar that is cut in a header": (tar(TWO, lambda data: data[:1100]), ("rows.tar",)),
     "a tar with a damaged header": (tar(TWO, flipped(1024 + 100, 30)), ("rows.tar", "header")),
-    "two tars joined": (tar(TWO, lambda data: data * 2), ("rows.tar", "more after its end")),
+    "two tars joined": (tar(TWO, lambda data: data * 2), ("rows.tar", "follows the end mark")),
     "a tar that is compressed": (tar(TWO, gzip.compress), ("rows.tar", "compression")),
     "a tar of zeros and a byte": (jsonl_of(bytes(10000) + b"x", "rows.tar"), ("rows.tar",)),
     "text named .tar": (jsonl_of(b"not a tar " * 200, "rows.tar"), ("rows.tar",)),
@@ -402,7 +402,7 @@ FILES: dict[str, tuple[Write, tuple[str, ...]]] = {
         tar([*TWO, ("b.png", b"")], type=tarfile.LNKTYPE, linkname="a.png"), ("rows.tar sample b", "link")
     ),
     "a tar with a member twice": (tar([*TWO, ("b.txt", b"other")]), ("rows.tar sample b", "twice")),
-    "a tar with a device": (tar([*TWO, ("b.png", b"")], type=tarfile.CHRTYPE), ("rows.tar sample b", "no plain file")),
+    "a tar with a device": (tar([*TWO, ("b.png", b"")], type=tarfile.CHRTYPE), ("rows.tar sample b", "plain file")),
     "a tar member of negative size": (
         jsonl_of(header("a.txt", b"\xff" * 11 + b"\0") + bytes(2048), "rows.tar"), ("rows.tar",)
     ),
@@ -419,15 +419,15 @@ FILES: dict[str, tuple[Write, tuple[str, ...]]] = {
         tar([("a.txt", b"words"), ("a.png", picture("PNG")[:60])]), ("rows.tar sample a", "image given as bytes")
     ),
     "a saved dataset without its files": (
-        saved(lambda folder: arrow_of(folder).unlink()), ("saved", "cannot load")
+        saved(lambda folder: arrow_of(folder).unlink()), ("saved", "failed to load")
     ),
     "a saved dataset with a cut file": (saved(cut_arrow), ("saved",)),
     "a saved dataset with flipped bytes": (saved(flip_arrow), ("saved",)),
     "a saved dataset with garbage for state": (
-        saved(lambda folder: (folder / "state.json").write_bytes(b"\xff{")), ("saved", "cannot load")
+        saved(lambda folder: (folder / "state.json").write_bytes(b"\xff{")), ("saved", "failed to load")
     ),
     "a saved dataset with a list for state": (
-        saved(lambda folder: (folder / "state.json").write_text("[]")), ("saved", "cannot load")
+        saved(lambda folder: (folder / "state.json").write_text("[]")), ("saved", "failed to load")
     ),
     "a saved dataset with garbage for features": (
         saved(lambda folder: (folder / "dataset_info.json").write_text('{"features": {"text": 7}}')), ("saved",)
@@ -444,24 +444,24 @@ IF_BOMB = "{% if 'bomb' in messages[0].content %}"
 TEMPLATES: dict[str, tuple[str, str]] = {
     "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "model.tokenizer"),
     "a loop that a condition empties": (
-        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}", "of computing"
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}", "processor time"
     ),
     "macros that call each other twice": (
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "of computing"
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "processor time"
     ),
     "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "a text that doubles": (DOUBLES, "memory"),
     "lists that double": (NESTS, "the chat template"),
-    "numbers that square": (SQUARES, "of computing"),
+    "numbers that square": (SQUARES, "processor time"),
     "a power without end": ("{{ 9 ** (9 ** 9) }}", "the chat template"),
     "a text of 10 GB": ("{{ 'a' * 10000000000 }}", "memory"),
     "a text of 100 MB": ("{{ 'a' * 100000000 }}", "characters"),
     "a column of 10 GB": ("{{ '%10000000000d' % 1 }}", "the chat template"),
     "a range too long": ("{% for a in range(10 ** 12) %}{% endfor %}", "Range too big"),
     "a division by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
-    "a syntax error": ("{% for %}", "not valid"),
-    "an unknown filter": ("{{ messages | frobnicate }}", "not valid"),
-    "a tag that stays open": ("{% if true %}", "not valid"),
+    "a syntax error": ("{% for %}", "invalid"),
+    "an unknown filter": ("{{ messages | frobnicate }}", "invalid"),
+    "a tag that stays open": ("{% if true %}", "invalid"),
     "a file to include": ("{% include '/etc/passwd' %}", "the chat template"),
     "a way out of the sandbox": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template"),
     "an exception of its own": ("{{ raise_exception('no ' * 3) }}", "no no no"),

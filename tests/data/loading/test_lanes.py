@@ -114,8 +114,8 @@ def test_sources_are_mixed_in_exact_proportion_at_any_time(weights: list[float],
     lane = lane_of([numbers(10 + 3 * i) for i in range(len(weights))], seed=seed, weights=weights)
     for _ in range(200):
         lane._read_row()
-        drawn = np.array([cursor.drawn for cursor in lane.cursors])
-        assert np.abs(drawn - drawn.sum() * np.array(weights) / sum(weights)).max() < 2
+        rows_read = np.array([cursor.rows_read for cursor in lane.cursors])
+        assert np.abs(rows_read - rows_read.sum() * np.array(weights) / sum(weights)).max() < 2
 
 
 def test_lanes_do_not_all_begin_with_the_same_source() -> None:

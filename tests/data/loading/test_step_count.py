@@ -137,7 +137,7 @@ def test_bad_rows_count_as_none_or_stop_the_count(config: Config, tokenizer: Pre
     skipping = config.model_copy(update={"data": config.data.model_copy(update={"on_bad_row": "skip"})})
     reader = build_reader(skipping, tokenizer)
     _, few = measure(reader, 0, 1)
-    assert [len(few.of(row)) for row in range(4)] == [1, 1, 1, 0]
+    assert [len(few.of_row(row)) for row in range(4)] == [1, 1, 1, 0]
     assert steps_of(reader, [[part] for part in measure(reader, 0, 1)]) > 0
 
 

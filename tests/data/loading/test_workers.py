@@ -156,4 +156,4 @@ def test_a_script_without_a_guard_is_not_run_again_by_workers(
     config = loader_of(SourceSettings(path=str(file)), tokenizer, 0).config.model_dump_json()
     result = Running([sys.executable, str(script), config, tokenizer.name_or_path], {}).wait(240)
     assert result.stdout.split() == ["running", "2", "0"], result.stderr
-    assert "Rows is defined in the script that was started, not in a module" in result.stderr
+    assert "Rows is defined in the main script" in result.stderr

@@ -336,7 +336,7 @@ def test_prompt_media_are_encoded_once_for_both_responses(omni: Path) -> None:
             pairs.append(reader.renderer.render(source.read(row), (0, 0, row), found))
             for side in response_rows(source.read(row)):
                 plain = ResponseRow("", side.row)
-                apart.append(reader.renderer._render_one(plain, (0, 0, row), found, found))
+                apart.append(reader.renderer._render_response(plain, (0, 0, row), found, found))
         outputs, gradients = [], []
         for rendered in (pairs, apart):
             samples = [sample for i, r in enumerate(rendered) for sample in split(0, 0, i, r, 240)]
@@ -429,25 +429,25 @@ def test_every_row_format_has_targets_on_responses_only(tmp_path: Path) -> None:
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "a", "chosen": "b"}, "has no `rejected`"),
-    ({"prompt": "a", "rejected": "b"}, "has no `chosen`"),
-    ({"chosen": "a", "rejected": "b"}, "needs a `prompt`"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+    ({"prompt": "a", "chosen": "b"}, "`rejected` is missing"),
+    ({"prompt": "a", "rejected": "b"}, "`chosen` is missing"),
+    ({"chosen": "a", "rejected": "b"}, "needs `prompt`"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
     ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "`prompt` and `messages`"),
     (
         {"chosen": [USER, YES], "rejected": [USER | {"content": "else"}, NO]},
-        "differ at message 0; a pair has one prompt",
+        "differ at message 0",
     ),
     ({"chosen": [USER, YES], "rejected": [USER, YES, USER, NO]}, "differ at message 2"),
-    ({"prompt": "else", "chosen": [USER, YES], "rejected": [USER, NO]}, "`prompt` is not what `chosen` and"),
-    ({"messages": [USER], "chosen": YES | {"weight": 0.5}, "rejected": NO}, "has no weights"),
+    ({"prompt": "else", "chosen": [USER, YES], "rejected": [USER, NO]}, "`prompt` differs"),
+    ({"messages": [USER], "chosen": YES | {"weight": 0.5}, "rejected": NO}, "`weight` other than 0 and 1"),
     ({"messages": [USER], "chosen": YES, "rejected": NO, "weight": 2}, "`weight` is not used"),
     (
         {"messages": [USER], "chosen": YES, "rejected": NO, "rejected_response": "x"},
         "read from `chosen` and `rejected`",
     ),
-    ({"messages": [USER], "chosen": 7, "rejected": NO}, "`chosen` is int, not a text, a message"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "write it as messages"),
+    ({"messages": [USER], "chosen": 7, "rejected": NO}, "`chosen` is int"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "`system` and `tools`"),
     ({"text": "a"}, "not a preference row"),
 ]
 
@@ -461,11 +461,11 @@ def test_bad_preference_pair_raises_one_line(row: dict[str, Any], reason: str, t
 
 
 BAD_SINGLE_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "a", "completion": "b"}, "has no `label`"),
-    ({"prompt": "a", "label": True}, "has no `completion`"),
-    ({"completion": "b", "label": True}, "needs a `prompt`"),
-    ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1; expected true (a good answer) or false"),
-    ({"prompt": "a", "completion": [USER, YES], "label": True}, "does not begin with a message of the assistant's"),
+    ({"prompt": "a", "completion": "b"}, "`label` is missing"),
+    ({"prompt": "a", "label": True}, "`completion` is missing"),
+    ({"completion": "b", "label": True}, "needs `prompt`"),
+    ({"prompt": "a", "completion": "b", "label": 1}, "`label` is 1"),
+    ({"prompt": "a", "completion": [USER, YES], "label": True}, "`completion` does not begin"),
     ({"prompt": "a", "completion": "b", "label": True, "score": 2}, "`score` is not used"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "`label` is not used"),
     ({"text": "a"}, "not a preference row"),
@@ -482,7 +482,7 @@ def test_bad_labeled_response_raises(row: dict[str, Any], reason: str, tmp_path:
 def test_prompt_without_kto_baseline_response_raises(tmp_path: Path) -> None:
     row = {"prompt": "the same", "completion": " yes", "label": True}
     path = pair_config(tmp_path, [{"kind": "kto"}], [row] * 10)
-    with pytest.raises(UserError, match=r"needs the answer of another row, .* the other row has the same prompt"):
+    with pytest.raises(UserError, match=r"needs the response of another row, .* the other row has the same prompt"):
         one_step(path)
     one_step(path, "--train.losses", "[{kind: kto, options: {baseline: zero}}]")
     with pytest.raises(UserError, match=r"train\.losses: kto .*dpo"):
@@ -492,9 +492,7 @@ def test_prompt_without_kto_baseline_response_raises(tmp_path: Path) -> None:
 def test_pairs_need_a_pair_loss_and_mix_with_other_rows(tmp_path: Path) -> None:
     row = {"messages": [USER], "chosen": "yes", "rejected": "no"}
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(
-        BadRow, match=r"`chosen`, `rejected`: .* not trained on without dpo, orpo, simpo, kto in train.losses"
-    ):
+    with pytest.raises(BadRow, match=r"`chosen`, `rejected` .* dpo, orpo, simpo, kto in train.losses"):
         Renderer(tokenizer, True).render(row)
     losses = [{"kind": "dpo"}, {"kind": "cross_entropy"}]
     path = pair_config(tmp_path / "run", losses, [row, {"text": "any number"}] * 40)

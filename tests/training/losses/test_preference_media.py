@@ -96,7 +96,7 @@ Scores = dict[str, tuple[torch.Tensor, int]]  # of the text, and of each decoder
 def score(model: Any, reader: Reader, side: ResponseRow, row: int) -> Scores:
     """One answer by the model's parts, by hand: no pack, no batch, a value after the other."""
     found = partial(reader.sources[0].find, row)
-    rendered = reader.renderer._render_one(side, (0, 0, row), found, found)
+    rendered = reader.renderer._render_response(side, (0, 0, row), found, found)
     ids = torch.from_numpy(rendered.input_ids).long()
     embedded = model.foundation.get_input_embeddings()(ids)
     produced = []
@@ -377,7 +377,7 @@ def test_media_without_likelihood_is_a_bad_row(tmp_path: Path, monkeypatch: pyte
     for chosen, reason in (
         (said(part("image", "media/0.png")), r"image \(item 0\) is in a response .* the whole path of a flow"),
         (said(part("series", [1.0] * 4)), r"series \(item 0\) is in a response .* has no `log_likelihood`"),
-        ({"role": "assistant", "content": "<audio>"}, r"`audios` is for media of its prompt; .*\"type\": \"audio\""),
+        ({"role": "assistant", "content": "<audio>"}, r"<audio> is in a response .*\"type\": \"audio\""),
         (said(part("audio", "media/9.wav")), r"media/9.wav"),
     ):
         row = {"messages": [USER], "chosen": [chosen], "rejected": [no]}
