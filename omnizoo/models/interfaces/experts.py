@@ -87,8 +87,8 @@ def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: tor
         up_bias=bias(up),
         down_bias=bias("down_proj"),
         activate=getattr(module, "compiled_activation", None) or expert_activation(module),
-        up_factors=factors(up),
-        down_factors=factors("down_proj"),
+        up_adapter=factors(up),
+        down_adapter=factors("down_proj"),
     )
     assert len(experts.up) == len(counts), f"{len(experts.up)} local experts, but rows for {len(counts)} experts"
     if module.has_post_expert_norm:
