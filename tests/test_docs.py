@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -289,3 +290,9 @@ def test_every_promise_of_security_names_tests_that_exist() -> None:
         assert named, promise
         for file, test in named:
             assert f"def {test}(" in (ROOT / "tests" / file).read_text() if test else (ROOT / "tests" / file).is_file()
+
+
+def test_diagrams_are_those_that_the_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/draw_diagrams.py"))["draw_all"]()
+    for name, text in drawn.items():
+        assert (ROOT / "docs/images" / name).read_text() == text, "run `python docs/draw_diagrams.py`"
