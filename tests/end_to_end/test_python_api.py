@@ -146,7 +146,10 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "an empty list": ([], "data= (list): the source has no rows"),
     "a path": ("rows.jsonl", "data= (str): a str "),
     "a mapping": ({"text": ["a"]}, "data= (dict): a dict "),
-    "splits": (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "data= (DatasetDict): a DatasetDict "),
+    "splits": (
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
+        "data= (DatasetDict): a DatasetDict ",
+    ),
     "a class": (own_rows.ByNumber, "data= (type): the class ByNumber "),
     "a number": (3, "data= (int): a int "),
     "no length": (NoLength(), "data= (NoLength): counting the rows failed: AttributeError"),
