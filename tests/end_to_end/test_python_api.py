@@ -144,14 +144,17 @@ class NoLength(own_rows.Source):
 
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "an empty list": ([], "data= (list): the source has no rows"),
-    "a path": ("rows.jsonl", "data= (str): a str is not a source of rows"),
-    "a mapping": ({"text": ["a"]}, "data= (dict): a dict"),
-    "splits": (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "a DatasetDict is not"),
-    "a class": (own_rows.ByNumber, "the class ByNumber is not"),
-    "a number": (3, "a int is not"),
+    "a path": ("rows.jsonl", "data= (str): a str "),
+    "a mapping": ({"text": ["a"]}, "data= (dict): a dict "),
+    "splits": (
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
+        "data= (DatasetDict): a DatasetDict ",
+    ),
+    "a class": (own_rows.ByNumber, "data= (type): the class ByNumber "),
+    "a number": (3, "data= (int): a int "),
     "no length": (NoLength(), "data= (NoLength): counting the rows failed: AttributeError"),
     "no dicts": (["one", "two"], "data= (list) row 0: the row is str"),
-    "numbered fields": ([{1: "a"}], "row 0: the field name 1 is int"),
+    "numbered fields": ([{1: "a"}], "data= (list) row 0: the field name 1 "),
     "an unread field": ([{"text": "a", "label": 3}], "data= (list) row 0: `label` is not used"),
     "iterated and failing": ((1 / 0 for _ in ROWS), "reading the rows failed: ZeroDivisionError"),
     "endless": (own_rows.endless(), "more than 1,000 rows"),
