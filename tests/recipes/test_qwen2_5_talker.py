@@ -316,7 +316,7 @@ BAD = {
     "nested": ([[[1]]], {}, "1 x 1 x 1 of int64"),
     "beyond the codebook": ([1, 64], {}, "have 64 in codebook 0; expected 0 to 63"),
     "below zero": ([-1], {}, "have -1 in codebook 0"),
-    "none": ([], {}, "speech (item 0): it is empty"),
+    "none": ([], {}, "speech (item 0): the media item is empty"),
     "a speaker nobody knows": (
         [1],
         {"speaker": "eve"},
