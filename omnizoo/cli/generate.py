@@ -79,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nucleus sampling: cumulative probability to sample from (default: 1.0)",
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
-    parser.add_argument("--speaker", metavar="NAME", help="voice for generated speech (default: that of the model)")
+    parser.add_argument("--speaker", metavar="NAME", help="voice to generate with (default: that of the model)")
     parser.add_argument(
-        "--no-speech", action="store_true", help="generation of text only, for models that also generate speech"
+        "--no-speech", action="store_true", help="generation of text only, for models that can also speak"
     )
     allow_code(parser)
 
@@ -151,9 +151,9 @@ def check_speech(args: argparse.Namespace, model: "ChatModel") -> None:
     if args.speaker is not None and args.no_speech:
         raise UserError(f"--speaker: {args.speaker}, but --no-speech is also set. Remove one of them.")
     if args.speaker is not None and not can_speak:
-        raise UserError(f"--speaker: {args.speaker}, but {args.model} does not generate speech. Remove --speaker.")
+        raise UserError(f"--speaker: {args.speaker}, but {args.model} cannot speak. Remove --speaker.")
     if speaker_format is not None and args.no_speech:
-        raise UserError(f"--no-speech: {args.model} generates only speech. Remove --no-speech.")
+        raise UserError(f"--no-speech: {args.model} only speaks. Remove --no-speech.")
     if speaker_format is not None and args.speaker is not None and args.messages is not None:
         raise UserError(f"--speaker: {args.speaker}, but the `role` of each message is its speaker. Remove --speaker.")
 
