@@ -39,7 +39,8 @@ from omnizoo.parallel.mesh import build_mesh
 from omnizoo.parallel.process import fake_process_group
 from omnizoo.parallelize.memory import reshards, saved_bytes
 from omnizoo.planning.devices import Device
-from omnizoo.planning.fake_device import FakeDevice, Sync, passes_on, short_name
+from omnizoo.planning.fake_device import FakeDevice
+from omnizoo.planning.host_syncs import Sync, passes_on, short_name
 from omnizoo.planning.memory_tracker import MemoryTracker, Peak, Timeline
 from omnizoo.planning.op_counter import Kernel
 from omnizoo.planning.stand_ins import stand_ins

@@ -9,17 +9,11 @@ correct.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from traceback import walk_stack
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-import omnizoo
-from omnizoo.ops import torch_private
 from omnizoo.ops.device import PLANNED
 from omnizoo.ops.torch_private import (
     DEVICE_OF,
@@ -33,7 +27,7 @@ from omnizoo.ops.torch_private import (
     tree_map_only,
     written_arguments,
 )
-from omnizoo.parallel import collective_counter
+from omnizoo.planning.host_syncs import Sync, calling_line, find_sync
 
 MAX_KNOWN_INTEGERS = 2**22  # largest number of elements of an integer tensor whose values are kept
 MAX_KNOWN_FLOATS = 64  # the same for floats
@@ -52,9 +46,7 @@ SHAPED_BY_VALUES = {
     "bincount",
 }
 FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # single kernels on accelerators, decomposed elsewhere
-BACKWARD = "torch's backward"  # the caller of operators that no line of Python calls
 _TORCH_TENSOR = torch.tensor
-PACKAGE, PLANNING, TORCH = (str(Path(module).parent) for module in (omnizoo.__file__, __file__, torch.__file__))
 
 
 class Stream(torch.cpu.Stream):
@@ -116,16 +108,6 @@ class DeviceModule:
         pass
 
 
-@dataclass(frozen=True)
-class Sync:
-    """A line of code that causes a host sync."""
-
-    where: str  # file:line, in OmniZoo if any caller is there
-    function: str  # function that contains the line
-    kind: str  # `value` (read), `shape` (depends on values), `to_host` or `to_device` (synchronous copies)
-    detail: str  # the operator, and the line of another library that called it
-
-
 class FakeDevice(FakeTensorMode):
     """Mode in which tensors on `device` are fake.
 
@@ -177,9 +159,7 @@ class FakeDevice(FakeTensorMode):
         """Count a host sync at the line that called the operator."""
         if self._depth:  # inside another operator, whose host sync is counted
             return
-        where, function, caller = _caller()
-        detail = operator if caller == where else f"{operator} at {caller}"
-        self.syncs[Sync(where=where, function=function, kind=kind, detail=detail)] += 1
+        self.syncs[find_sync(kind, operator)] += 1
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -274,7 +254,7 @@ class FakeDevice(FakeTensorMode):
         values = self.values_of(tensor)
         if values is not None:
             return values
-        self.guessed[_caller()[0]] += 1
+        self.guessed[calling_line()[0]] += 1
         return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)  # an expanded scalar, which takes no memory
 
     def _to_host(self, name: str, source: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -358,45 +338,3 @@ def _is_too_much(values: torch.Tensor) -> bool:
 def _is_mask(index: Any) -> bool:
     """Whether an index is a boolean mask."""
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def passes_on(file: str) -> bool:
-    """Whether the code in `file` only forwards operators, so that it is skipped in the search for their caller."""
-    return file.startswith((PLANNING, TORCH, "<")) or file in (collective_counter.__file__, torch_private.__file__)
-
-
-def _caller() -> tuple[str, str, str]:
-    """Return the innermost line of OmniZoo on the stack, its function, and the innermost line of any code.
-
-    Code that only forwards operators is skipped.
-    """
-    innermost = ""
-    for frame, line in walk_stack(None):
-        file = frame.f_code.co_filename
-        if passes_on(file):
-            continue
-        location = short_name(file, line)
-        innermost = innermost or location
-        if file.startswith(PACKAGE):
-            return location, _function(frame), innermost
-    innermost = innermost or BACKWARD
-    return innermost, "", innermost
-
-
-def _function(frame: FrameType) -> str:
-    """Return the name of the function of `frame`; for comprehensions and lambdas, that of the enclosing call."""
-    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension or lambda
-        frame = frame.f_back
-    return frame.f_code.co_name
-
-
-def short_name(file: str, line: int) -> str:
-    """Return `file:line`, relative to site-packages, to the parent of OmniZoo, or to the working directory."""
-    path = Path(file)
-    if "site-packages" in path.parts:
-        path = Path(*path.parts[path.parts.index("site-packages") + 1 :])
-    elif file.startswith(PACKAGE):
-        path = path.relative_to(Path(PACKAGE).parent)
-    elif path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{line}"

@@ -179,12 +179,16 @@ def metric_charts(
 
 def _is_comparable(histories: Mapping[str, History]) -> bool:
     """Whether training loss and held-out loss of a single run have the same terms, and so fit on one axis."""
-    if len(histories) > 1:
-        return False
-    (history,) = histories.values()
-    terms = {key.removeprefix("loss/") for key in history.keys if key.startswith("loss/")}
-    held_out_terms = {key.removeprefix("eval/loss/") for key in history.keys if key.startswith("eval/loss/")}
-    return not held_out_terms or terms == held_out_terms
+    return len(histories) == 1 and all(other_held_out_terms(history) is None for history in histories.values())
+
+
+def other_held_out_terms(history: History) -> list[str] | None:
+    """Return the terms of the held-out loss if they differ from those of the training loss, otherwise None."""
+    terms = [key.removeprefix("loss/") for key in history.keys if key.startswith("loss/")]
+    held_out_terms = [key.removeprefix("eval/loss/") for key in history.keys if key.startswith("eval/loss/")]
+    if not held_out_terms or set(held_out_terms) == set(terms):
+        return None
+    return held_out_terms
 
 
 def _metric_chart(

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import yaml
 
-from omnizoo.reporting.charts import COUNTS, buckets_per_curve, format_value, metric_charts
+from omnizoo.reporting.charts import COUNTS, buckets_per_curve, format_value, metric_charts, other_held_out_terms
 from omnizoo.reporting.history import History
 from omnizoo.reporting.launch_history import read_starts
 from omnizoo.reporting.metrics_file import read_metrics
@@ -171,6 +171,10 @@ def _figures(run: RunData) -> list[tuple[str, str, str]]:
     finite = {key: history.finite(key) for key in ("loss", "tokens", "tokens_per_sec", "fill", "memory_gb")}
     first_loss = format_value(next(iter(finite["loss"]), None))
     best_loss, best_step = history.lowest("eval/loss")
+    best_note = f"at step {best_step:,}" if best_step else "not evaluated"
+    other_terms = other_held_out_terms(history)
+    if other_terms:
+        best_note += f"; terms: {', '.join(other_terms)}"
     tokens = sum(finite["tokens"])
     seconds = history.seconds()
     best_rate = format_value(max(finite["tokens_per_sec"], default=None), "si")
@@ -180,7 +184,7 @@ def _figures(run: RunData) -> list[tuple[str, str, str]]:
     num_bad_rows = history.last("skipped_rows") or len(run.bad_rows)
     return [
         ("Final loss", format_value(history.last("loss")), first_loss and f"from {first_loss}"),
-        ("Best held-out loss", format_value(best_loss), f"at step {best_step:,}" if best_step else "not evaluated"),
+        ("Best held-out loss", format_value(best_loss), best_note),
         ("Steps", f"{len(history.steps):,}", f"skipped: {num_bad_steps:,.0f}"),
         ("Tokens", format_value(tokens or None, "si"), f"rows skipped: {num_bad_rows:,.0f}"),
         ("Training time", _duration(seconds) if seconds else "", "spent in steps"),

@@ -101,7 +101,7 @@ function draw(plot) {
   const path = (look, d) => { if (d) svg.push(`<path class="${look}" d="${d}"/>`); };
   path('rule', axis.ticks.map(tick => `M0 ${y(tick)}H${UNITS}`).join(''));
   for (const [look, marks] of Object.entries(chart.marks)) {
-    const height = look === 'resumed' ? 'V0' : 'v-60';
+    const height = {resumed: 'V0', skipped: 'v-60', waited: 'v-25'}[look];
     const inside = marks.filter(step => first <= step && step <= last);
     path(look, inside.map(step => `M${x(step).toFixed(1)} ${UNITS}${height}`).join(''));
   }

@@ -14,6 +14,7 @@ from uuid import uuid4
 import pyarrow as pa
 
 from omnizoo.config.errors import UserError
+from omnizoo.config.schema import Config
 
 SCHEMA = pa.schema([("key", pa.string()), ("log_probability", pa.float64())])
 SUFFIX = ".arrows"
@@ -24,7 +25,7 @@ class ReferenceCache:
 
     Args:
         folder: The folder of all caches.
-        identity: Name of the subfolder, with a hash of the reference.
+        identity: Name of the subfolder, from `cache_name`.
         writes: Whether this rank writes new values to disk. Otherwise it keeps them in memory only.
         key: Config key of the folder, for messages.
     """
@@ -63,6 +64,21 @@ class ReferenceCache:
             raise UserError(
                 f"{self.key}: cannot be written: {error.strerror or error}. Free some space or choose another folder."
             ) from None
+
+
+def cache_name(identity: str, config: Config, is_base: bool) -> str:
+    """Return the name of the subfolder for a reference.
+
+    Args:
+        identity: Hash of the reference.
+        config: The config of the run.
+        is_base: Whether the reference is the base model of the adapter.
+    """
+    name = f"{identity}-{config.train.precision}"
+    # A quantized base has different log-probabilities, so its cache is separate.
+    if is_base and config.model.adapter and config.model.adapter.base:
+        name += f"-{config.model.adapter.base}"
+    return name
 
 
 def read_file(file: Path) -> dict[str, float]:

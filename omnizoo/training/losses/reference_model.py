@@ -24,7 +24,7 @@ from omnizoo.parallelize.parallelize import parallelize_model
 from omnizoo.training.local_batch import LocalBatch, run_model
 from omnizoo.training.losses.base import NextStep
 from omnizoo.training.losses.log_probability import ResponseLoss, gather_scores, score_in_chunks
-from omnizoo.training.losses.reference_cache import ReferenceCache
+from omnizoo.training.losses.reference_cache import ReferenceCache, cache_name
 
 
 class ScoringModel:
@@ -102,10 +102,7 @@ class Reference:
         """Open the cache of this reference in `folder`. Collective: all ranks must call it."""
         mesh = self.mesh
         identity = sync_errors(mesh, lambda: base_identity(self.config) if mesh.is_first else "")
-        name = f"{mesh.from_first(identity)}-{config.train.precision}"
-        # A quantized base has different log-probabilities, so its cache is separate.
-        if self.is_base and config.model.adapter and config.model.adapter.base:
-            name += f"-{config.model.adapter.base}"
+        name = cache_name(mesh.from_first(identity), config, self.is_base)
         key = f"train.losses: {self.kind}: reference_cache"
         return sync_errors(mesh, lambda: ReferenceCache(folder, name, mesh.sp_rank == 0, key))
 

@@ -1,0 +1,77 @@
+"""Host syncs of a dry run: which line of code made the host wait for the device.
+
+Lines of OmniZoo are named relative to the package, lines of the user relative to the working directory.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+
+import torch
+
+import omnizoo
+from omnizoo.ops import torch_private
+from omnizoo.parallel import collective_counter
+
+BACKWARD = "torch's backward"  # the caller of operators that no line of Python calls
+PACKAGE, PLANNING, TORCH = (str(Path(module).parent) for module in (omnizoo.__file__, __file__, torch.__file__))
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A line of code that causes a host sync."""
+
+    where: str  # file:line, in OmniZoo if any caller is there
+    function: str  # function that contains the line
+    kind: str  # `value` (read), `shape` (depends on values), `to_host` or `to_device` (synchronous copies)
+    detail: str  # the operator, and the line of another library that called it
+
+
+def find_sync(kind: str, operator: str) -> Sync:
+    """Return the host sync of an operator that is running, with the line that called the operator."""
+    where, function, caller = calling_line()
+    detail = operator if caller == where else f"{operator} at {caller}"
+    return Sync(where=where, function=function, kind=kind, detail=detail)
+
+
+def passes_on(file: str) -> bool:
+    """Whether `file` only passes operator calls through, and is skipped in the search for the code that called them."""
+    return file.startswith((PLANNING, TORCH, "<")) or file in (collective_counter.__file__, torch_private.__file__)
+
+
+def calling_line() -> tuple[str, str, str]:
+    """Return the innermost line of OmniZoo on the stack, its function, and the innermost line of any code.
+
+    Code that only passes operator calls through is skipped.
+    """
+    innermost = ""
+    for frame, line in walk_stack(None):
+        file = frame.f_code.co_filename
+        if passes_on(file):
+            continue
+        location = short_name(file, line)
+        innermost = innermost or location
+        if file.startswith(PACKAGE):
+            return location, _function(frame), innermost
+    innermost = innermost or BACKWARD
+    return innermost, "", innermost
+
+
+def _function(frame: FrameType) -> str:
+    """Return the name of the function of `frame`; for comprehensions and lambdas, that of the enclosing call."""
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension or lambda
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def short_name(file: str, line: int) -> str:
+    """Return `file:line`, relative to site-packages, to the parent of OmniZoo, or to the working directory."""
+    path = Path(file)
+    if "site-packages" in path.parts:
+        path = Path(*path.parts[path.parts.index("site-packages") + 1 :])
+    elif file.startswith(PACKAGE):
+        path = path.relative_to(Path(PACKAGE).parent)
+    elif path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}"
