@@ -37,7 +37,7 @@ class PackCost:
         return only_pairs.of(pack.lengths, 0, {}, {}, self._pairs_ahead(pack))
 
     def _pairs_ahead(self, pack: Pack) -> int:
-        """Return how often a token attends to a later one, which happens in bidirectional spans only."""
+        """Return the number of pairs in which a token of a bidirectional span attends to a later token of the span."""
         if self._bidirectional is None:
             return 0
         runs = ((item.port.modality, length) for item in pack.items for _, length in item.spans)

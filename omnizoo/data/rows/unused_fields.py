@@ -1,4 +1,4 @@
-"""Check that every field of a row is used. A row with an unused field is a bad row, unless it is known metadata.
+"""Check that every field of a row is used. A row with an unused field is a bad row, unless the field is known metadata.
 
 If fields were dropped silently, a run could train without an image, without a system prompt, or on a response that was
 rejected.
