@@ -96,7 +96,7 @@ class Prefetcher:
         thread = threading.Thread(target=self._work, args=(is_ready,), name="data", daemon=True)
         thread.start()
         is_ready.wait()
-        torch.set_num_threads(num_threads)  # the setting applies to new threads only; `thread` keeps its own
+        torch.set_num_threads(num_threads)  # restore the default for new threads; `thread` keeps its own setting
         return thread
 
     def _request_step(self) -> None:

@@ -174,7 +174,7 @@ def describe_costliest(port: "PortMix") -> str:
 
 
 def describe_schema(source: "SourceMix") -> str:
-    """Describe the row schema and why it was chosen or, if there are several schemas, the samples in each."""
+    """Describe the row schema and why it was chosen. If there are several, give the number of samples in each."""
     if len(source.formats) == 1:
         (name,) = source.formats
         return f"{name}: {source.why}" if source.why else name

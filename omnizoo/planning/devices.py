@@ -18,7 +18,7 @@ class Device:
     inside_gb_per_s: float = 0.0  # bandwidth to the other devices of a node, one direction
     across_gb_per_s: float = 0.0  # bandwidth to other nodes, per device, one direction
     memory_gb_per_s: float = 0.0  # bandwidth of the device memory
-    fp32_tflops: float = 0.0  # peak of matmuls in fp32 instead of a 16-bit dtype
+    fp32_tflops: float = 0.0  # peak of matmuls in dtypes wider than 16 bits
     save_gb_per_s: float = 2.0  # bandwidth of a node to the checkpoint storage; a guess that device files can override
 
 

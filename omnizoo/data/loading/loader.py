@@ -168,7 +168,7 @@ class Loader:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the order of the data depends on. Only rank 0 reads it; it is empty on other ranks."""
+        """Everything that the order of the data depends on. Empty except on rank 0, because computing it reads data."""
         return fingerprint(self.reader) if self.assignment.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -185,7 +185,7 @@ def _looks_like_json(text: str) -> bool:
 
 
 def _has_messages(text: str) -> bool:
-    """Whether a text is a JSON list of messages."""
+    """Whether a text is JSON that consists of a message or a list of messages."""
     value = _list_or_object(text)
     messages = value if isinstance(value, list) else [value]
     return bool(messages) and all(map(_is_message, messages))
