@@ -65,4 +65,4 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--time: {args.time!r}; expected hours:minutes:seconds, or days-hours:minutes:seconds")
     for flag, text in (("--partition", args.partition), ("--account", args.account), ("--image", args.image)):
         if text is not None and not re.fullmatch(r"[\w.:/@,+-]+", text):
-            raise UserError(f"{flag}: {text!r}; expected a name without spaces")
+            raise UserError(f"{flag}: {text!r} is not a valid name; expected letters, digits and . : / @ , + - _")

@@ -114,7 +114,7 @@ class Diffusers(Frozen):
             raise UserError(f"decoder.path: cannot load {self.folder}: {first_line(error)}") from error
         if info["missing_keys"]:
             missing = ", ".join(info["missing_keys"][:3])
-            raise UserError(f"decoder.path: {self.folder} lacks weights of the model: {missing}")
+            raise UserError(f"decoder.path: {self.folder} is missing weights of the model: {missing}")
         return {f"model.{name}": tensor for name, tensor in stored.state_dict().items()}
 
 

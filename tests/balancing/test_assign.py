@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnizoo.balancing.assign import assign_items, assign_items_near, assign_packs
-from omnizoo.recipes.shared.qwen_video import MOST_PATCHES
+from omnizoo.recipes.shared.qwen_video import PATCHES_PER_PART
 
 COSTS = st.one_of(st.integers(0, 20).map(float), st.floats(0, 1e15))
 
@@ -113,7 +113,7 @@ def rows_of_a_mix(random: np.random.Generator) -> tuple[int, list[tuple[str, flo
     if kind < 0.95:
         seconds = float(np.clip(random.lognormal(2, 0.8), 1, 30))
         return text + int(seconds * 12.5), [("audio", 3e10 * seconds + 4e8 * seconds**2)]
-    frames, together = int(random.integers(8, 33)), MOST_PATCHES // 400
+    frames, together = int(random.integers(8, 33)), PATCHES_PER_PART // 400
     parts = [min(together, frames - first) for first in range(0, frames, together)]
     return text + frames * 100, [("video", part * tower(400)) for part in parts]
 

@@ -141,7 +141,7 @@ def test_pickled_weights_are_never_read(folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / "full", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
     path = write_config(tmp_path, **from_folder(tmp_path / "model"))
-    with process_group() as process, pytest.raises(UserError, match=r"no model\.safetensors; .*never from pickles"):
+    with process_group() as process, pytest.raises(UserError, match=r"no model\.safetensors.*pickles"):
         load(process, path)
 
 

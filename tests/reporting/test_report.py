@@ -193,7 +193,7 @@ def test_comparison_page_shows_all_runs(tmp_path, capsys):
     assert "log.dir" not in differing
     assert "train.steps" not in differing
     assert main(["report", str(tmp_path)]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert "metrics.jsonl not found" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")

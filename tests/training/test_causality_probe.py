@@ -224,7 +224,7 @@ def test_small_copies_of_families_run(family: str) -> None:
 
 def test_unknown_family_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", TEXT, "--families", "lama"]) == 2
-    assert "--families: 'lama' is not known; did you mean llama?" in capsys.readouterr().err
+    assert "--families: 'lama' is unknown; did you mean llama?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

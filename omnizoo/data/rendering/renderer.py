@@ -254,7 +254,7 @@ class Renderer:
         row = response.row
         if self.turns is not None:
             if response.role:
-                raise BadRow("the losses of preference rows need text targets, and this model generates no text")
+                raise BadRow("preference losses need text targets, but this model does not generate text")
             tokens = self._tokens_of_turns(write_turns(row, field, self.turns, media, self.special_tokens))
         elif field == "text":
             tokens = self._render_text(row, media, response.prompt)

@@ -115,7 +115,7 @@ def _response_fields(present: Row, labeled_responses: bool) -> dict[str, str]:
             raise BadRow(f"`label` is {label!r}; expected true (a desirable response) or false")
         return {LABEL_ROLES[not label]: "completion"}
     if is_same(present["chosen"], present["rejected"]):
-        raise BadRow("`chosen` and `rejected` are equal, so the row has no preference")
+        raise BadRow("`chosen` and `rejected` are identical, so the row expresses no preference")
     roles = LABEL_ROLES if labeled_responses else SIDES
     return dict(zip(roles, SIDES, strict=True))
 

@@ -87,7 +87,7 @@ def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size
         UserError: If the file cannot be read.
     """
     if size > MAX_BYTES:
-        raise BadRow(f"{size:,} bytes are more than the limit of {MAX_BYTES:,}")
+        raise BadRow(f"the row has {size:,} bytes, more than the limit of {MAX_BYTES:,}")
     try:
         content = os.pread(open_file(path).fileno(), size, start)
     except OSError as error:

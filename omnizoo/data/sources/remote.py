@@ -41,7 +41,9 @@ class RemoteFolder(MediaFolder):
         """Return the local copy of a media file. Download it if there is none yet."""
         local = Path(os.path.normpath(self.base / name))
         if not local.is_relative_to(self.remote.mirror):
-            raise BadMedia(f"{name[:256]} is outside {self.remote.address}. Set media_dir to the folder of the media.")
+            raise BadMedia(
+                f"{name[:256]} is outside {self.remote.address}. Set media_dir to the folder that contains them."
+            )
         if not local.exists() and len(name) < 1024:
             self.remote.fetch(local.relative_to(self.remote.mirror).as_posix(), missing_is_bad=True)
         return super().find(name)

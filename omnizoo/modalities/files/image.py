@@ -89,7 +89,7 @@ def _check_file_size(media: Media, image: "Image", raw: BinaryIO) -> None:
         is_short = image.format == "JPEG" and image.height * image.width // 64 > 8 * file_size
     if is_short:
         size = f"{image.width} x {image.height}"
-        raise BadMedia(f"{media.name}: {file_size} bytes are too few for {size} pixels: truncated")
+        raise BadMedia(f"{media.name}: the file seems truncated: {file_size} bytes cannot hold {size} pixels")
 
 
 def _png_bytes(raw: BinaryIO) -> int:

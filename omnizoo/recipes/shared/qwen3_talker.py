@@ -49,7 +49,7 @@ class Qwen3Talker(Talker):
     ) -> None:
         super().__init__(model, speaker, codec, max_frames)
         if not isinstance(residual_weight, int | float) or not 0 <= residual_weight < math.inf:
-            raise UserError(f"{OPTIONS}.residual_weight: expected a finite number, at least 0, not {residual_weight!r}")
+            raise UserError(f"{OPTIONS}.residual_weight: {residual_weight!r}; expected a finite number >= 0")
         self.term_weights = {"": 1.0, "residual": residual_weight}
         settings = self.settings
         codec_size = self.config.code2wav_config.codebook_size

@@ -25,7 +25,6 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.data.rendering.renderer import Renderer
 from omnizoo.data.rendering.template_analysis import read_template
 from omnizoo.data.row import BadRow
-from omnizoo.data.rows.unused_fields import METADATA_FIELDS
 from omnizoo.models.build import build_model
 from omnizoo.models.media.model_inputs import read_modalities, unread_inputs
 
@@ -85,11 +84,6 @@ def test_result_of_a_row_does_not_depend_on_earlier_rows(tmp_path: Path, templat
 )  # fmt: skip
 def test_template_analysis_returns_message_fields(template: str, fields: set[str] | None) -> None:
     assert read_template(template).fields == fields
-
-
-def test_docs_list_all_metadata_fields() -> None:
-    docs = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    assert [name for name in METADATA_FIELDS if f"`{name}`" not in docs] == []
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -269,5 +269,5 @@ def test_weights_larger_than_host_memory_raise(folder: Path, monkeypatch: pytest
 
 def test_offloaded_weights_with_muon_raise(tmp_path: Path) -> None:
     path = write_config(tmp_path, parallel={"offload": ["parameters"]}, optimizer={"kind": "muon"})
-    with pytest.raises(UserError, match=r"parallel\.offload: `parameters` are updated on the host, and muon"):
+    with pytest.raises(UserError, match=r"^parallel\.offload: .*muon"):
         check_optimizer(load_config(path, []))

@@ -127,7 +127,7 @@ def test_responses_match_generate_and_metrics_are_their_means(tmp_path: Path) ->
             pieces = writer.write([{"role": "user", "content": prompt}], Sampling(temperature=0), max_tokens=6)
             assert record["answer"] == writer.text(pieces)
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Answers to held-out questions, step 4" in page
+    assert "Responses to held-out prompts, step 4" in page
     assert "a second one?" in page
 
 
