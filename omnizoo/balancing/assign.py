@@ -15,16 +15,16 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Maximum numbers of compared pairs, which take about ten milliseconds.
+# Maximum numbers of pairs to compare. Comparing that many takes about ten milliseconds.
 MAX_PACK_COMPARISONS = 3_000_000
 MAX_ITEM_COMPARISONS = 10_000_000
 
-LARGE_WORLD = 64  # world size above which items stay within blocks of ranks
-MIN_BLOCK = 16  # minimum number of ranks of a block
+LARGE_WORLD = 64  # world size above which items preferably stay within blocks of ranks
+MIN_BLOCK = 16  # minimum number of ranks in a block
 
 
 def assign_packs(costs: Sequence[float] | Floats, ranks: int) -> list[list[int]]:
-    """Return the packs of each rank, in ascending order: the same number on every rank, and about the same cost."""
+    """Return the packs of each rank, in ascending order. All ranks get equally many packs and about the same cost."""
     int_costs = _to_integers(costs)
     size = len(costs) // ranks
     assert len(costs) == size * ranks > 0, f"{len(costs)} packs cannot be divided evenly over {ranks} ranks"
@@ -62,7 +62,7 @@ def assign_items(costs: Sequence[float] | Floats, ranks: int) -> Numbers:
 def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int, sp: int) -> Numbers:
     """Return the rank of each item. With many ranks, prefer ranks near those that hold the tokens of the item.
 
-    The ranks form blocks of neighbors. Only the cost that a block has above the mean is assigned to other blocks, so
+    The ranks form blocks of neighbors. Only the cost by which a block exceeds the mean is assigned to other blocks, so
     that most features are sent over short distances.
 
     Args:
@@ -99,7 +99,7 @@ def assign_items_near(costs: Sequence[float] | Floats, home: Numbers, ranks: int
 def _even_out(costs: Numbers, block: Numbers, blocks: int) -> None:
     """Move items from blocks above the mean cost to the blocks with the lowest cost. Modifies `block` in place.
 
-    The costliest of the moved items is placed first.
+    The moved items are placed in order of decreasing cost.
     """
     loads = np.zeros(blocks, np.int64)
     np.add.at(loads, block, costs)
@@ -146,7 +146,7 @@ def _swap_items(costs: Numbers, owner: Numbers, ranks: int, max_comparisons: int
         if comparisons > max_comparisons:
             return
 
-        relief = costs[candidates, None] - costs  # [candidates, items], cost that the busiest rank saves by a swap
+        relief = costs[candidates, None] - costs  # [candidates, items], cost that a swap saves on the busiest rank
         # Cost of the busier of the two ranks after the swap. Swaps within the busiest rank are excluded.
         cost_after = np.maximum(loads[busiest] - relief, loads[owner] + relief)
         cost_after[:, candidates] = loads[busiest]

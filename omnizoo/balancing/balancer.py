@@ -17,7 +17,7 @@ from omnizoo.parallel.mesh import Mesh
 
 
 class Balancer:
-    """Assigns the packs and media items that all ranks have loaded to ranks, and sends them there.
+    """Decides which rank processes each loaded pack and media item, and sends it there.
 
     Example:
         >>> balancer = omnizoo.Balancer(model, mesh, config)

@@ -17,15 +17,15 @@ from omnizoo.parallel.feature_exchange import FeatureRoute
 class Batch:
     """One micro-batch on a rank: concatenated packs without padding, and the media items assigned to this rank.
 
-    Labels are shifted: labels[0, t] is the token after t, or IGNORE_INDEX.
+    Labels are shifted: `labels[0, t]` is the token at position t + 1, or IGNORE_INDEX if it is not a target.
     """
 
     columns: dict[str, torch.Tensor]  # [1, tokens] each; [rows, 1, tokens] for models with several positions per token
     cu_seqlens: torch.Tensor  # [segments + 1] int32, boundaries of segments
     max_seqlen: int
-    sample_ids: list[str]  # one per segment: source/epoch/row/part; none for dummy packs
+    sample_ids: list[str]  # one per segment, as source/epoch/row/part; dummy packs have none
     tokens: int  # number of tokens, without dummy packs
-    packs: tuple[int, ...]  # indices in the run, without dummy packs
+    packs: tuple[int, ...]  # indices of the packs in the run, without dummy packs
     media: dict[Port, list[Inputs]]  # for each port: inputs of the items that this rank processes
     routes: dict[Port, FeatureRoute]  # for each port: which features this rank sends and receives
     preferences: Preferences | None = None  # role of each segment
@@ -42,7 +42,7 @@ def collate(
     media: dict[Port, list[Inputs]] | None = None,
     routes: dict[Port, FeatureRoute] | None = None,
 ) -> Batch:
-    """Concatenate packs, and add position ids and the pack and segment of each token.
+    """Concatenate packs. For each token, add its position id and the indices of its pack and segment.
 
     Args:
         packs: The packs of this rank, including dummy packs.

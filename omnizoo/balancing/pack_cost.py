@@ -18,7 +18,7 @@ class PackCost:
         self._bidirectional = media_model(model).bidirectional
 
     def __call__(self, pack: Pack) -> float:
-        """Return the FLOPs of the language model and of the decoders' heads."""
+        """Return the FLOPs of the language model and the decoder heads."""
         fed_back: Counter[str] = Counter()
         predicted: Counter[str] = Counter()
         for item in pack.items:
@@ -28,16 +28,16 @@ class PackCost:
         return self.flops.of(pack.lengths, pack.num_targets, fed_back, predicted, self._pairs_ahead(pack))
 
     def with_media(self, pack: Pack) -> float:
-        """Return the FLOPs of the language model, of the decoders' heads and of the pack's media items."""
+        """Return the FLOPs of the language model, the decoder heads and the media items of the pack."""
         return self(pack) + sum(item.size.cost for item in pack.items)
 
     def attention(self, pack: Pack) -> float:
-        """Return the FLOPs of the language model's attention alone."""
+        """Return the FLOPs of attention in the language model only."""
         only_pairs = replace(self.flops, per_token=0.0, per_target=0.0)
         return only_pairs.of(pack.lengths, 0, {}, {}, self._pairs_ahead(pack))
 
     def _pairs_ahead(self, pack: Pack) -> int:
-        """Return the number of pairs in which a token attends to a later one, within bidirectional spans."""
+        """Return the number of pairs in which a token of a bidirectional span attends to a later token of the span."""
         if self._bidirectional is None:
             return 0
         runs = ((item.port.modality, length) for item in pack.items for _, length in item.spans)

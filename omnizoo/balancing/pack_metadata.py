@@ -1,10 +1,10 @@
 """Pack metadata that ranks exchange before each step: lengths, costs and media positions, but no token data.
 
-Every rank describes the packs it has loaded. After one all-gather all ranks hold the same table, so each of them can
+Every rank describes the packs it has loaded. After one all-gather, all ranks have the same table, so each of them can
 compute the same assignment of packs and media items to ranks without further communication.
 
 A large step has tens of thousands of media items. The table therefore consists of a few NumPy arrays, which are sent as
-raw bytes instead of as pickled Python objects.
+raw bytes instead of pickled Python objects.
 """
 
 import json
@@ -28,7 +28,8 @@ Records = npt.NDArray[np.void]
 SECTIONS = ("packs", "lengths", "items", "spans", "status")
 HEADER_BYTES = len(SECTIONS) * np.dtype(np.int64).itemsize
 
-# Preference counts of a pack, and the role of the segments that each of them counts. A pair has one chosen response.
+# Preference counts of a pack, and the role of the segments that each count refers to. Pairs are counted by their
+# chosen response.
 PREFERENCES = {
     "pairs": "chosen",
     "desirable": "desirable",
@@ -53,7 +54,7 @@ ITEM = np.dtype(
         ("port", "i8"),  # index into the model's ports
         ("num_placeholders", "i8"),
         ("num_targets", "i8"),  # denominator of the item's loss; 0 if it has none
-        ("is_target", "i8"),  # the model predicts the item, with or without a loss on it
+        ("is_target", "i8"),  # 1 if the model predicts the item, with or without a loss on it
         ("num_residual_targets", "i8"),  # denominator of the second loss
         ("num_spans", "i8"),
         ("cost", "f8"),  # FLOPs
@@ -71,11 +72,11 @@ class PackTable:
     packs: Records  # [packs], dtype PACK
     lengths: Numbers  # [segments], in tokens
     items: Records  # [items], dtype ITEM
-    spans: Numbers  # [spans, 2], first token in the pack and number of tokens
+    spans: Numbers  # [spans, 2], index of the first token in the pack, and number of tokens
 
     @classmethod
     def from_packs(cls, packs: Sequence[Pack], ports: Sequence[Port], cost: Cost) -> "PackTable":
-        """Build the table of some packs.
+        """Build the table that describes `packs`.
 
         Args:
             packs: The packs.
@@ -132,7 +133,7 @@ class PackTable:
 
 
 def _pack_record(pack: Pack, cost: Cost) -> tuple[Any, ...]:
-    """Return one row of PACK."""
+    """Return the metadata of one pack as a record of dtype `PACK`."""
     is_target = pack.columns["labels"] != IGNORE_INDEX
     target_weight: float = pack.num_targets
     weights = pack.columns.get("loss_weights")
@@ -157,7 +158,7 @@ def _pack_record(pack: Pack, cost: Cost) -> tuple[Any, ...]:
 
 
 def _item_record(item: MediaItem, ports: Sequence[Port]) -> tuple[Any, ...]:
-    """Return one row of ITEM."""
+    """Return the metadata of one media item as a record of dtype `ITEM`."""
     return (
         ports.index(item.port),
         item.size.num_placeholders,
@@ -184,11 +185,11 @@ def concatenate_ranges(first: Numbers, count: Numbers) -> Numbers:
 
 
 def encode_message(table: PackTable, status: Any) -> bytes:
-    """Return the bytes of a message with the table and a status.
+    """Encode the table and a status as a message.
 
     Args:
         table: Metadata of the packs of this rank.
-        status: Status of this rank, which must be JSON-serializable.
+        status: Status of this rank. It must be JSON-serializable.
     """
     sections = [array.tobytes() for array in (table.packs, table.lengths, table.items, table.spans)]
     sections.append(json.dumps(status).encode())
@@ -207,7 +208,7 @@ def decode_messages(messages: Sequence[Bytes]) -> tuple[PackTable, list[Any]]:
     starts = (section_ends - section_sizes).tolist()
 
     def section(name: str) -> list[Bytes]:
-        """Return one section of every message."""
+        """Return the section `name` of every message."""
         i = SECTIONS.index(name)
         return [message[start[i] : end[i]] for message, start, end in zip(messages, starts, ends, strict=True)]
 

@@ -1,8 +1,8 @@
-"""Load and redistribute the next step in a thread, while the model trains on the current one.
+"""Load and redistribute the next step in a thread while the model trains on the current one.
 
-The thread receives packs from the loader workers, redistributes them over a separate process group, and pins them in
-memory. Without workers (`data.workers: 0`) rows are read and decoded in the main thread, between two steps. In the
-thread, their Python code would delay kernel launches, and the limits on chat templates apply to a whole process.
+The thread receives packs from the loader workers, redistributes them over a separate process group, and pins their
+memory. Without workers (`data.workers: 0`), rows are read and decoded in the main thread, between two steps: in a
+second thread, decoding would delay kernel launches, and the limits on chat templates apply to a whole process.
 """
 
 import queue
@@ -54,7 +54,7 @@ def load_step(loader: Loader) -> LoadedStep:
 
 
 class Prefetcher:
-    """Loads steps in advance, `num_steps` in total; `next` returns them. All ranks must request every step."""
+    """Loads `num_steps` steps, each in advance; `next` returns them in order. All ranks must request every step."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Prefetcher:
         """Start the thread that redistributes steps."""
         num_threads = torch.get_num_threads()
         is_ready = threading.Event()
-        # A daemon thread, because it may be waiting for a rank that has ended.
+        # This is a daemon thread, because it may be waiting for a rank that has ended.
         thread = threading.Thread(target=self._work, args=(is_ready,), name="data", daemon=True)
         thread.start()
         is_ready.wait()
-        torch.set_num_threads(num_threads)  # the setting is global for new threads; `thread` keeps its own
+        torch.set_num_threads(num_threads)  # restore the default for new threads; `thread` keeps its own setting
         return thread
 
     def _request_step(self) -> None:
@@ -108,7 +108,7 @@ class Prefetcher:
         try:
             loaded = None if self.loader.workers else self._load()
             self._requests.put(lambda: loaded or self._load())
-        except Exception as error:  # noqa: BLE001 (raised with the next step; this step can still be trained on)
+        except Exception as error:  # noqa: BLE001 (raised when the next step is requested; the current step is still usable)
             self._results.put(error)
 
     def _load(self) -> Loaded:

@@ -18,7 +18,7 @@ from omnizoo.parallel.exchange import Payload, ProcessGroup, Received, exchange_
 from omnizoo.parallel.layout import Layout
 from omnizoo.parallel.mesh import Mesh
 
-HEADER = ("index", "lengths", "sample_ids", "preferences")  # fields of a pack that are sent next to its columns
+HEADER = ("index", "lengths", "sample_ids", "preferences")  # fields of a pack that are sent in addition to its columns
 
 
 def redistribute(
@@ -86,7 +86,7 @@ def payloads_by_rank(rounds: Sequence[MicroBatchPlan], packs: dict[int, Pack], l
 
 
 def _unpack(received: Sequence[Sequence[Received]]) -> tuple[dict[int, Pack], dict[tuple[int, int], Inputs]]:
-    """Return packs by index, and inputs of media items by (micro-batch, number of the item in it)."""
+    """Return the packs by index, and the inputs of media items by (micro-batch, item number in the micro-batch)."""
     packs: dict[int, Pack] = {}
     inputs: dict[tuple[int, int], Inputs] = {}
     for header, tensors in (payload for from_rank in received for payload in from_rank):

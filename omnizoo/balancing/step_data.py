@@ -1,4 +1,4 @@
-"""The data of one step on one rank, after packs and media items were assigned to ranks."""
+"""The data of one step on one rank, after packs and media items have been assigned to ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ class StepData:
     micro_batches: Sequence[Batch]
     totals: StepTotals
     imbalance: dict[str, float]  # busiest rank / mean over ranks, for tokens and for each encoder and decoder
-    counters: dict[str, int] = field(default_factory=dict)  # rows skipped, samples dropped or split since the start
+    counters: dict[str, int] = field(default_factory=dict)  # since the start: skipped rows, dropped or split samples
     bad_rows: Sequence[str] = ()  # messages about rows that were skipped in this step, from all ranks
-    kto_baseline: "StepData | None" = None  # mismatched prompt-response pairs: forward only, no loss on them
+    kto_baseline: "StepData | None" = None  # mismatched prompt-response pairs, for a forward pass without loss
 
     @property
     def tokens(self) -> int:

@@ -27,11 +27,11 @@ class StepTotals:
 
     tokens: int
     packs: int
-    targets: dict[str, int]  # number of targets, for text and each generated modality
+    targets: dict[str, int]  # number of targets of text and of each generated modality
     weight: float  # sum of the weights of text targets; equals their number if no row sets a weight
     flops: float  # FLOPs of packs and media items
     answers: int = 0  # number of segments with a text target
-    # Counts of preferences:
+    # Counts for preference losses:
     pairs: int = 0
     desirable: int = 0  # number of responses labeled desirable (KTO)
     undesirable: int = 0
@@ -41,7 +41,7 @@ class StepTotals:
     def has_targets(self) -> bool:
         """Whether any loss has targets in this step.
 
-        Responses of preferences count even without text targets: they may consist of media alone.
+        Responses of preference rows count even without text targets, because they may consist of media alone.
         """
         return any(self.targets.values()) or self.pairs + self.desirable + self.undesirable > 0
 
@@ -57,7 +57,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RoutedItem:
-    """A media item as `plan_routes` needs it; implements `RoutedSpan`."""
+    """A media item in the form that `plan_routes` needs. Implements `RoutedSpan`."""
 
     port: Port
     spans: Sequence[tuple[int, int]]
@@ -84,7 +84,7 @@ def plan_step(
         return StepPlan([], StepTotals(tokens=0, packs=0, targets={}, weight=0, flops=0.0), {})
     totals = count_totals(table, ports)
 
-    # The number of held-out packs may not be divisible by the number of ranks: add dummy packs.
+    # The number of held-out packs may not be divisible by the number of ranks. Dummy packs make up the difference.
     num_dummies = -num_packs % (layout.dp * micro_batch)
     dummies = [dummy_pack(-1 - i) for i in range(num_dummies)]
     by_index = np.argsort(table.packs["index"], kind="stable")
@@ -140,8 +140,8 @@ def _sum(values: npt.NDArray[np.float64]) -> float:
 class MicroBatchPlan:
     """The plan of one micro-batch on all ranks.
 
-    `packs[d]` has the indices of the packs of data-parallel rank d. The media items of all packs are numbered in this
-    order, and `owners` has the rank that processes each of them. N is the number of items.
+    `packs[d]` contains the indices of the packs that data-parallel rank d processes. The media items of all packs are
+    numbered in this order, and `owners` contains the rank that processes each item. N is the number of items.
     """
 
     def __init__(self, table: PackTable, rows: Numbers, layout: Layout, calls: Sequence[Sequence[Port]]) -> None:
@@ -170,7 +170,7 @@ class MicroBatchPlan:
         self.port = table.items["port"][self.items]  # [N], index into `ports`
         self.cost = table.items["cost"][self.items]  # [N], FLOPs
         call_of_port = np.repeat(np.arange(len(calls)), [len(call) for call in calls])
-        self.call = call_of_port[self.port]  # [N], index of call
+        self.call = call_of_port[self.port]  # [N], index into `calls`
 
         self.owners = np.zeros(len(self.items), np.int64)
         for i in range(len(calls)):  # ranks wait for each other in every call, so calls are balanced separately
@@ -180,7 +180,7 @@ class MicroBatchPlan:
             self.owners[items_of_call] = owners
 
     def owned(self, rank: int) -> list[tuple[int, Port]]:
-        """Return the items that a rank processes: the number of each in this micro-batch, and its port."""
+        """Return the number (in this micro-batch) and the port of each item that `rank` processes."""
         return [(int(item), self.ports[self.port[item]]) for item in np.flatnonzero(self.owners == rank)]
 
     def routes(self, rank: int) -> dict[Port, FeatureRoute]:
@@ -216,7 +216,7 @@ class MicroBatchPlan:
 
 
 def media_imbalance(rounds: Sequence[MicroBatchPlan], world: int) -> dict[str, float]:
-    """Return, for each port, the cost on the busiest rank / mean over ranks, of the module call that it is part of.
+    """Return, for each port, the imbalance of its module call: cost on the busiest rank / mean cost over ranks.
 
     Costs are summed over micro-batches. The value is 1 if the call has no items.
     """

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a Hugging Face folder: safetensors with the published names, config and tokenizer."""
+"""Export a checkpoint as a Hugging Face folder: the config, the tokenizer, and safetensors with the published names."""
 
 import os
 import shutil
@@ -46,21 +46,23 @@ def export(
     `huggingface_hub.load_torch_model(module, out)`. For a run with an adapter, it is a PEFT folder.
 
     Args:
-        checkpoint: A checkpoint, or a run folder, whose newest checkpoint is exported.
+        checkpoint: A checkpoint, or a run folder whose newest checkpoint is exported.
         out: A new or empty folder.
         dtype: Precision of the weights. None keeps the precision of the model that training started from, or that of
             the master weights if they were initialized randomly.
         ema: Export the moving average of the trained weights.
-        allow_code: Python modules that the checkpoint may name. Nothing in the checkpoint can allow them.
+        allow_code: Python modules that may be imported if the checkpoint names them. The checkpoint itself cannot
+            allow any.
         trust_remote_code: Run Python code inside the checkpoint's model folder.
         best: Export the best checkpoint of the run folder instead of the newest.
-        base: Returns the base model of the adapter and its weights; the adapter is merged into them.
+        base: Function that returns the base model of the adapter and its weights. The adapter is merged into them.
 
     Returns:
         A description of the exported folder.
 
     Raises:
-        UserError: If the checkpoint is damaged or lacks what was requested, or if `out` is not empty.
+        UserError: If the checkpoint is damaged, if it does not contain what was requested (such as a moving average),
+            or if `out` is not empty.
     """
     source = best_checkpoint(checkpoint) if best else resolve_checkpoint(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -151,7 +153,7 @@ def _write_model(
     dtype: torch.dtype | None,
     model_folder: Path,
 ) -> None:
-    """Write config, weights and the processor files of the checkpoint's `model_folder`."""
+    """Write the config and the weights, and copy the processor files from `model_folder`."""
     set_dtype(model.config, dtype or next(t.dtype for t in state.values() if t.is_floating_point()))
     if (model_folder / "generation_config.json").is_file():
         model.generation_config = read_generation_config(model_folder)
@@ -177,7 +179,7 @@ def cast(
 
 
 def _fixed_precision(model: PreTrainedModel | None) -> set[str]:
-    """Return the tensors that keep their precision: those that transformers keeps in fp32, and frozen tokenizers."""
+    """Return the names of tensors that keep their precision: fp32 ones of transformers, and frozen tokenizers."""
     if model is None:
         return set()
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen))
@@ -186,7 +188,7 @@ def _fixed_precision(model: PreTrainedModel | None) -> set[str]:
 
 
 def _published_dtype(folder_of_model: Path) -> torch.dtype | None:
-    """Return the dtype in the config.json of a model folder; None if there is none."""
+    """Return the dtype that config.json in a model folder states; None if it states none."""
     fields = read_json(folder_of_model / "config.json")
     dtype_name = str(fields.get("dtype") or fields.get("torch_dtype"))
     dtype = getattr(torch, dtype_name, None)
@@ -213,7 +215,7 @@ class Exported:
 
 
 def _size(num_bytes: int) -> str:
-    """Format a number of bytes."""
+    """Format a number of bytes for display."""
     if num_bytes >= 2**20:
         return f"{num_bytes / 2**20:.1f} MiB"
     return f"{num_bytes / 2**10:.1f} KiB"
@@ -221,11 +223,11 @@ def _size(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """The adapter of a checkpoint, and the base model, which the checkpoint does not contain."""
+    """The adapter of a checkpoint, and a reference to its base model, which the checkpoint does not contain."""
 
     info: AdapterInfo
-    path: str | None  # model folder of the base
-    base: str  # hash of the base
+    path: str | None  # folder of the base model
+    base: str  # hash of the base model
 
 
 def has_adapter(checkpoint: Path) -> bool:

@@ -4,7 +4,7 @@ step_00000020/
   manifest.json    step, run, size and hash of every other file; a folder that does not match it is not a checkpoint
   state.json       step, tokens, data position of every lane
   config.yaml      the run's config
-  model/           HF config, tokenizer, generation config: what an export needs in addition to weights
+  model/           HF config, tokenizer, generation config: the files that an export needs in addition to weights
   tensors/         one safetensors file per rank
 best.json          step and metric of the best checkpoint in the same folder (`checkpoint.best`)
 """
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
+    """Return the checkpoint folder for `step`."""
     return directory / f"step_{step:08d}"
 
 
 def partial_of(directory: Path, step: int) -> Path:
-    """Return the temporary folder in which the checkpoint of a step is written."""
+    """Return the temporary folder in which the checkpoint for `step` is written."""
     return directory / f".step_{step:08d}.partial"
 
 
@@ -42,7 +42,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return the folders with names of checkpoints, newest first. They are not checked for damage."""
+    """Return the folders that are named like checkpoints, newest first. They are not checked for damage."""
     steps = {}
     for path in directory.glob("step_*"):
         step = step_of(path)
@@ -54,8 +54,8 @@ def checkpoints(directory: Path) -> list[Path]:
 def damage(folder: Path, mesh: Mesh | None = None) -> str | None:
     """Return why a checkpoint is damaged or incomplete; None if it is intact, down to the last byte.
 
-    With a mesh, each rank reads a part of the files, and all ranks return the same result. Collective in this case: all
-    ranks must call it.
+    With a mesh, each rank reads some of the files, and all ranks return the same result. Collective if `mesh` is
+    given: all ranks must call it.
     """
     rank = mesh.rank if mesh else 0
     world_size = mesh.layout.world if mesh else 1
@@ -89,9 +89,9 @@ def _read_manifest(folder: Path) -> tuple[Manifest | None, str | None]:
 
 
 def newest_intact(directory: Path, mesh: Mesh | None = None) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest intact checkpoint, and for each newer one the reason why it is damaged.
+    """Return the newest intact checkpoint, and the reasons why newer ones are damaged.
 
-    With a mesh, the result is the same on all ranks. Collective in this case: all ranks must call it.
+    With a mesh, the result is the same on all ranks. Collective if `mesh` is given: all ranks must call it.
     """
     folders = checkpoints(directory) if mesh is None or mesh.is_first else []
     if mesh:
@@ -126,8 +126,8 @@ def commit(partial: Path, final: Path, step: int, run: str, written: Mapping[str
         final: The folder of the checkpoint.
         step: Number of completed steps.
         run: Id of the run.
-        written: Size and hash of the tensor files of all ranks, which the ranks have flushed. The other files are small
-            and are read here.
+        written: Sizes and hashes of the tensor files of all ranks. The ranks have already flushed these files. The
+            other files are small and are read here.
 
     Raises:
         FileNotFoundError: If a file of another rank is not visible on this node.

@@ -1,4 +1,4 @@
-"""Lock a folder, so that only one run uses it at a time. The lock file contains the host and process of the run."""
+"""Lock a folder, so that only one run uses it at a time. The lock file contains the host and process id of the run."""
 
 import errno
 import fcntl
@@ -63,8 +63,8 @@ def _lock(path: Path, key: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            # A record lock instead of flock: loader workers do not inherit it, so it ends with this process and not a
-            # second later with the workers. Both kinds work between the hosts of a network file system.
+            # A record lock instead of flock: loader workers do not inherit it, so it ends with this process instead of
+            # with the workers, a second later. Both kinds work across the hosts of a network file system.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(lock, path):
                 break  # otherwise the previous owner has just ended and removed the file
@@ -105,7 +105,7 @@ def _is_at(lock: int, path: Path) -> bool:
 
 
 def _read_owner(lock: int) -> dict[str, object] | None:
-    """Return host, process id and start time of the lock's owner; None if the file does not contain them."""
+    """Return the host, process id and start time of the lock's owner; None if the file does not contain them."""
     try:
         owner = json.loads(os.pread(lock, 4096, 0))
     except (ValueError, OSError):
@@ -114,7 +114,10 @@ def _read_owner(lock: int) -> dict[str, object] | None:
 
 
 def _may_be_running(owner: dict[str, object] | None) -> bool:
-    """Whether the owner of the lock may be running, on file systems without locks. Assume so for other hosts."""
+    """Whether the owner of the lock may still be running. Assumed for owners on other hosts.
+
+    Only needed on file systems without locks.
+    """
     if owner is None:
         return False
     if owner.get("host") != socket.gethostname():

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and hash of every file, the step and the run. It detects any changed byte.
+"""The manifest of a checkpoint: the size and hash of every file, the step and the run id. It detects any changed byte.
 
 A manifest contains a hash of itself and has exactly one valid text for its content. Any other text is rejected as
 damaged. xxh3 is not a cryptographic hash: it detects damage, not forgery.
@@ -62,7 +62,7 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        Damage: If it is missing or damaged, or has another format.
+        Damage: If the manifest is missing or damaged, or has an unsupported format.
     """
     text, fields = _read_json(folder / NAME)
     if isinstance(fields, dict) and "format" not in fields and set(fields) == {"step", "files"}:
@@ -98,7 +98,8 @@ def check_outside(folder: Path, manifest: Manifest) -> None:
     """Check everything that does not require reading large files.
 
     Raises:
-        Damage: If a file is missing, has the wrong size or is not in the manifest, or if the folder has another step.
+        Damage: If a file is missing, has the wrong size or is not in the manifest, or if the step in the folder name
+            differs.
     """
     if folder.name.startswith("step_") and folder.name != f"step_{manifest.step:08d}":
         raise Damage(f"{NAME} has step {manifest.step}, but the name of the folder is {folder.name}")
@@ -121,7 +122,7 @@ def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
     """Check the hashes of the files `names`.
 
     Raises:
-        Damage: If a file cannot be read, or has another hash.
+        Damage: If a file cannot be read, or if its hash differs from the manifest.
     """
     for name in names:
         try:
@@ -136,7 +137,7 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the content of `state.json`.
 
     Raises:
-        Damage: If it cannot be read, or has another step than the manifest.
+        Damage: If the file cannot be read, or if its step differs from that of the manifest.
     """
     _, state = _read_json(folder / "state.json")
     if not isinstance(state, dict) or "step" not in state:

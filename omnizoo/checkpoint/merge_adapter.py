@@ -1,4 +1,4 @@
-"""Load the base model of an adapter, for an export with the adapter merged."""
+"""Load the base model of an adapter, for exports that merge the adapter into it."""
 
 import logging
 from functools import partial
@@ -28,10 +28,10 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
 
     Args:
         source: A checkpoint with an adapter. The config of its run contains the path of the base weights.
-        spec: Builds the model from the model folder of the checkpoint, with the code that the user allows.
+        spec: Model section that builds the model from the checkpoint's model folder, with code that the user allows.
 
     Raises:
-        UserError: If the base is a user's own module, has frozen tokenizers, or has changed since training.
+        UserError: If the base model is a user's own module, has frozen tokenizers, or has changed since training.
     """
     config = load_config(source / "config.yaml", [])
     state = manifest.read_state(source, manifest.read(source))

@@ -26,7 +26,7 @@ class StartingPoint:
     run: str  # id of the resumed or new run
     checkpoint: Path | None  # None to start from the initial weights of the model
     weights_only: bool = False  # start at step 0, with a new optimizer and from the start of the data
-    resume: str = "auto"  # `request_of` the config at the first start; stored in the run folder
+    resume: str = "auto"  # result of `request_of` at the first start; stored in the run folder
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def find_checkpoint(config: Config, directory: Path, mesh: Mesh) -> StartingPoin
 
 
 def all_damaged(directory: Path, damaged: dict[Path, str]) -> str:
-    """Return the error message for a folder in which all checkpoints are damaged. `damaged` has the reasons."""
+    """Return the error message for a folder in which all checkpoints are damaged. `damaged` contains the reasons."""
     newest, reason = next(iter(damaged.items()))
     others = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
     return (
@@ -88,12 +88,12 @@ def all_damaged(directory: Path, damaged: dict[Path, str]) -> str:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, by its name or its manifest."""
+    """Whether a folder is a checkpoint, judging by its name or its manifest."""
     return path.name.startswith("step_") or (path / manifest.NAME).exists()
 
 
 def checkpoints_in(path: Path) -> Path:
-    """Return the folder with the checkpoints of a run folder: `checkpoints` if it has any, otherwise `path`.
+    """Return the folder that contains the checkpoints of a run: `path/checkpoints` if it has any, otherwise `path`.
 
     Raises:
         UserError: If the checkpoints belong to several runs, or to another run than the folder.
@@ -104,9 +104,9 @@ def checkpoints_in(path: Path) -> Path:
 
 
 def request_of(config: Config) -> str:
-    """Return how a run with this config starts, as stored in run.json: `auto`, `never`, a checkpoint or `weights:PATH`.
+    """Return the requested start of a run, as stored in run.json: `auto`, `never`, a checkpoint or `weights:PATH`.
 
-    The stored form of `model.init_from: PATH` is that of earlier versions, so that their runs can be resumed.
+    `model.init_from: PATH` is stored as `weights:PATH`, as in earlier versions, so that their runs can be resumed.
     """
     if config.model.init_from is not None and config.checkpoint.resume == "auto":
         return OLD_WEIGHTS_PREFIX + config.model.init_from
@@ -114,7 +114,7 @@ def request_of(config: Config) -> str:
 
 
 def _plan(config: Config, directory: Path) -> ResumePlan:
-    """Return which checkpoint to look for, from the config and the folders of the run."""
+    """Decide which checkpoint to look for, based on the config and the folders of the run."""
     request = request_of(config)
     root = Path(config.log.dir)
     identity = read_identity(root)
@@ -161,7 +161,7 @@ def _plan(config: Config, directory: Path) -> ResumePlan:
 
 
 def _from_weights(config: Config, origin: StartingPoint) -> ResumePlan:
-    """Return the plan of a new run that starts from `model.init_from`, if it is set."""
+    """Return the plan of a new run, which starts from `model.init_from` if it is set."""
     if config.model.init_from is None:
         return ResumePlan(origin)
     path = Path(config.model.init_from).expanduser()
@@ -187,7 +187,7 @@ def _from_checkpoint(path: Path, origin: StartingPoint) -> ResumePlan:
 def _check_newest(path: Path, existing: list[Path]) -> None:
     """Check that no newer checkpoint exists: `auto` would later resume from it instead.
 
-    Newer checkpoints are accepted if `path` is damaged, which raises later.
+    If `path` is damaged, newer checkpoints are accepted here, because loading `path` raises an error later.
     """
     step = folders.step_of(path) or 0
     newer = [folder for folder in existing if (folders.step_of(folder) or 0) > step]
@@ -219,7 +219,7 @@ def best_checkpoint(run: Path) -> Path:
     """Return the best checkpoint of a run folder, as recorded in `best.json`.
 
     Raises:
-        UserError: If there is no record, or if its checkpoint is missing, damaged or of another run.
+        UserError: If there is no record, or if the recorded checkpoint is missing, damaged or from another run.
     """
     if not run.is_dir() or is_checkpoint(run):
         raise UserError(f"--best: {run} is not a run folder. Pass a run folder, or remove the option.")

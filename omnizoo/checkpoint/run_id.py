@@ -19,7 +19,7 @@ class Identity:
     """The run that a run folder belongs to, as stored in `run.json`."""
 
     id: str
-    resume: str  # `request_of` the config at the first start; a command with the same value resumes the run
+    resume: str  # result of `request_of` at the first start; a command with the same value resumes the run
 
     def text(self) -> str:
         """Return the text of `run.json`."""

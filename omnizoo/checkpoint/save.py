@@ -51,10 +51,10 @@ def save_checkpoint(
 
     Args:
         directory: Folder of the checkpoints of the run.
-        step: Number of completed steps, which names the checkpoint.
+        step: Number of completed steps. It is part of the checkpoint's name.
         model: The sharded model.
         optimizer: The optimizer of the model.
-        state: JSON-serializable state; that of rank 0 is written. `state["run"]` is the id of the run
+        state: JSON-serializable state, of which rank 0 writes its own. `state["run"]` is the id of the run
             (`StartingPoint.run`).
         mesh: The device mesh.
         config: The config of the run.
@@ -112,10 +112,10 @@ def load_checkpoint(
     """Load the checkpoint that a run starts from, whatever layout wrote it. Collective: all ranks must call it.
 
     Args:
-        origin: Where the run starts, from `find_checkpoint`.
+        origin: The starting point of the run, from `find_checkpoint`.
         model: The sharded model to fill.
         optimizer: The optimizer to fill; None to load weights only.
-        base: Hash of an adapter's base model. The checkpoint must have the same.
+        base: Hash of an adapter's base model. The hash in the checkpoint must be the same.
 
     Returns:
         The `state` that `save_checkpoint` received; empty for a new run.
@@ -180,7 +180,7 @@ def _on_all(mesh: Mesh, work: Callable[[], T], partial: Path) -> T:
 
 
 def _reason(error: BaseException) -> str:
-    """Return a one-line reason; for a distributed failure, that of the first rank in its list."""
+    """Return a one-line reason for `error`. If several ranks failed, return the reason of the first rank listed."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {first_line(cause)}"

@@ -1,4 +1,4 @@
-"""Write and read sharded tensors by torch's distributed checkpoint (DCP), as safetensors, so nothing is unpickled.
+"""Write and read sharded tensors with torch's distributed checkpoint (DCP). Safetensors avoid unpickling.
 
 Names are flat: `model.<parameter>`, `optimizer.<parameter>.<state>` and `ema.<parameter>`. Files that one layout wrote
 can be read by any other.
@@ -31,10 +31,10 @@ AVERAGE = "ema."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters (tied ones once) and persistent buffers, by their names in a checkpoint.
+    """Return the parameters (tied ones once) and persistent buffers, by their names in a checkpoint.
 
     For a model with an adapter, only trained parameters are included, because the base does not change. All buffers are
-    included, because some of them change in training.
+    included, because some of them change during training.
     """
     persistent = set(model.state_dict())
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
@@ -44,9 +44,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return moments, step counts and moving average of every trained parameter, by their names in a checkpoint.
+    """Return the moments, step count and moving average of every trained parameter, by their names in a checkpoint.
 
-    State that does not exist before the first step is created, with zeros.
+    Before the first step, missing state is created and filled with zeros.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if any(not optimizer.state.get(p) for p in parameters.values()):
@@ -64,7 +64,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing optimizer state by a step with zero gradients and zero learning rate, which keeps all weights."""
+    """Create missing optimizer state with a step that changes no weights: zero gradients, zero learning rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     all_parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in all_parameters]
@@ -90,7 +90,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def begin_average(optimizer: torch.optim.Optimizer) -> None:
-    """Set the moving average, if there is one, to the current weights, which were loaded after it was created."""
+    """Set the moving average, if there is one, to the current weights, because they were loaded after its creation."""
     for parameter, average in getattr(optimizer, "average", {}).items():
         average.copy_(parameter)
 
@@ -99,8 +99,8 @@ def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
     """Write the local shards of every rank. Collective: all ranks must call it. A failure raises on all ranks.
 
     Returns:
-        Size and hash of the files of this rank, by name. Hashes are computed from the bytes in memory: files are not
-        read back, and damage by the disk is detected later.
+        The size and hash of each file of this rank, by name. Hashes are computed from the bytes in memory. Files are
+        not read back, so damage by the disk is detected later.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     writer.fs = files = _HashingFiles()
@@ -111,7 +111,7 @@ def write(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, File]:
 
 
 class _HashingFiles(FileSystem):
-    """File system for DCP's writer that records size and hash of each file and calls fsync on it."""
+    """File system for DCP's writer that records the size and hash of each file and calls fsync on it."""
 
     def __init__(self) -> None:
         self.written: dict[str, File] = {}
@@ -160,7 +160,7 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     Names and shapes are checked first, because a failed load would leave some tensors overwritten.
 
     Raises:
-        UserError: If the checkpoint has other names or shapes.
+        UserError: If the names or shapes in the checkpoint differ from those of `tensors`.
     """
     saved = _saved(folder)
     for name, tensor in sorted(tensors.items()):
@@ -190,12 +190,12 @@ def read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether this is torchao's 8-bit optimizer state, whose blocks depend on the local shard."""
+    """Whether the tensor is torchao's 8-bit optimizer state, whose quantization blocks depend on the local shard."""
     return hasattr(local_shard(tensor), "codes")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as stored in a checkpoint. Quantized tensors are dequantized, for use by any layout."""
+    """Return the tensor as stored in a checkpoint. Quantized tensors are dequantized, so any layout can load them."""
     if not _is_quantized(tensor):
         return tensor
     return with_local(tensor, local_shard(tensor).dequantize().float())
@@ -218,7 +218,7 @@ def _section_of(name: str) -> str:
 
 
 def on_meta(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the saved tensors on the meta device, which have their shapes and dtypes but no data."""
+    """Return the saved tensors on the meta device, with their shapes and dtypes but no data."""
     return {
         name: torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
         for name, meta in _saved(folder).items()
@@ -226,6 +226,6 @@ def on_meta(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _saved(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of every saved tensor, by name."""
+    """Return the shape and dtype of every saved tensor, by name."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: meta for name, meta in metadata.items() if isinstance(meta, TensorStorageMetadata)}

@@ -1,4 +1,4 @@
-"""Stream the full tensors of a sharded model one after the other, under the names of its published files."""
+"""Stream the full tensors of a sharded model one after the other, under their names in the published files."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 def stream_weights(model: nn.Module, keys: PublishedKeys, dtype: torch.dtype | None, is_kept: bool) -> Named:
     """Yield the published names and full tensors of a model, with its adapter merged.
 
-    Tensors are gathered one group at a time: a group has the tensors that are stored together in the published files.
+    Tensors are gathered one group at a time. A group contains tensors that are stored together in the published files.
     Collective: all ranks must exhaust the iterator.
 
     Args:
@@ -37,7 +37,10 @@ def stream_weights(model: nn.Module, keys: PublishedKeys, dtype: torch.dtype | N
 
 
 def stream_model_weights(model: nn.Module, is_kept: bool) -> Named:
-    """Yield names in the model and full tensors, in its precision. Collective: all ranks must exhaust the iterator."""
+    """Yield full tensors, with their names and precision in the model.
+
+    Collective: all ranks must exhaust the iterator.
+    """
     tensors = _local_tensors(model)
     for name in _names_without_adapter(model, tensors):
         weight = _full_weight(model, name, tensors)
@@ -65,7 +68,7 @@ def _full_weight(model: nn.Module, name: str, tensors: dict[str, torch.Tensor]) 
 
 
 def stream_adapter(model: nn.Module, dtype: torch.dtype | None, is_kept: bool) -> Named:
-    """Yield PEFT names and full tensors of the adapter. Collective: all ranks must exhaust the iterator."""
+    """Yield the PEFT names and full tensors of the adapter. Collective: all ranks must exhaust the iterator."""
     adapter = attached(model)
     if adapter is None:
         raise UserError("adapter_only: the model has no adapter (model.adapter). Remove the argument.")
@@ -80,7 +83,7 @@ def stream_adapter(model: nn.Module, dtype: torch.dtype | None, is_kept: bool) -
 def _merged(
     model: nn.Module, adapter: AdapterInfo, name: str, weight: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return `weight`, the full tensor `name`, with the adapter merged if it has one for this weight."""
+    """Return `weight`, the full tensor `name`, with the adapter merged if the adapter covers it."""
     module = name.removesuffix(".weight")
     is_expert = name in adapter.experts
     if not is_expert and (module == name or module not in adapter.modules):

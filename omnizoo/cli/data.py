@@ -1,4 +1,4 @@
-"""`omnizoo data inspect`: show samples as the model receives them, and statistics of the data of a run.
+"""`omnizoo data inspect`: show samples as the model receives them, and statistics about the data of a run.
 
 The output is printed and, with `--out`, written as an HTML page with thumbnails.
 """
@@ -29,8 +29,8 @@ LOSS = "bold green"
 NO_LOSS = "dim"
 ROLE = "bold underline"
 COLORS = ("blue", "magenta", "cyan", "yellow", "red", "white")  # colors of modalities, in the order of the config
-MAX_PIECES = 300  # maximum number of pieces of a sample that are printed
-MAX_BAD_ROWS = 20  # maximum number of bad rows that are printed
+MAX_PIECES = 300  # maximum number of printed pieces per sample
+MAX_BAD_ROWS = 20  # maximum number of printed bad rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +166,7 @@ def tables(inspection: "Inspection") -> Iterator[tuple[str, list[str], list[list
 
 
 def describe_costliest(port: "PortMix") -> str:
-    """Return the item with the most FLOPs, its row, and its share of the FLOPs of the module."""
+    """Describe the item with the most FLOPs: its row, and its share of the module's FLOPs."""
     if not port.cost:
         return "-"
     share = percent(port.costliest.size.cost, port.cost)
@@ -174,7 +174,7 @@ def describe_costliest(port: "PortMix") -> str:
 
 
 def describe_schema(source: "SourceMix") -> str:
-    """Return the schema of the rows and the rule that chose it, or the number of samples of each schema."""
+    """Describe the row schema and why it was chosen. If there are several, give the number of samples in each."""
     if len(source.formats) == 1:
         (name,) = source.formats
         return f"{name}: {source.why}" if source.why else name
@@ -193,21 +193,21 @@ def bars(inspection: "Inspection") -> Iterator[tuple[str, int, float]]:
 
 
 def describe_item(item: "MediaItem") -> str:
-    """Return the name of a media item and the number of its placeholder tokens."""
+    """Describe a media item: its name and its number of placeholder tokens."""
     from omnizoo.data.loading.inspection import visible
 
     return f"{visible(item.media.name)} ({item.size.num_placeholders:,} placeholder tokens)"
 
 
 def describe_sample(sample: "InspectedSample") -> str:
-    """Return the row of a sample, and the numbers of its tokens and targets."""
+    """Describe a sample: its row, and how many tokens and targets it has."""
     part = sample.sample.id.part
     suffix = f", part {part}" if part else ""
     return f"{sample.where}{suffix}: {sample.tokens:,} tokens, loss on {sample.loss_tokens:,}"
 
 
 def percent(part: float, total: float) -> str:
-    """Return `part` in percent of `total`, or a dash if the total is 0."""
+    """Return `part` as a percentage of `total`, or a dash if the total is 0."""
     return f"{100 * part / total:.1f}%" if total else "-"
 
 
@@ -222,7 +222,7 @@ def all_pieces(sample: "InspectedSample", reader: "Reader", most: int) -> "Itera
 
 
 def describe(inspection: "Inspection", reader: "Reader", is_plain: bool) -> Iterator[RenderableType]:
-    """Yield everything to print. If `is_plain`, brackets instead of colors mark tokens with loss."""
+    """Yield everything to print. If `is_plain`, brackets instead of colors mark target tokens."""
     yield from bad_row_lines(inspection.bad_rows)
     colors = dict(zip(reader.modalities, itertools.cycle(COLORS), strict=False))
     legend = [Text("⟦loss⟧" if is_plain else "loss", LOSS), Text("no loss", NO_LOSS)]

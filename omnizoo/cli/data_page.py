@@ -18,7 +18,7 @@ from omnizoo.modalities.media import BadMedia
 from omnizoo.reporting.pages import render
 
 NUM_HUES = 6  # number of colors for modalities in the style sheet
-MAX_TOKENS = 4000  # maximum number of tokens of a sample on the page
+MAX_TOKENS = 4000  # maximum number of tokens shown per sample
 
 Block = tuple[bool, list[TokenText]]  # (whether the block is media, its pieces)
 
@@ -59,7 +59,7 @@ def _sample_blocks(sample: InspectedSample, reader: Reader) -> Iterator[tuple[st
 
 
 def _blocks(pieces: Sequence[TokenText]) -> list[Block]:
-    """Group pieces into text and media. Only the first piece of an item counts as media; later ones as text."""
+    """Group pieces into text and media. Only the first piece of a media item counts as media; later ones as text."""
     shown_items: set[int] = set()
 
     def is_first_of_item(piece: TokenText) -> bool:
@@ -71,7 +71,7 @@ def _blocks(pieces: Sequence[TokenText]) -> list[Block]:
 
 
 def _preview(item: MediaItem, reader: Reader) -> str:
-    """Return the HTML preview of an item. If its module has no preview, show the value of the item."""
+    """Return the HTML preview of a media item, or its value if its module has no preview."""
     try:
         html = find_module(reader.modalities, item.port).preview(item.media)
     except BadMedia as reason:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return facts about this machine, with lists of `warnings` and `problems`."""
+    """Return facts about this machine, including the lists `warnings` and `problems`."""
     packages = _packages()
     kernel_versions = installed_versions(KERNELS)
     problems = []
@@ -95,7 +95,7 @@ def _packages(extra: str = "") -> list[dict[str, Any]]:
 
 
 def _belongs_to(requirement: Requirement, extra: str) -> bool:
-    """Whether a requirement is one of `extra`, or of OmniZoo without extras if `extra` is empty."""
+    """Whether a requirement belongs to `extra`, or to OmniZoo without extras if `extra` is empty."""
     if not extra:
         return requirement.marker is None
     return requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
@@ -117,7 +117,7 @@ def _cpu_name() -> str:
 
 
 def _compute(warnings: list[str]) -> dict[str, Any]:
-    """Return devices, collective backends and matmul speed, and append to `warnings`."""
+    """Return the devices, collective backends and matmul speed. Problems are appended to `warnings`."""
     import torch
 
     from omnizoo.ops.device import EXPANDABLE, allocator_settings, device_name, pick_device
@@ -147,7 +147,7 @@ def _compute(warnings: list[str]) -> dict[str, Any]:
         )
     return {
         "device": device.type,
-        # Defaults of a run on this machine.
+        # These are the defaults of a run on this machine.
         "defaults": {"precision": "bf16" if devices else "fp32", "tf32": bool(devices), "allocator": settings},
         "shared_memory_gb": shared,
         "devices": devices,
@@ -181,7 +181,7 @@ def _shared_memory_gb() -> float | None:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    """Print facts as a table, then warnings and problems."""
+    """Print the facts as a table, followed by the warnings and problems."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from omnizoo.generation.chat_model import ChatModel
     from omnizoo.generation.generate import GeneratedPiece
 
-MAX_PROMPT_LENGTH = 72  # characters of a prompt printed before its response, if there are several prompts
+MAX_PROMPT_LENGTH = 72  # with several prompts, at most this many characters of each are printed before its response
 UNFINISHED = "\ufffd"  # ends a text whose last character is incomplete
-# Control characters that a model generates are removed: they could control the terminal.
+# Control characters in generated text are removed, because they could control the terminal.
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()  # it is printed between the responses otherwise
+        transformers_logging.disable_progress_bar()  # it would be printed between the responses
         folder = as_folder(args, stack)
         from omnizoo.generation.chat_model import load_chat_model
         from omnizoo.ops.device import pick_device
@@ -216,20 +216,20 @@ def read_prompt(
 
 
 class Terminal:
-    """Printer of pieces during generation: new characters of text, and file names of media."""
+    """Prints pieces during generation: the new characters of a text, or the file name of a media item."""
 
     def __init__(self, model: "ChatModel", media_folder: Path) -> None:
         """Create a printer.
 
         Args:
-            model: Decodes text and saves media.
+            model: The model, which decodes text and saves media.
             media_folder: Folder for generated media.
         """
         self.model = model
         self.media_folder = media_folder
         self.piece: GeneratedPiece | None = None
-        self.text = ""  # text of the current piece that is already printed
-        self.count = 0  # number of pieces
+        self.text = ""  # the part of the current piece that is already printed
+        self.count = 0  # number of pieces shown
         self.files: list[str] = []
 
     def show(self, piece: "GeneratedPiece") -> None:

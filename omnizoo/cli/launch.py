@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the config and the layout before the job waits in a queue, then print the job file."""
+    """Check the config and the layout, then print the job file. Errors appear before the job is queued."""
     check_arguments(args)
     config = load_config(args.config, args.overrides)
     layout = plan_layout(config.parallel, args.nodes * args.nproc)

@@ -1,7 +1,7 @@
 """Command-line parser of `omnizoo`, with one subparser per command.
 
-The module of a command has `add_arguments(parser)` and `run(args)`. Only the module of the chosen command is imported.
-It imports torch and transformers inside `run`, so that `omnizoo --help` and config errors appear quickly.
+Each command has a module with `add_arguments(parser)` and `run(args)`. Only the module of the chosen command is
+imported. It imports torch and transformers inside `run`, so that `omnizoo --help` and config errors appear quickly.
 """
 
 import argparse
@@ -46,10 +46,10 @@ def build_parser(commands: Iterable[str] = tuple(COMMANDS)) -> Parser:
     """Build the parser of `omnizoo`, without parsing a command line.
 
     Args:
-        commands: Commands that get their arguments, which imports their modules. Other commands have a summary only.
+        commands: Commands whose arguments are added, which imports their modules. Other commands only have a summary.
 
     Returns:
-        The parser. Its `commands` are the subparsers by name of the command.
+        The parser. Its `commands` maps the name of each command to its subparser.
     """
     parser = Parser(prog="omnizoo", description="Train omni-modal models, from one CPU core to a cluster of GPUs.")
     parser.add_argument("--version", action="version", version=f"omnizoo {version('omnizoo')}")
@@ -103,7 +103,7 @@ def path_argument(text: str) -> Path:
 
 
 def allow_code(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that allow code in a model folder. Only the command line can allow it, not a file."""
+    """Add the flags that allow code in a model folder to run. Only the command line can allow it, not a file."""
     parser.add_argument(
         "--allow-code",
         metavar="MODULE",
@@ -146,7 +146,7 @@ def suggest(argument: str, parser: argparse.ArgumentParser) -> str:
         if hint is not None:
             return hint
         keys = sorted((key.key for key in reference.all_keys()), key=lambda key: key.count("."))
-        for key in reversed(keys):  # the key with the fewest levels replaces the others
+        for key in reversed(keys):  # the key with the fewest levels comes last and replaces the others
             last_part = key.rpartition(".")[2]
             flags[f"--{last_part}"] = f"--{key}"
 

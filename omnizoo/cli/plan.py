@@ -151,7 +151,7 @@ def as_object(result: "Result", place: "Place", fits: bool, advice: "list[Advice
 
 
 def collective_objects(result: "Result") -> list[dict[str, Any]]:
-    """Return the collectives of the step, those with the most bytes first."""
+    """Return the collectives of the step as JSON objects, those with the most bytes first."""
     by_bytes = sorted(result.collectives.items(), key=lambda pair: -pair[1][1])
     objects = []
     for collective, (count, size) in by_bytes:
@@ -168,7 +168,7 @@ def collective_objects(result: "Result") -> list[dict[str, Any]]:
 
 
 def host_sync_objects(result: "Result") -> list[dict[str, Any]]:
-    """Return the host syncs of the step, the most frequent first."""
+    """Return the host syncs of the step as JSON objects, the most frequent first."""
     by_count = sorted(result.syncs.items(), key=lambda pair: (-pair[1], pair[0].where))
     return [
         {"where": sync.where, "kind": sync.kind, "operator": sync.detail, "count": count} for sync, count in by_count
@@ -176,7 +176,7 @@ def host_sync_objects(result: "Result") -> list[dict[str, Any]]:
 
 
 def kernel_objects(result: "Result") -> list[dict[str, Any]]:
-    """Return calls and FLOPs by kernel and dtype."""
+    """Return the number of calls and the FLOPs of each kernel and dtype, as JSON objects."""
     kernels = summed(result, lambda kernel: replace(kernel, module="", phase=""))
     return [
         {"kernel": kernel.name, "dtype": kernel.dtype, "calls": calls, "flops": flops}
@@ -185,13 +185,13 @@ def kernel_objects(result: "Result") -> list[dict[str, Any]]:
 
 
 def matmul_objects(result: "Result") -> list[dict[str, Any]]:
-    """Return the FLOPs of matmuls by module and phase."""
+    """Return the FLOPs of matmuls by module and phase, as JSON objects."""
     kernels = summed(result, lambda kernel: replace(kernel, name="", dtype=""))
     return [{"module": kernel.module, "phase": kernel.phase, "flops": flops} for kernel, (_, flops) in kernels if flops]
 
 
 def expected_object(result: "Result", place: "Place") -> dict[str, Any] | None:
-    """Return the predicted time of a step by part; None if the device file lacks the required figures."""
+    """Return the predicted duration of each part of a step; None if the device file lacks the required figures."""
     from omnizoo.planning.time_model import CALIBRATION, counts_of, expect
 
     prediction = expect(counts_of(result, place.world), place.device)
@@ -217,7 +217,7 @@ def save_seconds(size: int, place: "Place") -> float:
 
 
 def summed(result: "Result", group: "Callable[[Kernel], Kernel]") -> list[tuple["Kernel", tuple[int, int]]]:
-    """Return calls and FLOPs, summed over kernels of the same group, most FLOPs first."""
+    """Return the number of calls and the FLOPs of each group of kernels, those with the most FLOPs first."""
     calls: Counter[Kernel] = Counter()
     flops: Counter[Kernel] = Counter()
     for kernel, (num_calls, num_flops) in result.kernels.items():
@@ -253,7 +253,7 @@ def show(plan: dict[str, Any], result: "Result", place: "Place", device: str) ->
 
 
 def memory_table(plan: dict[str, Any]) -> Table:
-    """Return a table of the memory at the peak by part, with the modules that have the most activations."""
+    """Return a table of peak memory by category, with the modules that have the most activations."""
     table = Table("memory at the peak", "GiB", box=None)
     for part, size in plan["memory"].items():
         table.add_row(part.replace("_", " "), f"{size:,.2f}")
@@ -267,7 +267,7 @@ def memory_table(plan: dict[str, Any]) -> Table:
 
 
 def traffic_table(plan: dict[str, Any]) -> Table:
-    """Return a table of the collectives, with the bytes of the inputs of this rank."""
+    """Return a table of the collectives, with the size of this rank's inputs in bytes."""
     table = Table("collective", "axis", "calls", "MiB of input per rank", "reach", box=None)
     for entry in plan["collectives"]:
         reach = "within a node" if entry["inside_node"] else "across nodes"
@@ -298,7 +298,7 @@ def matmul_table(plan: dict[str, Any]) -> Table:
 
 
 def host_sync_table(plan: dict[str, Any]) -> Table:
-    """Return a table of the lines that cause host syncs."""
+    """Return a table of the lines of code that cause host syncs."""
     table = Table("host syncs in", "cause", "per step", box=None)
     for entry in plan["host_syncs"]:
         table.add_row(entry["where"], f"{entry['kind']}: {entry['operator']}", f"{entry['count']:,}")
@@ -306,7 +306,7 @@ def host_sync_table(plan: dict[str, Any]) -> Table:
 
 
 def show_speed(expected: dict[str, Any], console: Console) -> None:
-    """Print the predicted time of a step by part, and the speed."""
+    """Print the predicted duration of each part of a step, and the speed."""
     table = Table("predicted time of a step", "s", "share", box=None)
     for part, seconds in expected["seconds"].items():
         table.add_row(PARTS_OF_A_STEP[part], f"{seconds:,.3f}", f"{seconds / expected['seconds_per_step']:.0%}")
@@ -317,7 +317,7 @@ def show_speed(expected: dict[str, Any], console: Console) -> None:
 
 
 def show_verdict(plan: dict[str, Any], place: "Place", device: str, console: Console) -> None:
-    """Print the checkpoint size, whether the step fits, and changes that make it fit."""
+    """Print the checkpoint size, whether the step fits into memory, and changes that would make it fit."""
     checkpoint = plan["checkpoint"]
     speed = f"{checkpoint['seconds']:,.1f} s to write at {place.device.save_gb_per_s:g} GB/s per node"
     console.print(f"\ncheckpoint: {checkpoint['gb']:,.2f} GiB, {speed}")

@@ -1,4 +1,4 @@
-"""`omnizoo recipes`: list the model families with a recipe, and the test for each supported capability."""
+"""`omnizoo recipes`: list the model families that have a recipe, and the test of each supported capability."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""Rendering of the Jinja2 templates for files that commands write."""
+"""Render the Jinja2 templates of the files that commands write."""
 
 import json
 from functools import partial

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class TrainHelp(argparse.Action):
-    """Help action that prints every config key, read from the schema."""
+    """Help action that prints every config key in the schema."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         print_help()

@@ -107,7 +107,7 @@ def family_names(families: str) -> list[str]:
     from omnizoo.recipes.zoo import families as zoo
     from omnizoo.verification.prepare import check_family
 
-    # Multimodal families need their own rows and settings, which are in examples/published.
+    # `all` excludes multimodal families: they need rows and settings of their own, which are in examples/published.
     if families == "all":
         names = [entry.family for entry in zoo() if not entry.is_omni]
     elif families == "many":
@@ -149,7 +149,7 @@ def try_layouts(
 def prepare_trial(
     config: Config, family: str | None, args: argparse.Namespace, folder: Path
 ) -> tuple[Config, Sequence["Layout"]]:
-    """Train in one process as the reference. Returns the config of the trial and the layouts to compare."""
+    """Train the reference in one process, and return the config of the trial and the layouts to compare."""
     from omnizoo.modalities.build import BUILDING_ERRORS
     from omnizoo.verification.prepare import prepare, with_family
 
@@ -164,7 +164,7 @@ def prepare_trial(
 
 
 def show(name: str, verdicts: Sequence["Verdict"], console: Console) -> None:
-    """Print the differences of each layout as a table, and the reasons of failures below it."""
+    """Print the differences of each layout as a table, and the reasons for failures below it."""
     table = Table(title=f"{name} against one process", title_justify="left")
     for column in ("layout", "loss", "worst gradient", "grad norm", "collectives per step, MiB in each", ""):
         table.add_column(column, overflow="fold")

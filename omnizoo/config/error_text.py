@@ -21,7 +21,7 @@ ALL_KEYS = "`omnizoo train --help` lists all keys"
 MAX_KEY_LENGTH = 200  # characters; longer keys get no suggestion
 KEYS = {key.key: key for key in reference.all_keys()}
 TYPES = dict.fromkeys(reference.sections(), "mapping") | {name: key.type for name, key in KEYS.items()}
-# Keys, and items of lists and mappings of sections: validators of sections raise errors at these locations.
+# Locations at which validators of sections raise errors: keys, and items of lists or mappings of sections.
 LOCATIONS = set(TYPES) | {key.rpartition(".")[0] for key in KEYS}
 
 Loc = tuple[int | str, ...]
@@ -29,7 +29,7 @@ Loc = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class KeyOrigin:
-    """Origins of keys: the command line, or a line of the file."""
+    """Where each key was set: on the command line, or in a line of the file."""
 
     path: str
     lines: dict[str, int]  # line number of each dotted key
@@ -59,7 +59,7 @@ class KeyOrigin:
 
 def explain(error: ValidationError, data: Any, origin: KeyOrigin) -> str:
     """Return one line for each mistake in `data`."""
-    # A value that matches no type of a union has one error per type: keep one per key.
+    # A value that matches no type of a union causes one error per type. Keep one error per key.
     details = {_cut_to_schema(detail): detail for detail in error.errors(include_url=False)}
     mistakes = []
     for loc, detail in list(details.items())[:MAX_MISTAKES]:
@@ -68,9 +68,9 @@ def explain(error: ValidationError, data: Any, origin: KeyOrigin) -> str:
 
 
 def _cut_to_schema(detail: ErrorDetails) -> Loc:
-    """Cut the location of an error where it leaves the schema, at members of a union or items of a plain list.
+    """Truncate the location of an error where it leaves the schema: at members of a union or items of a plain list.
 
-    The result is empty for errors of the whole config, where sections contradict each other.
+    The result is empty for errors that concern the whole config, such as sections that contradict each other.
     """
     loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
@@ -96,7 +96,7 @@ def _explain(loc: Loc, detail: ErrorDetails, data: Any, origin: KeyOrigin) -> st
 
 
 def _explain_unknown(loc: Loc, origin: KeyOrigin) -> str:
-    """Explain a key that is not in the schema, with its new name, our key for it, or a similar key."""
+    """Explain a key that is not in the schema. Suggest its new name, our equivalent of it, or a similar key."""
     key = _dotted(loc)
     typed_key = origin.typed_key(key)
     where = COMMAND_LINE if typed_key else origin.describe(loc)
@@ -191,7 +191,7 @@ def _similar_keys(key: str) -> list[str]:
 
 
 def _with_indices_of(key: str, known: str) -> str:
-    """Replace `N` and `NAME` in a schema key by the index and the name at the same position of `key`."""
+    """Replace `N` and `NAME` in the schema key `known` with the index and the name at the same position in `key`."""
     parts = known.split(".")
     for i, part in enumerate(key.split(".")[: len(parts)]):
         if parts[i] in ("N", "NAME"):

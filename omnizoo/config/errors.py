@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-MAX_MISTAKES = 20  # maximum number of mistakes that are printed
+MAX_MISTAKES = 20  # maximum number of printed mistakes
 ALLOCATION_FAILED = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
@@ -27,11 +27,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of an error, from a library or user code, as one line."""
+    """Return the message of an error, which may come from a library or user code, as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         lines = [type(error).__name__]
-    if lines[0].startswith("Caught "):  # an error of a loader worker contains a traceback, then the message
+    if lines[0].startswith("Caught "):  # the text of a loader worker's error is a traceback followed by the message
         lines = lines[-1:]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return line if len(line) <= 300 else line[:297] + "..."
@@ -64,7 +64,7 @@ def shorten(text: str) -> str:
 
 
 def printable(text: str, allowed: str = "") -> str:
-    """Escape line breaks and control characters not in `allowed`, so that a message stays on one line."""
+    """Escape all line breaks and control characters that are not in `allowed`, so that a message stays on one line."""
     characters = []
     for character in text:
         if not character.isprintable() and character not in allowed:

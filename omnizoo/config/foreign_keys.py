@@ -5,7 +5,7 @@ The trainers are LLaMA-Factory, ms-swift, TRL, the HF Trainer and VeOmni.
 
 from fnmatch import fnmatchcase
 
-# Keys of earlier versions -> current keys.
+# Maps keys of earlier versions to current keys.
 MOVED_KEYS = {
     "train.betas": "optimizer.options.betas",
     "train.eps": "optimizer.options.eps",
@@ -24,7 +24,7 @@ MOVED_KEYS = {
 NOT_YET = "not supported yet"
 NO_KEY = "no key is needed"
 
-# Replacement (our key, other advice, or NOT_YET with the closest alternative) -> keys of other trainers.
+# Maps a replacement (our key, other advice, or NOT_YET with the closest alternative) to keys of other trainers.
 REPLACEMENTS = {
     # model
     "model.path": "model_name_or_path model_id_or_path model_path base_model",
@@ -148,7 +148,7 @@ OUR_KEYS = {name: replacement for replacement, names in REPLACEMENTS.items() for
 
 
 def our_key(name: str) -> str | None:
-    """Return the replacement of another trainer's key, as the continuation of "is not a key"; None if unknown."""
+    """Return the replacement for another trainer's key, as the continuation of "is not a key"; None if unknown."""
     plain = name.lower().replace("-", "_")
     matches = (text for pattern, text in OUR_KEYS.items() if fnmatchcase(plain, pattern))
     replacement = next(matches, None)
@@ -158,7 +158,7 @@ def our_key(name: str) -> str | None:
 
 
 def moved_key(key: str) -> str | None:
-    """Return a sentence with the new name of a key of an earlier version; None for other keys.
+    """Return a sentence with the new name of a key from an earlier version; None for other keys.
 
     It also accepts keys below a moved key, and sections that contained only moved keys, such as `router`.
     """

@@ -1,4 +1,4 @@
-"""Loading of configs: a file, mapping or object, with overrides and Python objects, becomes a validated `Config`.
+"""Load configs: convert a file, mapping or object, with overrides and Python objects, to a validated `Config`.
 
 All mistakes in a config are reported together, one line each. This module imports neither torch nor transformers, so
 errors appear quickly.
@@ -20,7 +20,7 @@ from omnizoo.config.yaml_file import parse_yaml, read_text
 
 NO_DATA = "(none)"
 IN_PYTHON = "config"
-# Argument of `omnizoo.train` -> section and key of the object, and keys that must not be set as well.
+# Maps an argument of `omnizoo.train` to the section and key that its object sets, and to keys that must then be unset.
 PYTHON_ARGUMENTS = {
     "model": ("model", "given", ("path", "config", "module", "foundation")),
     "tokenizer": ("model", "tokenizer", ("tokenizer",)),
@@ -43,7 +43,7 @@ def load_config(
         config: Path of a YAML file, a mapping, or a `Config`.
         overrides: Command line arguments: `["--train.lr", "1e-3", "--log.dir=runs/a"]`.
         objects: Python objects that were passed to `omnizoo.train`, by the name of the argument.
-        needs_data: If false, `data.sources` may be missing. It is then one source with the path `NO_DATA`.
+        needs_data: If false, `data.sources` may be missing. It then defaults to one source with the path `NO_DATA`.
 
     Returns:
         The validated config.

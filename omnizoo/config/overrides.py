@@ -35,10 +35,10 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
 
 
 def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key` in `data`, and create missing mappings and lists on the way.
+    """Set the dotted `key` in `data`, and create missing mappings and lists along its path.
 
     Raises:
-        ValueError: If a part of the key is not a valid index of a list, or is below a plain value.
+        ValueError: If a part of the key is not a valid list index, or refers to something inside a plain value.
     """
     parts = key.split(".")
     if len(parts) > MAX_DEPTH:

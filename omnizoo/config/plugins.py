@@ -1,6 +1,7 @@
-"""Plugins: values in the config that are a built-in name, or `package.module:name` of user code.
+"""Plugins: config values that are either a built-in name or refer to user code as `package.module:name`.
 
-Only code that the config names is imported. Every mistake is one line with the key, the value and the expected kind.
+Only code that the config names is imported. Each mistake is reported in one line with the key, the value and the
+expected kind.
 Names are checked before torch is imported.
 """
 
@@ -26,7 +27,7 @@ def check_name(value: str, built_in: Iterable[str], what: str) -> str:
     """Return `value` if it is a built-in name or `package.module:name`.
 
     Raises:
-        ValueError: If it is neither. The message contains the closest built-in name.
+        ValueError: If `value` is neither. The message suggests the closest built-in name.
     """
     names = list(built_in)
     if value in names:
@@ -101,7 +102,7 @@ def resolve_class(spec: str, key: str, base: type, expected: str) -> Any:
 def check_call(
     target: Callable[..., Any], spec: str, key: str, args: Iterable[Any], options: Mapping[str, Any]
 ) -> None:
-    """Raise `UserError` if `target` (`spec` in the config) cannot be called with these arguments."""
+    """Raise `UserError` if `target`, which `spec` names in the config, cannot be called with these arguments."""
     parameters = keyword_parameters(target)
     unknown = [name for name in options if parameters is not None and name not in parameters]
     try:
@@ -116,7 +117,7 @@ def check_call(
 
 
 def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
-    """Call the class or function `spec` of the config key `key` with `options`, and return its result."""
+    """Call the class or function `spec`, which the config key `key` names, with `options`, and return its result."""
     target = resolve(spec, key, expected)
     if not callable(target):
         raise UserError(f"{key}: {spec} is a {type(target).__name__}; expected {expected}")
@@ -130,7 +131,7 @@ def call(spec: str, key: str, expected: str, options: Mapping[str, Any]) -> Any:
 
 
 def keyword_parameters(target: Callable[..., Any]) -> dict[str, Parameter] | None:
-    """Return the keyword parameters of `target`; None if it accepts any, or has no signature.
+    """Return the keyword parameters of `target`; None if it accepts any keyword or has no signature.
 
     A class that passes further arguments on to its base class also accepts those of its base class.
     """

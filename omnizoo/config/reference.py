@@ -1,7 +1,7 @@
-"""Every config key with its type, default and description, from the schema.
+"""List every config key with its type, default and description, as defined in the schema.
 
-It is the source of `omnizoo train --help`, of the expected types in error messages, and of the configuration reference
-of the documentation (docs/generators/configuration.py).
+The list is the source of `omnizoo train --help`, of the expected types in error messages, and of the configuration
+reference in the documentation (docs/generators/configuration.py).
 """
 
 import json
@@ -50,7 +50,7 @@ def schema_key(key: str) -> str:
 
 @cache
 def _named() -> frozenset[str]:
-    """Return the keys of mappings from a name that the user chooses."""
+    """Return the keys whose values are mappings with names that the user chooses."""
     return frozenset(known.key.partition(".NAME.")[0] for known in all_keys() if ".NAME." in known.key)
 
 

@@ -52,7 +52,7 @@ class Config(ConfigSection):
 
     @property
     def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
-        """Whether rows with preferences can be used; "required" if no loss uses other rows."""
+        """Whether preference rows can be used; "required" if no loss uses other rows."""
         kinds = {loss.kind for loss in self.train.losses}
         if kinds.isdisjoint(PREFERENCES):
             return "refused"
@@ -61,12 +61,12 @@ class Config(ConfigSection):
 
     @property
     def learns_answers(self) -> bool:
-        """Whether the good responses of preferences are also targets of token losses."""
+        """Whether the preferred responses of preference rows are also targets of token losses."""
         return bool({loss.kind for loss in self.train.losses} - {*PREFERENCES, *ROUTER_LOSSES})
 
     @property
     def single_answers(self) -> bool:
-        """Whether each response has a label, instead of being compared in pairs."""
+        """Whether responses are labeled one by one instead of being compared in pairs."""
         return any(loss.kind == "kto" for loss in self.train.losses)
 
     @property
@@ -80,14 +80,17 @@ class Config(ConfigSection):
         return any(loss.kind == "kto" and loss.options.get("baseline") != "zero" for loss in self.train.losses)
 
     def without_cache(self) -> "Config":
-        """Return a config whose losses cache nothing on disk, for trials with other weights."""
+        """Return a config whose losses do not use the disk cache.
+
+        For dry runs and `verify`, whose weights differ from those of the run.
+        """
         return self.changed(train={"losses": [_without_cache(loss) for loss in self.train.losses]})
 
     def changed(self, **sections: dict[str, Any]) -> "Config":
-        """Return a copy of the config with other values.
+        """Return a copy of the config with some values replaced.
 
         Args:
-            sections: Section -> {key: value}. The values are not validated.
+            sections: For each section to change, the new values by key. They are not validated.
         """
         updates = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=updates)
@@ -95,7 +98,7 @@ class Config(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _derive_defaults(cls, value: Any) -> Any:
-        """Set the packs per step from `train.tokens_per_step`, and a number of lanes that fits them."""
+        """Derive the packs per step from `train.tokens_per_step`, and a suitable number of lanes."""
         if not isinstance(value, dict):
             return value
         value = _with_packs_per_step(value)
@@ -172,7 +175,10 @@ def _without_cache(loss: LossSettings) -> LossSettings:
 
 
 def _with_packs_per_step(value: dict[str, Any]) -> dict[str, Any]:
-    """Set `train.packs_per_step` if `train.tokens_per_step` is set, which must be a multiple of `data.pack_tokens`."""
+    """Derive `train.packs_per_step` if `train.tokens_per_step` is set.
+
+    The latter must be a multiple of `data.pack_tokens`.
+    """
     train: Any = value.get("train")
     tokens = _value_of(train, "tokens_per_step")
     if type(tokens) is not int or tokens <= 0:
@@ -190,7 +196,7 @@ def _with_packs_per_step(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_packs(tokens: int, pack_tokens: Any) -> int:
-    """Return the number of packs that `tokens` fill. Raises ValueError if it is not an integer."""
+    """Return the number of packs that `tokens` tokens fill. Raises ValueError if it is not an integer."""
     if type(pack_tokens) is not int or pack_tokens < 1:
         return 1  # the error is reported for data.pack_tokens
     packs, rest = divmod(tokens, pack_tokens)

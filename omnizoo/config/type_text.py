@@ -1,4 +1,4 @@
-"""Types of config keys as text for help, docs and error messages, such as `integer >= 1`."""
+"""Describe the types of config keys in help, docs and error messages, for example as `integer >= 1`."""
 
 from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
@@ -38,7 +38,7 @@ def with_bounds(text: str, metadata: Sequence[Any]) -> str:
 
 
 def annotation_text(annotation: Any) -> str:
-    """Return a type annotation in the words of a config: `list[int] | None` -> `list of integer or null`."""
+    """Return a type annotation in the terms of a config file: `list[int] | None` -> `list of integer or null`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         return "{" + ", ".join(annotation.model_fields) + "}"

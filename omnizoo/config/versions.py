@@ -1,7 +1,7 @@
 """Tested versions of the packages whose private APIs OmniZoo calls, and messages about other versions.
 
-`pyproject.toml` has the same ranges. A patch release may still change a private API. The signatures are therefore
-checked when a model is built, so that a change is reported as one line instead of a traceback during a run.
+`pyproject.toml` has the same ranges. A patch release may still change a private API. Signatures are therefore checked
+when a model is built, so that a change is reported in one line instead of as a traceback during a run.
 """
 
 import inspect
@@ -48,7 +48,7 @@ def check_signatures(package: str, called: Mapping[str, Signature]) -> None:
 
     Args:
         package: The package that the functions belong to.
-        called: Function name -> (function, names of its first parameters).
+        called: For each function name, the function and the names of its first parameters.
 
     Raises:
         UserError: If the parameters of a function differ.

@@ -1,4 +1,4 @@
-"""Reading and writing of YAML: scalars of YAML 1.2, limits on size and depth, and the line of every key."""
+"""Read and write YAML, with the scalars of YAML 1.2, limits on size and depth, and the line of every key."""
 
 import os
 import re
@@ -13,14 +13,14 @@ import yaml
 from omnizoo.config.errors import MAX_MISTAKES, UserError, join_mistakes, printable, shorten, show_value
 from omnizoo.config.schema import Config
 
-# Real configs are far below these limits, which bound the time and memory that a malicious file can take.
+# These limits bound the time and memory that a malicious file can use. Real configs are far below them.
 MAX_BYTES = 2**19
 MAX_VALUES = 20_000
 MAX_DEPTH = 64
 MAX_DIGITS = 400  # digits
 
 # PyYAML implements YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of
-# YAML 1.2. An integer with a leading zero stays text, because its base is ambiguous.
+# YAML 1.2, except that an integer with a leading zero stays text, because its base is ambiguous.
 SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -61,7 +61,7 @@ for _name, (_pattern, _first_characters) in SCALARS.items():
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a regular file of at most `MAX_BYTES`. Reading other files may block or never end."""
+    """Return the text of a regular file of at most `MAX_BYTES` bytes. Reading other files may block or never end."""
     if not str(path):
         raise UserError("config file: the name is empty. Pass the path of a YAML file.")
     try:
@@ -78,7 +78,7 @@ def read_text(path: str | Path) -> str:
 
 
 def _check_file(path: str | Path) -> None:
-    """Raise `UserError` if `path` is not a regular file, or too large."""
+    """Raise `UserError` if `path` is not a regular file or is too large."""
     status = os.stat(path)
     if not S_ISREG(status.st_mode):
         kind = "a folder" if S_ISDIR(status.st_mode) else "not a regular file"
@@ -144,7 +144,7 @@ def parse_yaml(text: str, where: str, key: str = "") -> tuple[Any, dict[str, int
 def _check_depth(text: str) -> None:
     """Check the nesting depth of a document before it is parsed.
 
-    PyYAML takes quadratic time in the depth, and then exceeds the recursion limit.
+    PyYAML's running time is quadratic in the depth, and deep documents exceed the recursion limit.
     """
     depth = 0
     for event in yaml.parse(text, YamlLoader):
@@ -161,9 +161,9 @@ def _too_deep(mark: yaml.Mark) -> yaml.MarkedYAMLError:
 
 
 def _index_node(node: yaml.Node, key: str, lines: dict[str, int], parents: tuple[yaml.Node, ...]) -> Iterator[Problem]:
-    """Record the line of every key below `node`, and yield problems: YAML that is valid, but not in a config.
+    """Record the line of every key below `node`, and yield problems: valid YAML that a config must not contain.
 
-    It is a generator because aliases can multiply the problems of a small file; the caller reads only the first ones.
+    This is a generator because aliases can multiply the problems of a small file. The caller reads only the first ones.
     """
     line = _line_of(node)
     if node in parents:

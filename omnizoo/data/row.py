@@ -12,7 +12,7 @@ CONVERSATION = ("messages", "conversations", "text")  # main content of a row; t
 STRUCTS = ("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion")
 
 
-class BadRow(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
+class BadRow(Exception):  # noqa: N818 (not an error with `data.on_bad_row: skip`)
     """Raised for a row that cannot be used.
 
     The message is the reason. The caller adds the location of the row (file and line). `data.on_bad_row` sets whether
@@ -25,7 +25,7 @@ class BadRow(Exception):  # noqa: N818 (no error while `data.on_bad_row: skip`)
 
 
 def stop_message(bad_row: str) -> str:
-    """Return the error of a run that stops at a bad row.
+    """Return the error message of a run that stops at a bad row.
 
     Args:
         bad_row: The location of the row, and why it cannot be used.
@@ -59,17 +59,17 @@ def check_characters(value: Any) -> None:
 
 
 def without_nulls(row: Row, names: Sequence[str]) -> Row:
-    """Return the row without keys that are None inside the lists of objects in the fields `names`.
+    """Return the row without the None values of objects in the fields `names`, which contain lists of objects.
 
-    Arrow struct columns give every object the union of all keys. Without this, two calls of different tools would each
-    have the arguments of both.
+    Arrow struct columns give every object the union of all keys. If the None values were kept, two calls of different
+    tools would each have the arguments of both.
     """
     lists = [name for name in names if isinstance(row.get(name), list)]
     return row | {name: _without_nulls(row[name]) for name in lists}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return the value without keys that are None, at any depth."""
+    """Return the value without keys whose value is None, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):

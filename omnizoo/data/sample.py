@@ -82,9 +82,9 @@ class TokenSequence:
 class RenderedRow(TokenSequence):
     """A whole row as tokens, with the information needed to shorten or split it."""
 
-    is_prose: bool = False  # plain text without a prompt; split, not truncated, by default
+    is_prose: bool = False  # plain text without a prompt; by default, it is split instead of truncated
     item_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) tokens of each item, with its markers
-    num_prompt_items: int = 0  # how many of the first items belong to the prompt of a response
+    num_prompt_items: int = 0  # number of items in the prompt of the responses; they come first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +106,10 @@ class Sample(TokenSequence):
 
 
 class Preferences(NamedTuple):
-    """Roles and content hashes of the segments of a pack or batch."""
+    """Preference role (such as `chosen`) and content hash of each segment in a pack or batch."""
 
     roles: list[str]  # one of ROLES for each segment; "" without preferences
-    keys: list[str]  # hash of each prompt and response, if a loss needs it; else ""
+    keys: list[str]  # for each segment: hash of its prompt and response if a loss needs it, otherwise ""
 
     def select(self, is_kept: Sequence[bool]) -> "Preferences | None":
         """Return the preferences of the kept segments, or None if none of them has a role."""

@@ -1,6 +1,6 @@
 """The table of per-token columns. Each entry defines how a column is packed, shifted and sent to the device.
 
-Samples, packs and batches store columns by name, with tokens as the last dimension. A column that no sample has is
+Samples, packs and batches store columns by name, with tokens as the last dimension. Columns that no sample has are
 absent. To add a column, add an entry here, fill the column where samples are built, and read it in a loss.
 """
 
@@ -24,11 +24,11 @@ class TokenField:
     """Properties of one per-token column."""
 
     name: str
-    dtype: npt.DTypeLike | None  # in samples and packs; None keeps the computed dtype (positions may be fractional)
+    dtype: npt.DTypeLike | None  # dtype in samples and packs; None keeps the computed one (positions may be fractional)
     fill: Any  # value for samples and dummy packs that lack the column
-    is_next_token: bool = False  # shifted by one when a pack is built, as labels are, with `fill` at segment ends
+    is_next_token: bool = False  # shifted by one when a pack is built, like labels, with `fill` at segment ends
     at_targets: bool = False  # only values of target tokens are copied to the device
-    restarts: bool = False  # later samples of a split row subtract their first value
+    restarts: bool = False  # in later samples of a split row, the first value is subtracted
 
 
 TOKEN_FIELDS = {
@@ -46,7 +46,7 @@ TOKEN_FIELDS = {
 
 
 def field_of(name: str) -> TokenField:
-    """Return the entry of a column. Columns that are not in the table belong to losses: one number per target."""
+    """Return the entry of a column. Columns that are not in the table belong to losses, with one number per target."""
     return TOKEN_FIELDS.get(name) or TokenField(name, np.float64, fill=0.0, is_next_token=True, at_targets=True)
 
 
@@ -63,7 +63,7 @@ def num_tokens(columns: Columns) -> int:
 
 
 def select(columns: Mapping[str, Array], index: Any) -> dict[str, Array]:
-    """Return the columns at some tokens, given by a slice, a mask or an index array."""
+    """Return the columns at the tokens that `index` selects: a slice, a mask or an index array."""
     return {name: column[..., index] for name, column in columns.items()}
 
 
@@ -87,7 +87,7 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
 
 
 def _fill(part: Columns, name: str, template: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return fill values of a column for a part that lacks it, in the shape and dtype of `template`."""
+    """Return the fill values of a column for a part that lacks it, with the dtype and leading shape of `template`."""
     fill = field_of(name).fill
     length = num_tokens(part)
     values = np.arange(length) if fill == COUNT else fill

@@ -44,10 +44,11 @@ class ChatModel(GenerativeModel):
         Args:
             messages: Chat messages. A string is a single user message, or, if the tokenizer has no chat template, text
                 to continue.
-            sampling: Temperature, top-k, top-p and generator. Default: temperature 1, without top-k and top-p.
+            sampling: Temperature, top-k, top-p and generator. Default: temperature 1, no top-k or top-p.
             max_tokens: Maximum number of generated text tokens.
             folder: Folder that media paths in `messages` are relative to.
-            followed: Options for the followers, such as `{"speaker": "ethan"}` for a talker. None skips the followers.
+            followed: Options for followers, which generate beside the text, such as `{"speaker": "ethan"}` for a
+                talker. If None, followers do not run.
 
         Returns:
             The pieces of the response: text, media items, and the output of the followers.
@@ -79,7 +80,7 @@ class ChatModel(GenerativeModel):
             followed: See `write`.
 
         Returns:
-            The pieces of the response, see `write`.
+            The pieces of the response (see `write`).
 
         Raises:
             UserError: If the prompt is empty or its media cannot be used.
@@ -115,7 +116,7 @@ class ChatModel(GenerativeModel):
         return decoder.save(piece.item, str(stem))
 
     def text(self, pieces: Sequence[GeneratedPiece]) -> str:
-        """Return the generated text without special tokens. Media items appear as their modality in brackets."""
+        """Return the generated text without special tokens. A media item appears as its modality in brackets."""
         texts = [self.decode(piece) if piece.modality == "text" else f"[{piece.modality}]" for piece in pieces]
         return "".join(texts)
 
@@ -124,7 +125,7 @@ class ChatModel(GenerativeModel):
         return str(self.tokenizer.decode(piece.ids, skip_special_tokens=True))
 
     def _end_of_turn(self) -> list[int]:
-        """Return the tokens that end a response: those of the generation config and that of the chat template."""
+        """Return the tokens that end a response, from the generation config and the chat template."""
         generation_config = getattr(self.model, "generation_config", None)
         declared = getattr(generation_config, "eos_token_id", None)
         if declared is None:
@@ -140,7 +141,7 @@ def load_chat_model(
     allow_code: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> ChatModel:
-    """Load a chat model from a Hugging Face folder, such as `omnizoo export` writes.
+    """Load a chat model from a Hugging Face folder, such as one that `omnizoo export` wrote.
 
     Args:
         folder: Folder with config, weights and tokenizer.
@@ -159,7 +160,7 @@ def load_chat_model(
 
 
 def chat_model_from(model: PreTrainedModel, spec: ModelSection, tokenizer: Any) -> ChatModel:
-    """Build a chat model from an unsharded transformers model with weights."""
+    """Build a chat model from an unsharded transformers model whose weights are loaded."""
     check_vocabulary(model, tokenizer)
     media = media_model(model)
     modalities = media.modalities(spec)

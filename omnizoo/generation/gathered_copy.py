@@ -1,4 +1,4 @@
-"""Unsharded copy of a sharded model on rank 0."""
+"""Make an unsharded copy of a sharded model on rank 0."""
 
 import torch
 from torch import nn

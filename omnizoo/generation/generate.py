@@ -29,12 +29,12 @@ class GeneratedPiece:
 
     modality: str  # "text" or the name of a modality
     ids: list[int]  # token ids of text; empty for media
-    targets: torch.Tensor | None = None  # [n, K]
+    targets: torch.Tensor | None = None  # [targets, values per target]; None for text
     item: Any = None  # the item that the decoder or follower renders from `targets`
 
 
 class Conversation:
-    """State of a generation: the KV cache, and logits and hidden state of the last position."""
+    """State of a generation: the KV cache, and the logits and hidden state of the last position."""
 
     def __init__(self, model: PreTrainedModel, media: MediaModel) -> None:
         self.model = model
@@ -59,12 +59,12 @@ class Conversation:
     def feed(self, embedding: torch.Tensor) -> torch.Tensor:
         """Run the language model on an embedding `[width]` instead of a token and return the hidden state `[width]`.
 
-        The embedding takes one position in the sequence.
+        The embedding occupies one position in the sequence.
         """
         return self._run(self.media.language, [PLACE], inputs_embeds=embedding[None, None])
 
     def _run(self, module: PreTrainedModel, ids: Sequence[int], **inputs: Any) -> torch.Tensor:
-        """Run `module` on the next positions, and store logits and hidden state of the last one."""
+        """Run `module` on the next positions, and store the logits and hidden state of the last one."""
         self.ids += ids
         if self.media.positions is not None:  # positions of this model family may differ from token counts
             positions = self.media.positions(np.array(self.ids, np.int32), self.items)[:, None, -len(ids) :]
@@ -95,10 +95,10 @@ class GenerativeModel:
     def follow(
         self, ids: Sequence[int], items: Sequence[MediaItem], options: Mapping[str, Any], sampling: Sampling
     ) -> list[GeneratedPiece]:
-        """Return one piece per follower, generated for a conversation that ends with the response.
+        """Run each follower on a conversation that ends with the response, and return one piece per follower.
 
-        Each follower processes the conversation in one forward pass, as in training. `options` are the same as those of
-        a media item in a row.
+        Each follower processes the conversation in one forward pass, as in training. `options` has the same keys as the
+        options of a media item in a row.
         """
         pieces = []
         for module in self.media.modules_of("follower"):
@@ -122,7 +122,7 @@ class GenerativeModel:
         stop: Sequence[int],
         on_piece: OnPiece,
     ) -> list[GeneratedPiece]:
-        """Generate the response to a prompt, until a `stop` token or `max_tokens` text tokens.
+        """Generate the response to a prompt, up to a `stop` token or `max_tokens` text tokens.
 
         Args:
             ids: Token ids of the prompt.

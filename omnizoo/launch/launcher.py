@@ -56,8 +56,8 @@ def launch(
         ranks.collect_messages()
         if failed and not ranks.failures:
             signal.setitimer(signal.ITIMER_REAL, grace)  # SIGALRM then kills ranks that still wait for the failed one
-        # The order of ranks that ended between two checks is unknown. A user error or a signal is then the cause; other
-        # exit codes come from connections that were lost as a consequence.
+        # If several ranks ended between two checks, their order is unknown. A user error or a signal is then taken as
+        # the cause, because other exit codes come from connections that were lost as a consequence.
         ranks.failures += sorted(failed, key=lambda failure: (failure[1] != USER_ERROR, failure[1] < 128))
     return ranks.exit_code()
 
@@ -68,14 +68,14 @@ class _Ranks:
 
     alive: dict[int, subprocess.Popen[bytes]]
     error_reader: int  # read end of the pipe that ranks write errors to
-    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), except ranks killed here
+    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), without ranks killed here
     printed: set[str] = field(default_factory=set)  # messages that were printed
     crashes: list[str] = field(default_factory=list)  # messages of ranks that end with a traceback, oldest first
     is_stopping: bool = False
     is_killed: bool = False
 
     def handle_signal(self, received: int) -> None:
-        """Forward the first SIGTERM or SIGINT to the ranks. Kill them at another SIGINT or at SIGALRM."""
+        """Forward the first SIGTERM or SIGINT to the ranks. Kill them on another SIGINT or on SIGALRM."""
         if received in (signal.SIGTERM, signal.SIGINT) and not self.is_stopping:
             self.is_stopping = True
             if received == signal.SIGINT:
@@ -85,10 +85,10 @@ class _Ranks:
         elif received in (signal.SIGALRM, signal.SIGINT):
             self.is_killed = True
             for child in self.alive.values():
-                os.killpg(child.pid, signal.SIGKILL)  # including its loader workers
+                os.killpg(child.pid, signal.SIGKILL)  # also kills its loader workers
 
     def collect_ended(self) -> list[tuple[int, int]]:
-        """Remove ranks that have ended. Return rank and exit code of those that failed and were not killed here."""
+        """Remove ranks that have ended. Return the rank and exit code of each that failed and was not killed here."""
         failed = []
         for rank, child in list(self.alive.items()):
             code = child.poll()

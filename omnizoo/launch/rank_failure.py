@@ -10,7 +10,7 @@ USER_ERROR = 2  # exit code
 
 
 def expected_failure(rank: int, error: BaseException) -> str | None:
-    """Return a message for failures that need no traceback: out of memory, or a dead loader worker. Otherwise None."""
+    """Return a message if `error` needs no traceback (out of memory, or a dead loader worker), otherwise None."""
     if is_out_of_memory(error):
         return (
             f"rank {rank} is out of memory ({first_line(error)}). Lower data.pack_tokens or train.micro_batch, set "
@@ -28,10 +28,10 @@ def report_failure(rank: int, error: BaseException) -> None:
 
 
 def first_failure(failures: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return rank and exit code of the failure that caused the others.
+    """Return the rank and exit code of the failure that caused the others.
 
     Args:
-        failures: Rank and exit code of every failed rank, in the order in which they ended.
+        failures: The number and exit code of every failed rank, in the order in which they ended.
     """
 
     def priority(failure: tuple[int, int]) -> int:

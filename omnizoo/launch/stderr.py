@@ -9,7 +9,7 @@ ERROR_FD = "OMNIZOO_ERROR_FD"  # set by the launcher, which prints each distinct
 
 
 def report_error(message: str) -> None:
-    """Send an error to the launcher, which prints it once for all ranks. Print it here without a launcher."""
+    """Send an error to the launcher, which prints it once for all ranks. Without a launcher, print it here."""
     if ERROR_FD in os.environ:
         os.write(int(os.environ[ERROR_FD]), _plain(message).encode() + b"\0")
     else:
@@ -17,16 +17,16 @@ def report_error(message: str) -> None:
 
 
 def report_crash(message: str) -> None:
-    """Report a crash to the launcher, which prints the first crash of all ranks when they have ended.
+    """Report a crash to the launcher, which prints the first crash when all ranks have ended.
 
-    Do nothing without a launcher.
+    Without a launcher, do nothing.
     """
     if ERROR_FD in os.environ:
         os.write(int(os.environ[ERROR_FD]), (CRASH + message).encode() + b"\0")
 
 
 def print_error(message: str) -> None:
-    """Print each line of a message to stderr, after `error: `."""
+    """Print each line of a message to stderr, with the prefix `error: `."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Advice for a step that does not fit in memory: dry runs of config changes that may help, and the best of them."""
+"""Advice for a step that does not fit in memory: try config changes in dry runs, and suggest the best of them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from omnizoo.planning.dry_run import Place, Result, simulate
 from omnizoo.planning.memory_tracker import GRADIENTS
 
 TILE = 8192  # tokens; enough for matmuls to run at full speed
-MARGIN = 0.1  # fraction of memory for the driver, buffers of collectives, workspaces of kernels, and fragmentation
+MARGIN = 0.1  # fraction of memory reserved for the driver, collective buffers, kernel workspaces, and fragmentation
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Changes of the config that reduce the peak memory."""
+    """Config changes that reduce the peak memory."""
 
     changes: dict[str, Any]  # config keys and their new values
-    peak: int  # bytes at the peak with these changes
+    peak: int  # peak memory with these changes, in bytes
 
     def __str__(self) -> str:
         return ", ".join(f"{key}: {str(value).lower()}" for key, value in self.changes.items())
@@ -31,7 +31,7 @@ def room(place: Place) -> int:
 
 
 def advise(config: Config, place: Place, result: Result, report: Callable[[str], None]) -> list[Advice]:
-    """Find the change that saves most memory and, if that is not enough, the best second change in addition.
+    """Find the config change that saves the most memory and, if it is not enough, the best additional change.
 
     Args:
         config: The config that does not fit.
@@ -88,7 +88,7 @@ def possible(config: Config, place: Place, result: Result) -> Iterator[dict[str,
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """Return `config` with the values of `changes`, whose keys are `section.name`."""
+    """Return `config` with `changes`, which maps dotted keys (`section.name`) to new values."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""A dry run: the real training step of a config, for one rank of a simulated world, on a simulated device."""
+"""Dry runs: run the real training step of a config as one rank of a simulated world, on a simulated device."""
 
 import time
 import traceback
@@ -51,8 +51,8 @@ from omnizoo.training.recompute_budget import apply_recompute_budget
 from omnizoo.training.setup import TrainingSetup, build_bundle, resolve_precision, set_up_training
 from omnizoo.training.step import train_step
 
-NUM_READ_PACKS = 16  # packs that are read to find the costliest
-MAX_MICRO_BATCHES = 3  # micro-batches that are run: the first, the last, and one that represents all others
+NUM_READ_PACKS = 16  # number of packs that are read to find the costliest ones
+MAX_MICRO_BATCHES = 3  # maximum number of micro-batches to run: the first, the last, and one that represents the others
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Place:
     world: int  # world size
     rank: int
     device: Device
-    imbalance: float = 1.0  # rows that this rank's experts receive / rows with balanced routing
+    imbalance: float = 1.0  # rows that this rank's experts receive / rows that they receive with balanced routing
     rounded: bool = True  # whether sizes are rounded up, as by allocators of accelerators
 
 
@@ -72,20 +72,20 @@ class Result:
 
     layout: str
     recompute: str  # description of the recomputed blocks
-    host: int  # peak of offloaded bytes in host memory
+    host: int  # peak host memory of offloaded tensors, in bytes
     peak: Peak
     timeline: Timeline
     collectives: dict[Collective, tuple[int, int]]  # number of calls and bytes
     syncs: dict[Sync, int]  # number of host syncs
     kernels: dict[Kernel, tuple[int, int]]  # matmuls and attention of this rank: number of calls and FLOPs
-    guessed: list[str]  # lines that read a value which only a real device could provide
+    guessed: list[str]  # lines that read a value that only a real device could provide
     launched: int  # number of operators launched on the device
     moved: int  # bytes that operators other than matmuls and attention read and write
     attention: float  # FLOPs of attention on all ranks, forward and backward
-    flops: float  # FLOPs of all ranks
+    flops: float  # total FLOPs of all ranks
     parameters: int
-    checkpoint: int  # bytes of a checkpoint on disk
-    tokens: int  # tokens of all ranks
+    checkpoint: int  # size of a checkpoint on disk, in bytes
+    tokens: int  # total number of tokens of all ranks
     micro_batches: int
     data: str  # description of the packs
     seconds: float  # duration of the dry run
@@ -93,17 +93,17 @@ class Result:
 
 @dataclass(frozen=True)
 class FixedPacks:
-    """Replacement for a loader, which returns the same packs in every step."""
+    """Replacement for a loader that returns the same packs in every step."""
 
     packs: Sequence[Pack]
-    description: str  # of the packs, for the user
+    description: str  # description of the packs, for the user
 
     def next_step(self) -> LoadedStep:
         """Return the packs of a step."""
         return LoadedStep(list(self.packs))
 
     def counters(self) -> dict[str, int]:
-        """Return the counters of a loader: none."""
+        """Return no counters."""
         return {}
 
 
@@ -145,7 +145,7 @@ def simulate(config: Config, place: Place) -> Result:
         assert setup.optimizer is not None
 
         loader = choose_packs(config, model, setup.balancer, media)
-        data = next_step(loader, setup.balancer)  # type: ignore[arg-type]  # has the methods of a loader that are used
+        data = next_step(loader, setup.balancer)  # type: ignore[arg-type]  # it has all loader methods that are used
         recompute = apply_recompute_budget(setup.objective, data, None, memory_bytes)
         stack.enter_context(tracker.following(model, setup.optimizer))
         counters = run_steps(setup, data, fake_device, tracker, place.device.per_node)
@@ -178,7 +178,7 @@ def run_steps(
 ) -> list[Counter[Any]]:
     """Train two steps, and return the counters of the second one.
 
-    At most `MAX_MICRO_BATCHES` micro-batches are run. For each of the others, the counts of the one before the last are
+    At most `MAX_MICRO_BATCHES` micro-batches are run. For each of the others, the counts of the second-to-last one are
     added.
     """
     assert setup.optimizer is not None
@@ -216,7 +216,7 @@ def run_steps(
 
 
 def without_weights(model: ModelSection) -> ModelSection:
-    """Return the section of the same model, changed so that only config.json is read, and no weights."""
+    """Return the model section, changed so that only config.json and no weights are read."""
 
     def path_to_config(section: SubmoduleSettings | ModelSection) -> dict[str, Any]:
         return {"path": None, "config": section.path} if section.path else {}
@@ -263,9 +263,9 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: dict[str, Any]) -> FixedPacks:
-    """Return the packs of a step: the costliest among the first packs of the data.
+    """Return the packs of a step: the costliest of the first packs of the data.
 
-    If no data can be read, each pack is a text of `data.pack_tokens` tokens.
+    If no data can be read, each pack consists of one text with `data.pack_tokens` tokens.
     """
     num_packs = config.train.packs_per_step
     packs_per_rank = num_packs // balancer.mesh.layout.dp
@@ -286,7 +286,7 @@ def choose_packs(config: Config, model: nn.Module, balancer: Balancer, media: di
 
 
 def read_packs(config: Config, model: nn.Module, media: dict[str, Any]) -> list[Pack]:
-    """Return the first packs of the data, at most `NUM_READ_PACKS`, without dummy packs."""
+    """Return at most `NUM_READ_PACKS` packs from the start of the data, without dummy packs."""
     tokenizer = load_tokenizer(config.model)
     check_vocabulary(model, tokenizer)
     train = {"packs_per_step": NUM_READ_PACKS, "epochs": None}

@@ -1,9 +1,8 @@
-"""A simulated device, whose tensors have shapes, dtypes and lifetimes, but no memory. Tensors on the host are real.
+"""A simulated device. Its tensors have shapes, dtypes and lifetimes, but no memory. Tensors on the host are real.
 
 The real training step runs on it as on an accelerator, including the kernels for accelerators. Host syncs are counted:
 reads of a value, shapes that depend on values, and copies that are not asynchronous. Small integer tensors that come
-from the host (ids, boundaries of samples, sizes of grids) keep their values, so that shapes that depend on them are
-correct.
+from the host (ids, sample boundaries, grid sizes) keep their values, so that shapes that depend on them are correct.
 """
 
 from collections import Counter
@@ -29,8 +28,8 @@ from omnizoo.ops.torch_private import (
 )
 from omnizoo.planning.host_syncs import Sync, calling_line, find_sync
 
-MAX_KNOWN_INTEGERS = 2**22  # largest number of elements of an integer tensor whose values are kept
-MAX_KNOWN_FLOATS = 64  # the same for floats
+MAX_KNOWN_INTEGERS = 2**22  # maximum number of elements for which the values of an integer tensor are kept
+MAX_KNOWN_FLOATS = 64  # the same for floating-point tensors
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 FILLED = {"arange", "zeros", "ones", "full"}  # operators without tensor arguments whose result has known values
 COPIES = ("_to_copy", "copy_", "to")
@@ -45,14 +44,14 @@ SHAPED_BY_VALUES = {
     "repeat_interleave",
     "bincount",
 }
-FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # single kernels on accelerators, decomposed elsewhere
+FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")  # single kernels on accelerators; decomposed elsewhere
 _TORCH_TENSOR = torch.tensor
 
 
 class Stream(torch.cpu.Stream):
     """The only stream of the simulated device. Work on it is always complete."""
 
-    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]  # that of torch.cpu returns None
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]  # the method of torch.cpu returns None
         return torch.cpu.Event()
 
 
@@ -97,7 +96,7 @@ class DeviceModule:
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]  # without it, recomputation in backward crashes
+        return [torch.bfloat16, torch.float16]  # without this, recomputation in backward crashes
 
     @staticmethod
     def _is_in_bad_fork() -> bool:
@@ -111,8 +110,8 @@ class DeviceModule:
 class FakeDevice(FakeTensorMode):
     """Mode in which tensors on `device` are fake.
 
-    `syncs` counts host syncs. `guessed` counts reads of values that only a real device could provide, for which 1 is
-    returned.
+    `syncs` counts host syncs. `guessed` counts reads of values that only a real device could provide. Such reads
+    return 1.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ class FakeDevice(FakeTensorMode):
         self.syncs: Counter[Sync] = Counter()
         self.guessed: Counter[str] = Counter()
         self.operator = ""  # name of the last operator, for messages
-        self._known = WeakTensorKeyDictionary()  # fake tensor -> its values, as a tensor on the host
+        self._known = WeakTensorKeyDictionary()  # maps a fake tensor to its values, as a tensor on the host
         # Known values that were overwritten by unknown ones, by storage. They are kept alive, so that no other storage
         # gets the same key.
         self._spoiled: dict[int, torch.Tensor] = {}
@@ -134,9 +133,9 @@ class FakeDevice(FakeTensorMode):
         """Context manager: enter the mode, and replace the functions of torch that bypass dispatch modes."""
         with (
             replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
-            # FSDP calls it if weights were gathered for the backward pass of a frozen component, which has none.
+            # FSDP calls it if weights were gathered for the backward pass of a frozen component that has none.
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
-            # A function mode would be called for every attribute of every tensor, and take half of the time of a plan.
+            # A function mode would be called for every attribute of every tensor, and take up half of a plan's time.
             replaced((torch, "tensor", self._tensor)),
             tensors_built_on_host(),
             self,
@@ -150,14 +149,14 @@ class FakeDevice(FakeTensorMode):
         return self._on_host(tensor).tolist()
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replacement for `torch.tensor`, which reads the values of tensors in a list without dispatch modes."""
+        """Replacement for `torch.tensor`, because the original bypasses dispatch modes to read tensors in a list."""
         if isinstance(data, list | tuple):
             data = tree_map_only(FakeTensor, self.read, data)
         return _TORCH_TENSOR(data, *args, **kwargs)
 
     def wait(self, kind: str, operator: str) -> None:
         """Count a host sync at the line that called the operator."""
-        if self._depth:  # inside another operator, whose host sync is counted
+        if self._depth:  # inside another operator, whose host sync is counted instead
             return
         self.syncs[find_sync(kind, operator)] += 1
 
@@ -189,7 +188,7 @@ class FakeDevice(FakeTensorMode):
     def _without_kernel(
         self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
     ) -> Any:
-        """Return the result of an operator that needs values, or that torch cannot run on fake tensors; else None."""
+        """Return the result of an operator that needs values or cannot run on fake tensors, or None for all others."""
         if name in COPIES:
             source = args[1] if name == "copy_" else args[0]
             target = torch.device(kwargs.get("device") or args[0].device)
@@ -250,7 +249,7 @@ class FakeDevice(FakeTensorMode):
         return None if values is None or storage_key(values) in self._spoiled else values
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor, or ones if they are unknown, which is counted in `guessed`."""
+        """Return the values of a tensor. If they are unknown, return ones and count the read in `guessed`."""
         values = self.values_of(tensor)
         if values is not None:
             return values
@@ -274,7 +273,7 @@ class FakeDevice(FakeTensorMode):
         return values.to(kwargs.get("dtype") or source.dtype, copy=self.values_of(source) is not None)
 
     def _by_mask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an indexing operator by the indices of the true elements of its masks, whose values are known."""
+        """Run an indexing operator with indices instead of its masks, whose values are known."""
         indices: list[Any] = []
         for index in args[1]:
             if _is_mask(index):
@@ -288,7 +287,7 @@ class FakeDevice(FakeTensorMode):
             return func(args[0], on_device, *args[2:], **kwargs)
 
     def _compute(self, name: str, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the result as a tensor on the host if all inputs have known values and are small; else None."""
+        """Return the result as a tensor on the host if all inputs are small and have known values, otherwise None."""
         if func.namespace != "aten" or not (tensors or name in FILLED):
             return None
         if any(_is_too_much(x) or x.device.type == "meta" for x in tensors):  # `is_meta` would call an operator
@@ -305,7 +304,7 @@ class FakeDevice(FakeTensorMode):
         return func(*args, **kwargs)
 
     def _spoil(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Mark the values of tensors that the operator writes in place as unknown."""
+        """Mark as unknown the values of tensors that the operator modifies in place."""
         for tensor in written_arguments(func, args, kwargs):
             values = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
             if values is not None:
@@ -325,9 +324,9 @@ def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _is_too_much(values: torch.Tensor) -> bool:
-    """Whether the values of a tensor are not kept, because it is too large.
+    """Whether a tensor is too large to keep its values.
 
-    Sizes are computed from integers, and from a few floats in between.
+    Floats have a lower limit: sizes are computed from integers, and only a few floats are used in between.
     """
     if values.is_complex():
         return True

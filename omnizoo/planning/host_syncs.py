@@ -1,6 +1,6 @@
-"""Host syncs of a dry run: which line of code made the host wait for the device.
+"""Host syncs of a dry run: find the line of code that made the host wait for the device.
 
-Lines of OmniZoo are named relative to the package, lines of the user relative to the working directory.
+Paths in OmniZoo are relative to the package, and paths in user code are relative to the working directory.
 """
 
 from dataclasses import dataclass
@@ -29,14 +29,17 @@ class Sync:
 
 
 def find_sync(kind: str, operator: str) -> Sync:
-    """Return the host sync of an operator that is running, with the line that called the operator."""
+    """Return the host sync of the running operator, with the line that called the operator."""
     where, function, caller = calling_line()
     detail = operator if caller == where else f"{operator} at {caller}"
     return Sync(where=where, function=function, kind=kind, detail=detail)
 
 
 def passes_on(file: str) -> bool:
-    """Whether `file` only passes operator calls through, and is skipped in the search for the code that called them."""
+    """Whether `file` only passes operator calls through (torch, wrappers).
+
+    Such files are skipped when looking for the code that called an operator.
+    """
     return file.startswith((PLANNING, TORCH, "<")) or file in (collective_counter.__file__, torch_private.__file__)
 
 
@@ -59,7 +62,7 @@ def calling_line() -> tuple[str, str, str]:
 
 
 def _function(frame: FrameType) -> str:
-    """Return the name of the function of `frame`; for comprehensions and lambdas, that of the enclosing call."""
+    """Return the name of the function of `frame`. Comprehensions and lambdas get the name of the enclosing call."""
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension or lambda
         frame = frame.f_back
     return frame.f_code.co_name

@@ -1,7 +1,7 @@
-"""Memory over a step: each allocation and release, with the part of training (such as weights) and the module.
+"""Memory over a step: every allocation and release, with its part (such as weights or activations) and its module.
 
-A dispatch mode records every tensor that an operator allocates and the end of its storage, so it counts the memory that
-is requested from an allocator. Workspaces inside kernels, and fragmentation, are not counted.
+A dispatch mode records when an operator allocates a tensor and when the storage is freed. It therefore counts the
+memory that is requested from an allocator. Workspaces inside kernels and fragmentation are not counted.
 """
 
 import gc
@@ -42,8 +42,8 @@ FSDP_PARTS = {
     "gather": GATHERED,
     "reduce": EXCHANGE,
     "accumulate": GRADIENTS,
-}  # part of memory that FSDP2 allocates in each kind of work
-ALIGNED = 512  # bytes; allocators of accelerators round sizes up to a multiple of it
+}  # for each kind of work in FSDP2: the part that its allocations belong to
+ALIGNED = 512  # bytes; allocators of accelerators round sizes up to a multiple of this
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Memory by part, before the first and after each allocation or release of a step."""
+    """Memory by part, at the start of a step and after each allocation or release."""
 
     bytes: npt.NDArray[np.int64]  # [parts, events + 1]
     phases: list[tuple[int, str]]  # (index of the first event, phase)
@@ -78,7 +78,8 @@ class Timeline:
 class MemoryTracker(TorchDispatchMode):
     """Mode that records memory, collectives and operators of a dry run.
 
-    Run inside `watching()`, use `following(model, optimizer)` around the steps, and call `begin_step` before each step.
+    Run everything inside `watching()`, wrap the steps in `following(model, optimizer)`, and call `begin_step` before
+    each step.
     """
 
     def __init__(self, device: torch.device, rounded: bool = True) -> None:
@@ -90,7 +91,7 @@ class MemoryTracker(TorchDispatchMode):
         self._backward_module = ""  # module whose backward pass is running
         self._blocks: dict[int, Allocation] = {}  # live allocations, by storage
         self._muted = False  # while True, operators are not counted
-        self._fsdp_part: str | None = None  # part of allocations while FSDP2 is working, else None
+        self._fsdp_part: str | None = None  # part of allocations while FSDP2 is working, otherwise None
         self.see_on_host: Callable[[torch.Tensor], None] = lambda _: None  # called with fake tensors on the CPU
         self.begin_step()
 
@@ -101,7 +102,7 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls the operator again on its local tensors
-        if self.traffic is not None:  # called from here, as a second dispatch mode would double the calls
+        if self.traffic is not None:  # called from here, because a second dispatch mode would double the calls
             self.traffic.count(func, args)
         result = func(*args, **(kwargs or {}))
         if not self._muted:
@@ -138,12 +139,12 @@ class MemoryTracker(TorchDispatchMode):
         """Start a new step: clear all records, except live allocations. `traffic` counts collectives from now on."""
         self.traffic, self.work = traffic, OpCounter(self.device)
         self._marks: list[tuple[int, str]] = []
-        with _garbage_collection_paused():  # a block freed here would be in one of the lists only
+        with _garbage_collection_paused():  # a block that is freed here would be missing from one of the lists
             self._base = [(block, block.bytes, "") for block in self._blocks.values()]
             self._events: list[tuple[Allocation, int, str]] = []
 
     def end_step(self, model: nn.Module) -> None:
-        """Mark the gradients of `model` as gradients."""
+        """Count the gradients of `model` as gradients."""
         for parameter in model.parameters():
             if parameter.grad is not None:
                 self.see(parameter.grad, GRADIENTS)
@@ -151,7 +152,7 @@ class MemoryTracker(TorchDispatchMode):
     def peak(self) -> Peak:
         """Return the moment of the step with the most memory."""
         levels = self.timeline().bytes
-        num_events = int(levels.sum(0).argmax())  # events up to the peak
+        num_events = int(levels.sum(0).argmax())  # number of events up to the peak
         module = self._events[num_events - 1][2] if num_events else ""
         phases = [FORWARD, *(name for first, name in self._marks if first < max(1, num_events))]
         activations: Counter[str] = Counter()
@@ -211,7 +212,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context manager: track the running module and phase by hooks, and count the tensors of `model` as weights."""
+        """Context manager: track the running module and phase with hooks, and count tensors of `model` as weights."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.see(tensor, WEIGHTS)
         with ExitStack() as stack:
@@ -227,14 +228,14 @@ class MemoryTracker(TorchDispatchMode):
             self._keep_gradients()
             self._turn(FORWARD)
             self._backward_module = ""
-        # Recomputation ends early by an exception, without leaving its modules: remove those that do not contain this
+        # Recomputation ends early with an exception, without leaving its modules. Remove those that do not contain this
         # module.
         while self._modules and not name.startswith(self._modules[-1] and self._modules[-1] + "."):
             self._modules.pop()
         self._modules.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, out: object) -> None:
-        """Forward hook: a module ends. Gradient hooks on its outputs notice when its backward pass starts."""
+        """Forward hook: a module ends. Gradient hooks on its outputs detect when its backward pass starts."""
 
         def enter_backward(_: torch.Tensor) -> None:
             self._turn(BACKWARD)
@@ -257,7 +258,7 @@ class MemoryTracker(TorchDispatchMode):
             self._marks.append((len(self._events), phase))
 
     def _keep_gradients(self) -> None:
-        """Count allocations that were made in the backward pass and are still alive as gradients."""
+        """Count as gradients all allocations that were made in the backward pass and are still alive."""
         for block in list(self._blocks.values()):
             if block.phase == BACKWARD and block.part in (OTHER, EXCHANGE, ACTIVATIONS):
                 block.part = GRADIENTS
@@ -289,7 +290,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Context manager: free no reference cycles."""
+    """Context manager: pause garbage collection, so that no reference cycles are freed."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

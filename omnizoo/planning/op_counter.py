@@ -1,4 +1,4 @@
-"""Operators of a step: kernels by dtype and module, FLOPs of matmuls, and bytes that other operators read and write."""
+"""Count the operators of a step: kernels by dtype and module, FLOPs of matmuls, and bytes that others move."""
 
 import math
 import re
@@ -22,9 +22,9 @@ SPARSE_WRITES = (
     "index_add_",
     "index_put_",
     "index_copy_",
-)  # write only as much as their source has
-OVERWRITING = ("copy_", "fill_", "zero_")  # do not read the tensor that they write to
-GATHERING = ("embedding", "index", "index_select", "gather")  # read as much as they write, not their full inputs
+)  # operators that write only as many bytes as their source has
+OVERWRITING = ("copy_", "fill_", "zero_")  # operators that do not read the tensor that they write to
+GATHERING = ("embedding", "index", "index_select", "gather")  # operators that read only as much as they write
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Kernel:
 
     name: str
     dtype: str
-    module: str  # child of a layer, with layers of one kind together
+    module: str  # child of a layer; layers of one kind are counted together
     phase: str  # forward, backward (including recomputation) or update
 
 
 class OpCounter:
-    """Counts calls and FLOPs by kernel. Attention has calls only, as its FLOPs depend on the lengths of samples."""
+    """Counts calls and FLOPs by kernel. For attention, only calls: its FLOPs depend on the lengths of samples."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # launches and bytes on other devices, such as the CPU, are not counted
@@ -112,7 +112,7 @@ def moved_by(name: str, written: Sequence[torch.Tensor], read: Sequence[torch.Te
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor in memory. An expanded tensor counts by its storage."""
+    """Return the size of a tensor in bytes. For an expanded tensor, this is the size of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

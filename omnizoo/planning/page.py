@@ -13,7 +13,7 @@ from omnizoo.reporting.charts import Chart, Curve
 from omnizoo.reporting.pages import render
 
 GIB = 2**30
-POINTS = 600  # maximum number of points of the chart
+POINTS = 600  # maximum number of points in the chart
 
 
 def write_page(path: Path, name: str, plan: dict[str, Any], timeline: Timeline) -> None:
@@ -32,7 +32,7 @@ def write_page(path: Path, name: str, plan: dict[str, Any], timeline: Timeline) 
 
 
 def _memory_chart(timeline: Timeline, allowed: float) -> Chart:
-    """Return a chart of the memory by part, with the moment of most memory in each section of the step."""
+    """Return a chart of the memory by part. Each section of the step is represented by the moment of most memory."""
     levels = timeline.bytes / GIB
     moments = _highest_moments(levels.sum(0))
     steps = list(range(len(moments)))

@@ -1,12 +1,12 @@
 """Stand-ins for functions that cannot run on a simulated device, and a context manager that installs them.
 
-- Attention: on this device torch would decompose it into matmuls, unlike on any accelerator. The stand-in calls the
+- Attention: on this device, torch would decompose it into matmuls, unlike on any accelerator. The stand-in calls the
   operator of the fused kernel, which saves queries, keys, values, output and log-sum-exp.
 - Recurrent layers: the packages with their kernels need not be installed. The stand-ins allocate and save the same
   tensors as these kernels.
-- Routing: the rows of each expert depend on values. The stand-in balances experts, or sends `imbalance` times the even
-  share of rows to this rank.
-- Data: this rank has loaded all packs of the step.
+- Routing: the number of rows of each expert depends on values. The stand-in balances experts, or sends `imbalance`
+  times the even share of rows to this rank.
+- Data: this rank loads all packs of the step.
 - Host memory: offloaded tensors are counted, but not stored.
 """
 
@@ -46,7 +46,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
     swap_tensors = torch.utils.swap_tensors
 
     def even_split(self: Dispatch, pairs: Pairs, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
-        split(self, pairs, arriving)  # for its operators and its host sync; the result is not used
+        split(self, pairs, arriving)  # called for its operators and its host sync; the result is not used
         count, ranks = len(pairs.order), self.group.size()
         sent = shares(count, ranks)
         received = shares(int(count * imbalance), ranks)
@@ -67,7 +67,7 @@ def stand_ins(world: int, rank: int, imbalance: float = 1.0) -> Iterator["HostMe
         return [received if other == rank else [] for other in range(world)]
 
     def swap(old: torch.Tensor, new: torch.Tensor) -> None:
-        # `Module.to` swaps fake parameters with their moved versions, which fails if a weak reference to them exists.
+        # `Module.to` swaps fake parameters with their moved versions, which fails if there are weak references to them.
         # If neither device nor dtype changes, the swap is not needed.
         if (old.device, old.dtype) != (new.device, new.dtype):
             swap_tensors(old, new)  # type: ignore[no-untyped-call]  # the function of torch has no types
@@ -116,7 +116,7 @@ class HostMemory:
 
 
 class PlannedHost:
-    """Stand-in for `ops.memory.offload.HostBuffers`, which counts host memory and copies nothing."""
+    """Stand-in for `ops.memory.offload.HostBuffers` that counts host memory and copies nothing."""
 
     def __init__(self, memory: HostMemory, device: torch.device) -> None:
         self.memory, self.device = memory, device
@@ -167,7 +167,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Stand-in for `F.scaled_dot_product_attention`, which calls the operators of the fused kernels."""
+    """Stand-in for `F.scaled_dot_product_attention` that calls the operators of the fused kernels."""
     if query.device.type != PLANNED:
         return _TORCH_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is None:
@@ -184,17 +184,17 @@ def attention(
 
 
 class _Rule(torch.autograd.Function):
-    """Stand-in for a recurrent kernel of `fla`, which allocates and saves the same tensors.
+    """Stand-in for a recurrent kernel of `fla` that allocates and saves the same tensors.
 
-    Forward saves the inputs and, for the delta rule, a matrix per chunk. Backward recomputes the states before all
-    chunks.
+    Forward saves the inputs and, for the delta rule, one matrix per chunk. Backward recomputes the state before each
+    chunk.
     """
 
     @staticmethod
     def forward(
         ctx: Any, has_matrix: bool, runs: int, state: torch.Tensor | None, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate output and final states. `inputs` are query, key, value, and others."""
+        """Allocate the output and the final states. `inputs` are query, key, value, and others."""
         _, key, value, *_ = inputs
         _, tokens, heads, value_width = value.shape
         key_width = key.shape[-1]
@@ -210,7 +210,7 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Allocate states, their gradients, and the gradients of the inputs."""
+        """Allocate the states, their gradients, and the gradients of the inputs."""
         inputs = ctx.saved_tensors[: ctx.num_inputs]
         states = [inputs[1].new_empty(ctx.states_shape) for _ in range(2)]  # states and their gradients
         input_grads = [torch.empty_like(x) for x in inputs]

@@ -1,10 +1,10 @@
 """Predicted duration of a step: the counts of a dry run, divided by the speed of the device and its links.
 
-The model is a roofline with separate parts: matmuls and attention by FLOPs, all other operators by bytes of memory, and
-collectives by bytes of links. The sends of ring attention overlap with attention. All-to-alls do not overlap. FSDP's
-all-gathers and reduce-scatters are added in full: they overlap with computation, but published runs are slower by about
-as much. Nothing is measured on a device. benchmarks/calibrate.py fits three fractions of the data-sheet speeds to
-published runs, and reports the error.
+The model is a roofline with separate parts. The time of matmuls and attention follows from their FLOPs, that of other
+operators from the bytes they read and write, and that of collectives from the bytes they send. The sends of ring
+attention overlap with attention. All-to-alls do not overlap. FSDP's all-gathers and reduce-scatters are added in full:
+they do overlap with computation, but published runs have other overheads of about this size. Nothing is measured on a
+device. benchmarks/calibrate.py fits three fractions of the data-sheet speeds to published runs, and reports the error.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,9 +18,9 @@ from omnizoo.planning.traffic import Collective
 
 # Backward / forward FLOPs of flash attention: five matmuls instead of two, because it recomputes logits.
 FLASH_BACKWARD = 2.5
-LAUNCH = 8e-6  # seconds of the host per operator, approximate
-SYNC = 5e-5  # seconds that the device is idle after a host sync, approximate
-MEMORY = 0.8  # fraction of the memory bandwidth that operators reach, approximate
+LAUNCH = 8e-6  # approximate time of the host per operator, in seconds
+SYNC = 5e-5  # approximate time that the device is idle after a host sync, in seconds
+MEMORY = 0.8  # approximate fraction of the memory bandwidth that operators reach
 HALF = ("bfloat16", "float16")
 FSDP_COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
@@ -40,7 +40,7 @@ class Calibration:
 
     shares: Shares
     runs: int  # number of published runs
-    error: float  # mean of |predicted / published - 1| of tokens/s, for models that were held out of the fit
+    error: float  # mean of |predicted / published - 1| of tokens/s, for models held out from the fit
     worst: float  # maximum of the same
 
     def __str__(self) -> str:
@@ -49,8 +49,8 @@ class Calibration:
         )
 
 
-# Output of benchmarks/calibrate.py. The fraction of matmuls is high, because the published runs moved fewer bytes of
-# memory than OmniZoo does.
+# Output of benchmarks/calibrate.py. The fraction of matmuls is high, because the published runs read and wrote fewer
+# bytes of memory than OmniZoo does.
 CALIBRATION = Calibration(Shares(matmuls=0.85, attention=0.34, links=0.77), runs=20, error=0.05, worst=0.17)
 
 
@@ -61,7 +61,7 @@ class Counts:
     matmuls: Mapping[str, float]  # FLOPs by dtype
     attention: float  # FLOPs, including recomputation
     moved: float  # bytes that other operators read and write
-    sent: Mapping[Collective, float]  # bytes of this rank's inputs
+    sent: Mapping[Collective, float]  # input of this rank, in bytes
     launched: int  # number of launched operators
     syncs: int  # number of host syncs
     tokens: float
@@ -69,7 +69,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Expected:
-    """Predicted seconds of a step by part, which add up to `seconds`."""
+    """Predicted seconds of each part of a step. They add up to `seconds`."""
 
     matmuls: float
     attention: float
@@ -151,7 +151,7 @@ def seconds_of(collective: Collective, input_bytes: float, device: Device) -> fl
 def counts_of(result: Result, world: int) -> Counts:
     """Return the counts of one rank from the result of a dry run."""
     matmuls: dict[str, float] = {}
-    calls = {FORWARD: 0, BACKWARD: 0}  # calls of forward kernels of attention by phase; those in backward recompute
+    calls = {FORWARD: 0, BACKWARD: 0}  # calls of attention's forward kernels; those in backward recompute
     for kernel, (count, flops) in result.kernels.items():
         if flops:
             matmuls[kernel.dtype] = matmuls.get(kernel.dtype, 0) + flops

@@ -1,4 +1,4 @@
-"""Collectives of a step, by operation and mesh axis, with bytes, and whether they stay within a node."""
+"""Count the collectives of a step and their bytes, by operation and mesh axis, within a node or across nodes."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Collective:
 
 
 class Traffic(CollectiveCounter):
-    """Counts `calls` and `bytes` (the inputs of this rank) by `Collective`."""
+    """Counts the `calls` and `bytes` (of this rank's inputs) of each `Collective`."""
 
     def __init__(self, mesh: Mesh, per_node: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Traffic(CollectiveCounter):
         self.bytes[collective] += size
 
     def _axis(self, name: str, group: dist.ProcessGroup, device: torch.device) -> str:
-        """Return the mesh axis of a collective: the tagged one, if several axes have the ranks of `group`."""
+        """Return the mesh axis of a collective. If several axes consist of the ranks of `group`, use the tagged one."""
         possible = self.mesh.axes_of(group)
         if "world" in possible and device.type == "cpu" != self.mesh.device.type:
             return "world"  # the only group with a CPU backend
@@ -58,5 +58,5 @@ class Traffic(CollectiveCounter):
                 "Call it inside `with omnizoo.parallel.traffic_tag.sent_along(AXIS)`."
             )
         axis = tagged[0] if tagged else possible[0]
-        is_like_dense = axis == "ep_shard" and "shard" in possible  # experts are sharded like dense weights, as ep is 1
+        is_like_dense = axis == "ep_shard" and "shard" in possible  # ep is 1, so experts are sharded like dense weights
         return "shard" if is_like_dense else axis

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from omnizoo.reporting.history import History, downsample, smooth
 
 NUM_COLORS = 8
-MAX_POINTS = 9000  # maximum number of points of a page: about 200 KB, however long the run is
-MAX_MARKS = 500  # maximum number of marks of a kind in a chart
+MAX_POINTS = 9000  # maximum number of points on a page: about 200 KB, however long the run is
+MAX_MARKS = 500  # maximum number of marks of each kind in a chart
 
 
 class ChartMetric(NamedTuple):
@@ -75,7 +75,7 @@ NOT_PLOTTED = (*COUNTS, "bad_steps", "tokens_seen")
 
 
 def format_value(value: float | None, form: str = "plain") -> str:
-    """Format a number as `plain`, `si` (12.3 k) or `percent`; None gives an empty text."""
+    """Format a number as `plain`, `si` (12.3 k) or `percent`; None becomes an empty string."""
     if value is None:
         return ""
     if form == "percent":
@@ -90,7 +90,7 @@ def format_value(value: float | None, form: str = "plain") -> str:
 class Curve:
     """A curve of values over steps."""
 
-    name: str  # name in legend and tooltip; empty: not listed there
+    name: str  # name in the legend and the tooltip; empty if not listed there
     steps: Sequence[int]
     values: Sequence[float]  # [steps], NaN for a gap
     look: str  # classes of the style sheet: line, faint, dots, "dots line" or area
@@ -112,13 +112,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a page."""
+    """A chart on a page."""
 
     title: str
     curves: list[Curve]
     format: str = "plain"
     log: bool = False
-    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)  # class of the style sheet -> steps
+    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)  # maps a class of the style sheet to steps
     wide: bool = False
     phases: Sequence[tuple[int, str]] = ()  # (start, name): labels of the horizontal axis instead of steps
     limit: float | None = None  # horizontal line; the vertical axis then starts at 0
@@ -178,7 +178,7 @@ def metric_charts(
 
 
 def _is_comparable(histories: Mapping[str, History]) -> bool:
-    """Whether training loss and held-out loss of a single run have the same terms, and so fit on one axis."""
+    """Whether the training and held-out losses of a single run have the same terms and can share an axis."""
     return len(histories) == 1 and all(other_held_out_terms(history) is None for history in histories.values())
 
 
@@ -215,7 +215,7 @@ def _metric_chart(
 
 
 def describe_metric(key: str) -> ChartMetric:
-    """Return group, title and format of a metric, whether it is built in or not."""
+    """Return the group, title and format of a metric, whether it is built in or not."""
     if key in KNOWN:
         return KNOWN[key]
     prefix, slash, rest = key.partition("/")
@@ -232,7 +232,7 @@ def _plotted_keys(history: History) -> list[str]:
 
 
 def _is_log(key: str, finite: Sequence[float]) -> bool:
-    """Whether the axis is logarithmic, because a linear one would show a spike and a flat line."""
+    """Whether the axis should be logarithmic, because a linear one would only show a spike and a flat line."""
     is_positive = min(finite) > 0
     return is_positive and (key == "grad_norm" or max(finite) > 30 * statistics.median(finite))
 
@@ -244,7 +244,7 @@ def _drawn_points(history: History, key: str) -> tuple[tuple[int, str], ...]:
 
 
 def _curves_with_trend(history: History, key: str, log: bool, name: str, trend_name: str, color: int) -> list[Curve]:
-    """Return the curve of a metric. A long and noisy one becomes faint values and their running mean."""
+    """Return the curve of a metric. If it is long and noisy, return faint values and their running mean."""
     values = history.values(key)
     finite = history.finite(key)
     length = sum(abs(b - a) for a, b in itertools.pairwise(finite))

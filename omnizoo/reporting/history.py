@@ -37,7 +37,7 @@ class History:
         return sum(tokens / rate for tokens, rate in pairs if rate > 0 and math.isfinite(tokens / rate))
 
     def bad_steps(self) -> set[int]:
-        """Return the skipped steps: loss or gradient norm is not finite, or the count of skipped steps increased."""
+        """Return the skipped steps: those with a non-finite loss or gradient norm, or a higher count of bad steps."""
         bad = set()
         previous = 0.0
         for step, row in zip(self.steps, self._rows, strict=True):
@@ -50,7 +50,7 @@ class History:
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Return an exponential moving average over both directions, which does not lag. NaN is ignored."""
+    """Return an exponential moving average in both directions, which does not lag. NaN is ignored."""
     decay = 1 - 1 / window
     left = _decayed_sums(values, decay)
     right = reversed(_decayed_sums(reversed(values), decay))

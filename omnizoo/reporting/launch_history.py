@@ -1,4 +1,4 @@
-"""History of starts of a run: command, versions and git state of each start, in `starts.jsonl`."""
+"""The starts of a run: `starts.jsonl` contains the command, versions and git state of each start."""
 
 import json
 import platform
@@ -59,7 +59,7 @@ def read_starts(file: Path) -> list[dict[str, Any]]:
 def command() -> str:
     """Return the command line of this process, so that it can be repeated.
 
-    Ranks started by `--nproc` do not have this flag. The fact `mesh` contains their number.
+    The command line of ranks that `--nproc` started does not contain this flag. The fact `mesh` contains their number.
     """
     name = Path(sys.argv[0])
     is_own = name.name == "omnizoo" or name.parts[-2:] == ("omnizoo", "__main__.py")
@@ -67,7 +67,7 @@ def command() -> str:
 
 
 def git_state(folder: Path) -> str | None:
-    """Return commit and state of the working directory; None without git or a commit, or after a timeout."""
+    """Return the commit and the state of the working directory; None without git or a commit, or after a timeout."""
 
     def git(*args: str) -> str | None:
         try:

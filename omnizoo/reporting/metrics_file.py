@@ -1,4 +1,4 @@
-"""Reading and writing of `metrics.jsonl`."""
+"""Read and write `metrics.jsonl`."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from omnizoo.reporting.run_folder import Metrics, RunFolder, replace_file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the steps in a `metrics.jsonl`, in order. An incomplete last line, after a kill, is ignored."""
+    """Return the steps in a `metrics.jsonl`, in order. If a kill left an incomplete last line, the line is ignored."""
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows

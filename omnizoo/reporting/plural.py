@@ -1,4 +1,4 @@
-"""Counts with a noun in singular or plural, for messages."""
+"""Format counts with a noun in singular or plural, for messages."""
 
 
 def plural(count: float, singular: str, plural_form: str = "") -> str:

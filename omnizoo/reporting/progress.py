@@ -31,7 +31,7 @@ FORMATS = {  # formats of metrics, in rich's markup
 
 
 def show_start(console: Console, rows: Mapping[str, str]) -> None:
-    """Print the facts about a run as a table, one row each."""
+    """Print the facts about a run as a table with one row per fact."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -88,7 +88,7 @@ class Progress:
             self.say("  ".join([f"step {step}", *(f"{key} {value:.4f}" for key, value in held_out.items())]))
 
     def say(self, message: str) -> None:
-        """Print a message; on a terminal it appears above the live line."""
+        """Print a message. On a terminal, it appears above the live line."""
         self._print(Text(message))
 
     def remaining(self) -> float | None:
@@ -131,7 +131,7 @@ class Progress:
         self._console.file.flush()
 
     def _parts(self, bar: Text | None = None) -> dict[str, Text]:
-        """Return the parts of the line in order. Unknown values have no part."""
+        """Return the parts of the line, in order. Unknown values are omitted."""
         parts = {
             "step": Text(f"{self._step}/{self._total}", "bold"),
             "percent": Text(f"{100 * self._step // self._total}%"),

@@ -1,4 +1,4 @@
-"""`report.html`: a page about one run, from the files in its folder; and a page that compares several runs.
+"""Write `report.html`, a page about one run from the files in its folder, and pages that compare several runs.
 
 Missing files are skipped, so a page can be written for a run that was interrupted or has just started. Other code adds
 content as `ReportSection`s.
@@ -24,7 +24,7 @@ from omnizoo.reporting.metrics_file import read_metrics
 from omnizoo.reporting.pages import cell_text, render
 from omnizoo.reporting.run_folder import RunFolder, read_rows, replace_file
 
-LONG_WAIT = 0.1  # share of a step; steps that wait longer for data are marked
+LONG_WAIT = 0.1  # fraction of a step; steps that wait longer for data are marked
 SHOWN_FILES = (".png", ".jpg", ".wav", ".flac", ".mp4")  # file types that a browser displays without running code
 
 
@@ -145,7 +145,7 @@ def write_report(run: RunFolder, sections: Sequence[ReportSection] = (), out: Pa
 
 
 def write_comparison(runs: Sequence[RunFolder], out: Path) -> Path:
-    """Write a page that compares statistics, curves and configs of several runs, and return its path."""
+    """Write a page that compares the statistics, curves and configs of several runs, and return its path."""
     runs_data = [RunData(run) for run in runs]
     names = _short_names(runs_data)
     groups, _ = metric_charts({name: run.history for name, run in zip(names, runs_data, strict=True)}, {})
@@ -166,7 +166,7 @@ def write_comparison(runs: Sequence[RunFolder], out: Path) -> Path:
 
 
 def _figures(run: RunData) -> list[tuple[str, str, str]]:
-    """Return name, value and note of each headline figure. The value is empty if it was not measured."""
+    """Return the name, value and note of each headline figure. The value is empty if it was not measured."""
     history = run.history
     finite = {key: history.finite(key) for key in ("loss", "tokens", "tokens_per_sec", "fill", "memory_gb")}
     first_loss = format_value(next(iter(finite["loss"]), None))
@@ -236,7 +236,7 @@ def _last_samples(run: RunFolder, page: Path) -> list[dict[str, Any]]:
 
 
 def _describe_file(run: RunFolder, page: Path, name: str) -> dict[str, Any]:
-    """Return name, address and media type of a generated file. Files outside the run folder have no address."""
+    """Return the name, address and media type of a generated file. Files outside the run folder have no address."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         return {"name": name, "address": None}
     address = "./" + quote(os.path.relpath(run.root / name, page.parent))

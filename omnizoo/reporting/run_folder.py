@@ -1,8 +1,7 @@
 """The run folder and its files.
 
-`metrics.jsonl` contains one object per optimizer step, each step exactly once however often the run was killed. Floats
-are stored exactly. NaN and infinity are strings, so that any JSON parser can read the file, and null means "unknown".
-Only rank 0 writes.
+`metrics.jsonl` contains each optimizer step exactly once, however often the run was killed. Floats are stored exactly.
+NaN and infinity are strings, so that any JSON parser can read the file, and null means "unknown". Only rank 0 writes.
 """
 
 import json

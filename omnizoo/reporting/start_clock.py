@@ -1,4 +1,4 @@
-"""Time from the command to the end of the first step, by phase.
+"""Measure the time from the command to the end of the first step, by phase.
 
 This module imports nothing slow.
 """
@@ -18,7 +18,7 @@ class StartClock:
         """Start the stopwatch.
 
         Args:
-            whole_process: Also count the time since this process, and the launcher before it, was started.
+            whole_process: Also count the time since the launcher, or this process without a launcher, was started.
         """
         self.parts: dict[str, float] = {}
         self._at = time.time()

@@ -55,7 +55,7 @@ class Scorer:
 class Engine:
     """A model with its optimizer and losses on a mesh.
 
-    Collective: all ranks must call each method, with the same arguments. Results are the same on all ranks, except
+    Collective: all ranks must call every method with the same arguments. Results are the same on all ranks, except for
     those of `weights`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Engine:
             mesh: The mesh to train on.
 
         Raises:
-            UserError: If the config sets `train.epochs`, or losses that rollouts cannot be used with.
+            UserError: If the config sets `train.epochs`, or losses that do not support rollouts.
         """
         self.config = config
         self.mesh = mesh
@@ -100,7 +100,7 @@ class Engine:
         self.bad_steps: int = self._setup.saved.get("bad_steps", 0)
         self._rollouts = RolloutReader(self._reader.renderer, config.data.pack_tokens, vocabulary_size(self.model))
         self._required_columns = sorted({name for loss in losses for name in loss.loss.required_columns})
-        self._is_budget_applied = False  # the recompute budget needs the first rollouts
+        self._is_budget_applied = False  # the recompute budget is applied when the first rollouts are known
         self._scorers: dict[bool, Scorer] = {}  # key: whether the model is the reference model
 
     @classmethod
@@ -142,8 +142,8 @@ class Engine:
 
         Args:
             rollouts: The rollouts; the same list on all ranks.
-            reference: Use the reference model instead of the current one. It is the model before its first step: the
-                base model of the adapter, or a frozen copy, which is built on first use.
+            reference: Use the reference model instead of the current one. The reference model is the model before its
+                first step: the base model of the adapter, or a frozen copy that is built on first use.
 
         Returns:
             For each rollout, a tensor `[tokens]` on the host, with one value per token of the response.
@@ -209,7 +209,7 @@ class Engine:
             adapter_only: Yield only the adapter, under PEFT's names. Otherwise the adapter is merged into the weights.
 
         Returns:
-            An iterator over (name, full tensor), with the names and shapes of the published checkpoint files.
+            An iterator over (name, full tensor), with the names and shapes of the published weight files.
 
         Raises:
             UserError: If the base model is quantized, unless `adapter_only` is set, or if `adapter_only` is set and the
@@ -240,7 +240,7 @@ class Engine:
         )
 
     def _same_samples(self, read: Callable[[], list[Sample]]) -> list[Sample]:
-        """Convert rollouts to samples, and check that all ranks have the same ones. Collective."""
+        """Convert rollouts to samples, and check that all ranks have the same. Collective: all ranks must call it."""
         samples = sync_errors(self.mesh, read)
         if self.mesh.layout.world > 1:
             rank = first_different_rank(self.mesh, digest(samples))
@@ -251,7 +251,10 @@ class Engine:
         return samples
 
     def _redistribute(self, samples: Sequence[Sample], balancer: Balancer) -> StepData:
-        """Pack the samples and redistribute the packs. As in training, each rank prepares some of the packs."""
+        """Pack the samples and redistribute the packs. As in training, each rank prepares some of the packs.
+
+        Collective: all ranks must call it.
+        """
         mesh = self.mesh
         packs = []
         bad_media: list[str] = []
@@ -263,7 +266,10 @@ class Engine:
         return balancer(LoadedStep(packs, error=bad_media[0] if bad_media else None))
 
     def _scorer(self, reference: bool) -> Scorer:
-        """Return the scorer of the current or the reference model, which is built on first use. Collective."""
+        """Return the scorer of the current or the reference model. It is built on first use.
+
+        Collective: all ranks must call it.
+        """
         if reference not in self._scorers:
             self._scorers[reference] = self._build_scorer(reference)
         return self._scorers[reference]

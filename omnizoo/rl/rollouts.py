@@ -54,7 +54,7 @@ class Rollout:
 
 
 class RolloutRows(PythonRows):
-    """A row source without rows. It names the rollout in errors about media."""
+    """A row source without rows, which names the rollout in errors about media."""
 
     def __init__(self) -> None:
         super().__init__([], "rollouts", HERE)
@@ -71,8 +71,8 @@ class RolloutReader:
 
         Args:
             renderer: Renders prompts.
-            pack_tokens: Maximum number of tokens of a rollout.
-            vocabulary: Number of token ids of the model; None if it is unknown.
+            pack_tokens: Maximum number of tokens in a rollout.
+            vocabulary: Vocabulary size of the model; None if it is unknown.
         """
         self.renderer = renderer
         self.pack_tokens = pack_tokens
@@ -130,12 +130,12 @@ class RolloutReader:
         return samples
 
     def _read(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[RenderedRow, Ids, Rollout]]:
-        """Yield (rendered prompt, response ids, rollout). A prompt object that rollouts share is rendered once."""
+        """Yield (rendered prompt, response ids, rollout). A prompt object that rollouts share is rendered only once."""
         if isinstance(rollouts, Rollout | str | bytes) or not isinstance(rollouts, Sequence):
             raise UserError(f"rollouts: a {type(rollouts).__name__}. Pass a list of omnizoo.Rollout.")
         if not rollouts:
             raise UserError("rollouts: empty. Pass a list of omnizoo.Rollout.")
-        prompts: dict[int, RenderedRow] = {}  # by id of the prompt object
+        prompts: dict[int, RenderedRow] = {}  # by `id` of the prompt object
         for number, rollout in enumerate(rollouts):
             key = f"rollouts[{number}]"
             if not isinstance(rollout, Rollout):
@@ -272,7 +272,7 @@ def pack_all(samples: Sequence[Sample], pack_tokens: int) -> list[list[Sample]]:
 
 def _with_shared_media(samples: Sequence[Sample]) -> list[Sample]:
     """Merge a media item that several samples of a pack share into one item with several spans, to encode it once."""
-    first: dict[int, tuple[int, int]] = {}  # id of the raw item -> (first sample that has it, index of the item there)
+    first: dict[int, tuple[int, int]] = {}  # maps the id of a raw item to (first sample with it, its index there)
     items_by_sample = [list(sample.items) for sample in samples]
     starts = []
     start = 0

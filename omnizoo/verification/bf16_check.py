@@ -25,13 +25,18 @@ FLOOR = 2.0**-9
 
 
 def allowed(error: float, usual: float = 0.0) -> float:
-    """Return the maximum error of a layout, given the `error` of one process and the `usual` error of such tensors."""
+    """Return the maximum allowed error of a layout.
+
+    Args:
+        error: Error of one process.
+        usual: Usual error of such tensors.
+    """
     return FACTOR * max(error, usual) + FLOOR
 
 
 @contextmanager
 def watching(model: nn.Module, rounded: list[str]) -> Iterator[None]:
-    """Context manager: append a message to `rounded` if a submodule receives an input of `model` in a narrower dtype.
+    """Context manager: append a message to `rounded` if a submodule receives an input of `model` in lower precision.
 
     Arguments are matched by name, and only floating-point tensors are compared.
     """

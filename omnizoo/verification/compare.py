@@ -19,7 +19,7 @@ from omnizoo.verification.trial import Trial, run_trial
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Maximum differences of a layout that passes."""
+    """Maximum differences with which a layout passes."""
 
     loss: float  # relative
     gradient: float  # relative to the norm of each tensor
@@ -31,7 +31,7 @@ TOLERANCE = {"fp32": Tolerance(loss=1e-6, gradient=1e-5), "fp64": Tolerance(loss
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the comparison of one layout with one process."""
+    """Result of comparing one layout with one process."""
 
     layout: str
     passed: bool
@@ -41,10 +41,10 @@ class Verdict:
     worst: str  # parameter whose gradient differs most
     grad_norm: float  # largest relative difference of the gradient norms
     calls: dict[str, int]  # collectives of the last step on rank 0, by kind
-    bytes: dict[str, int]  # bytes that rank 0 puts into them, by kind
+    bytes: dict[str, int]  # bytes of rank 0's inputs to these collectives, by kind
     reason: str = ""  # if failed: the differences, and the first module that differs
     beyond: dict[str, float] = field(default_factory=dict)  # gradients beyond the tolerance, if nothing else differs
-    note: str = ""  # if passed after a second check: its result
+    note: str = ""  # if the layout passed after a second check: the result of that check
 
 
 def verdict_of(folder: Path, layout: Layout, device: str = "cpu") -> Verdict:
@@ -99,7 +99,7 @@ def compare(trial: Trial, reference: Trial, layout: str, tolerance: Tolerance) -
     checks = (
         ("loss", losses[0], tolerance.loss),
         ("gradient norm", norms[0], tolerance.gradient),
-        # The optimizer amplifies rounding errors in later steps, so their losses get 10 times the gradients' tolerance.
+        # The optimizer amplifies rounding errors, so the losses of later steps get 10 times the gradients' tolerance.
         ("loss of a later step", max(losses), 10 * tolerance.gradient),
     )
     for name, difference, limit in checks:
@@ -162,7 +162,7 @@ def _mismatches(trial: Trial, reference: Trial) -> list[str]:
 def _verdict(
     trial: Trial, reference: Trial, layout: str, worst: str, gradient: float, reasons: Sequence[str]
 ) -> Verdict:
-    """Return the verdict, which is passed if there is no reason to fail."""
+    """Return the verdict. The layout passes if `reasons` is empty."""
     losses = _relative(trial.losses, reference.losses)
     return Verdict(
         layout=layout,
@@ -185,7 +185,7 @@ def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float
 
 def _first_excess(trial: Trial, reference: Trial, rounded: Trial) -> str:
     """Return a message about the first module whose output has a larger error than in one process in bf16."""
-    for name, expected in reference.activations.items():  # sorted by execution
+    for name, expected in reference.activations.items():  # in order of execution
         if name not in trial.activations or name not in rounded.activations:
             continue
         error = relative(trial.activations[name], expected)
@@ -217,7 +217,7 @@ def gradient_differences(gradients: dict[str, torch.Tensor], reference: dict[str
 
 def first_difference(trial: Trial, reference: Trial, gradients: dict[str, float], tolerance: Tolerance) -> str:
     """Return a message about the first tensor that differs: activations in forward order, then gradients in reverse."""
-    for name, expected in reference.activations.items():  # sorted by execution
+    for name, expected in reference.activations.items():  # in order of execution
         if name not in trial.activations:
             continue
         difference = relative(trial.activations[name], expected)

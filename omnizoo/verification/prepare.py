@@ -41,7 +41,7 @@ def prepare(
     Args:
         config: The user's config.
         world: Number of ranks of each layout.
-        selection: Layouts to verify, see `choose`.
+        selection: Layouts to verify (see `choose`).
         precision: `fp32`, `fp64` or `bf16`.
         folder: Folder to write to; created if needed.
         device: Device type of the process.
@@ -113,7 +113,7 @@ def choose(config: Config, world: int, selection: str) -> list[Layout]:
 
 
 def few_layouts(world: int, experts: bool) -> list[Layout]:
-    """Return three layouts: HSDP, Ulysses x ring, and FSDP, the last with expert parallelism over all ranks for MoE."""
+    """Return three layouts: HSDP, Ulysses x ring, and FSDP (for MoE, with expert parallelism over all ranks)."""
     half = max(1, world // 2)
     last = Layout(dp_shard=half, ulysses=world // half, ep=world) if experts else Layout(dp_shard=world)
     return [Layout(dp_replicate=world // half, dp_shard=half), Layout(ulysses=world // half, ring=half), last]
@@ -158,7 +158,7 @@ def with_family(config: Config, family: str) -> Config:
 
 
 def check_family(family: str) -> None:
-    """Raise `UserError` if a model type is unknown, or needs media."""
+    """Raise `UserError` if a model type is unknown or requires media."""
     if recipe_of(family).modalities is not None:
         raise UserError(f"--families: {family} is multimodal. Verify it with a config that has rows with media.")
     if family not in CONFIG_MAPPING:
@@ -177,7 +177,7 @@ def default_fields(family: str) -> dict[str, Any]:
 
 
 def special_tokens(family: str, vocabulary: int) -> dict[str, int]:
-    """Return replacements for a family's default special token ids that exceed the vocabulary: the last valid id."""
+    """Return config fields that replace a family's special token ids beyond the vocabulary with the last valid id."""
     ids = {key: value for key, value in default_fields(family).items() if key.endswith("_token_id")}
     return {key: vocabulary - 1 for key, value in ids.items() if isinstance(value, int) and value >= vocabulary}
 
@@ -185,8 +185,8 @@ def special_tokens(family: str, vocabulary: int) -> dict[str, int]:
 def few_experts(family: str) -> dict[str, int]:
     """Return config fields for 16 experts, or none if the family has no experts.
 
-    The number of experts per token is set to 2 if the default has at most one expert or no such number. A missing
-    number of shared experts is set to 1.
+    The number of experts per token is set to 2 if its default is missing or at most 1. A missing number of shared
+    experts is set to 1.
     """
     fields = default_fields(family)
     changes = {key: 16 for key in EXPERTS if key in fields}

@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this machine. Ranks are forked from a server that has already imported everything.
+"""Run a function on several ranks of this machine. Ranks are forked from a server that has imported all modules.
 
 Each layout gets new processes, because every process group keeps a thread running until its process ends.
 """
@@ -89,7 +89,7 @@ def _stack_file(folder: str, rank: int) -> Path:
 def _run_rank(rank: int, size: int, store: str, device: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     """Run `work` on one rank, in a new process."""
     torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()  # else every rank warns about ids outside the small vocabulary
+    transformers_logging.set_verbosity_error()  # otherwise, all ranks would warn about ids outside the small vocabulary
     # faulthandler works while the rank waits inside a collective, where Python's signal handlers do not run.
     stack_file = _stack_file(os.path.dirname(store), rank).open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)

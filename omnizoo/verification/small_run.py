@@ -41,7 +41,7 @@ def shrink(config: Config, world: int, precision: str) -> Config:
     parallel: dict[str, Any] = {}
     if config.parallel.reshard_after_forward is None:  # the default for a small model would not reshard
         parallel["reshard_after_forward"] = True
-    if config.parallel.tile_tokens is not None:  # small enough to split one rank's tokens of a small pack
+    if config.parallel.tile_tokens is not None:  # small enough to split one rank's part of a small pack
         parallel["tile_tokens"] = min(config.parallel.tile_tokens, TILE_TOKENS)
     train: dict[str, Any] = {"steps": 3, "epochs": None, "warmup_steps": 0, "warmup_ratio": 0.0}
     train |= {"packs_per_step": world, "tokens_per_step": None, "micro_batch": 1, "precision": precision}
@@ -51,7 +51,7 @@ def shrink(config: Config, world: int, precision: str) -> Config:
 
 
 def _with_adapter(small: ModelSection, model: ModelSection) -> ModelSection:
-    """Return `small` with an adapter at the same modules as that of `model`, as far as the small copy has them.
+    """Return `small` with an adapter on the same modules as in `model`, as far as the small copy has them.
 
     Both adapter matrices are randomly initialized. If one were zero, the gradient of the other would be zero for every
     layout, and nothing could be compared.

@@ -36,10 +36,10 @@ class Trial:
     grad_norms: list[float]  # one per step
     tokens: list[int]  # one per step, over all ranks
     gradients: dict[str, torch.Tensor]  # full gradients of the first step; rank 0 only
-    activations: dict[str, torch.Tensor]  # [T, width] for the run's first pack, in order of execution; rank 0 only
+    activations: dict[str, torch.Tensor]  # [tokens, width] for the run's first pack, in order of execution; rank 0 only
     executed: list[str]  # modules in the order in which their forward passes finish
     calls: dict[str, int]  # collectives of the last step, by kind
-    bytes: dict[str, int]  # bytes that this rank puts into them, by kind
+    bytes: dict[str, int]  # bytes of this rank's inputs to these collectives, by kind
     rounded: list[str] = field(default_factory=list)  # messages about inputs that lose precision; rank 0 only
 
 
@@ -97,7 +97,7 @@ def run_trial(config: Config, layout: Layout, process: Process) -> Trial:
 
 
 def full_gradients(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the full gradients on the CPU if `keep` is set, else an empty dict. Collective: all ranks must call it."""
+    """Return the full gradients on the CPU, or an empty dict if not `keep`. Collective: all ranks must call it."""
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
@@ -148,11 +148,11 @@ def _merge_shards(shards: Sequence[tuple[Sequence[int], torch.Tensor]], num_toke
 
     Args:
         shards: For each rank, the positions of its tokens in the pack, and the output for these tokens.
-        num_tokens: Number of tokens of the pack.
+        num_tokens: Number of tokens in the pack.
 
     Returns:
-        The output `[num_tokens, width]`; None if the shards do not cover the pack, such as the outputs of modules that
-        turn media items into codes and run on some ranks only.
+        The output `[num_tokens, width]`; None if the shards do not cover the pack. This happens for modules that turn
+        media items into codes, because they run on some ranks only.
     """
     shards = [(index, tensor) for index, tensor in shards if len(tensor) == len(index) > 0]
     if sum(len(index) for index, _ in shards) != num_tokens:
@@ -166,7 +166,7 @@ def _merge_shards(shards: Sequence[tuple[Sequence[int], torch.Tensor]], num_toke
 
 @contextmanager
 def _recording(model: nn.Module, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Context manager: store the first output of every submodule in `outputs`, as rows `[n, width]` on the CPU."""
+    """Context manager: store the first output of every submodule in `outputs`, as `[rows, width]` on the CPU."""
 
     def record(name: str, module: nn.Module, inputs: object, output: object) -> None:
         output = output[0] if isinstance(output, tuple) else output

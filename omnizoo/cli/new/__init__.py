@@ -1,4 +1,4 @@
-"""`omnizoo new`: write a first config for a model and data, or the files of a new modality."""
+"""`omnizoo new`: write a first config for a model and its data, or the files of a new modality."""
 
 import argparse
 

@@ -19,8 +19,8 @@ from omnizoo.config.hub import hub_hint
 from omnizoo.config.load import load_config
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
-MAX_MEASURED = 2**15  # maximum length, in tokens, up to which the lengths of samples are measured exactly
-MIN_ROWS_TO_SPLIT = 20  # minimum number of rows of a source to hold some of them out
+MAX_MEASURED = 2**15  # in tokens; longer samples are not measured exactly
+MIN_ROWS_TO_SPLIT = 20  # minimum number of rows in a source for holding some of them out
 STATE_BYTES = 16  # per trained parameter: fp32 weight, gradient and two moments
 
 
@@ -42,7 +42,7 @@ class NewConfigFacts:
     splits: tuple[str, str] | None  # names of the training and evaluation splits
     nproc: int
     is_host: bool
-    memory: int  # memory of one device, or of this machine without devices, in bytes
+    memory: int  # in bytes: memory of one device, or of this machine if it has no devices
     device: str
 
     @property
@@ -145,7 +145,7 @@ def collect_facts(model: str, data: str, nproc: int | None) -> NewConfigFacts:
 
 
 def _part(folder: Path) -> str | None:
-    """Return the name of the first submodel with a recipe, if the complete model has no recipe."""
+    """Return the name of the first submodel that has a recipe, if the complete model has none."""
     from transformers import AutoConfig, PretrainedConfig
 
     from omnizoo.models.recipe import recipe_of
@@ -197,14 +197,17 @@ def pack_tokens(facts: NewConfigFacts) -> int:
 
 
 def held_out(facts: NewConfigFacts) -> int:
-    """Return n if every n-th row is held out for evaluation, or 0 if no row is."""
+    """Return n if every n-th row should be held out for evaluation, or 0 if none should."""
     if facts.splits or facts.rows < MIN_ROWS_TO_SPLIT:
         return 0
     return 50 if facts.rows >= 1000 else 10
 
 
 def packs_per_step(facts: NewConfigFacts, num_packs: float) -> int:
-    """Return the packs per step: about 50 steps per epoch, limited by a usual number of tokens, a multiple of nproc."""
+    """Return the number of packs per step, a multiple of nproc.
+
+    An epoch has about 50 steps, unless a step would then exceed a usual number of tokens.
+    """
     usual_tokens = 2**14 if facts.is_host else 2**18
     max_packs = max(1, usual_tokens // pack_tokens(facts))
     packs = max(1, min(max_packs, round(num_packs / 50)))
@@ -221,12 +224,12 @@ def learning_rate(facts: NewConfigFacts) -> float:
 
 
 def expert_ranks(facts: NewConfigFacts) -> int:
-    """Return the largest number of ranks that divides both the ranks and the experts."""
+    """Return the largest number that divides both the number of ranks and the number of experts."""
     return math.gcd(facts.nproc, facts.experts)
 
 
 def source_options(facts: NewConfigFacts, every: int) -> tuple[str, str]:
-    """Return the YAML options of the training source and of the evaluation source that select their rows."""
+    """Return the YAML options that select the rows of the training source and of the evaluation source."""
     if facts.splits:
         train_split, eval_split = facts.splits
         return f", split: {train_split}", f", split: {eval_split}"
@@ -272,7 +275,7 @@ def render_config(facts: NewConfigFacts, name: str) -> str:
 
 
 def nproc_flag(facts: NewConfigFacts) -> str:
-    """Return the flag `--nproc` for `omnizoo train`, or an empty text for one rank."""
+    """Return the flag `--nproc` for `omnizoo train`, or an empty string for one rank."""
     return f" --nproc {facts.nproc}" if facts.nproc > 1 else ""
 
 

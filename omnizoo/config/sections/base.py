@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 
-MAX_TEXT_LENGTH = 4096  # characters, the longest path of Linux
+MAX_TEXT_LENGTH = 4096  # characters; the maximum length of paths on Linux
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_LENGTH)]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]
 LossWeight = Annotated[float, Field(ge=0, le=1e6)]
@@ -16,7 +16,7 @@ PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 
 
 def _check_identifier(value: str) -> str:
-    """Return `value` if it is a valid name of a metric."""
+    """Return `value` if it is a valid metric name."""
     if not value.isidentifier():
         raise ValueError(f"{value!r} is not a valid name of a metric. Use letters, digits and _.")
     return value

@@ -149,9 +149,9 @@ class DataSection(ConfigSection):
 
 
 def fitting_lanes(packs_per_step: int) -> int:
-    """Return the default number of lanes: a divisor of `packs_per_step`, or a multiple if that is small.
+    """Return the default number of lanes: a divisor of `packs_per_step`, or a multiple if `packs_per_step` is small.
 
-    It depends only on the config, because the order of the data must not depend on the world size.
+    The number depends only on the config, because the order of the data must not depend on the world size.
     """
     largest_divisor = max(n for n in range(1, MAX_FITTING_LANES + 1) if packs_per_step % n == 0)
     factor = math.ceil(MIN_LANES / largest_divisor)

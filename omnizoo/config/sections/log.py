@@ -64,11 +64,11 @@ class LogSection(ConfigSection):
 
     @property
     def profiled(self) -> range | None:
-        """The steps of `profile`."""
+        """The steps that `profile` selects."""
         return None if self.profile is None else _parse_range(self.profile)
 
 
 def _parse_range(text: str) -> range:
-    """Return the steps of `first:last`; empty if `text` has another form."""
+    """Parse `first:last` as a range of steps. The range is empty if `text` has another form."""
     match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     return range(int(match[1]), int(match[2]) + 1) if match else range(0)

@@ -64,5 +64,5 @@ ROUTER_LOSSES = ("balance", "router_z")
 
 
 def default_name(kind: str) -> str:
-    """Return the default name of a loss, if the config sets no `name`."""
+    """Return the name of a loss for which the config sets no `name`."""
     return "text" if kind == "cross_entropy" else kind.rpartition(":")[2].lower()

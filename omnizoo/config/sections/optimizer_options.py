@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def check_optimizer_options(kind: str, options: Mapping[str, Any], key: str) -> None:
-    """Raise ValueError for an unknown option of a built-in optimizer; the message starts with `key`.
+    """Raise ValueError for an unknown option of a built-in optimizer. The message starts with `key`.
 
     Options of a plugin are checked against its signature when it is imported.
     """

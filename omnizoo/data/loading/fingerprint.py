@@ -1,8 +1,8 @@
 """Hashes that identify the data of a run, independent of where its files are stored.
 
-A source of at most `WHOLE` bytes is hashed completely; of a larger one, evenly spaced blocks are hashed. The length of
-every row (JSONL), the table of contents (tar) and the footers (Parquet) are always hashed in full. An edit outside the
-blocks is therefore detected if it changes any length.
+A source of at most `WHOLE` bytes is hashed completely. For a larger source, only evenly spaced blocks are hashed, but
+the length of every row (JSONL), the table of contents (tar) and the footers (Parquet) are always hashed in full. An
+edit outside the blocks is therefore detected if it changes any length.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +30,9 @@ from omnizoo.modalities.processor_files import processor_files
 
 WHOLE = 256 << 20  # bytes; larger sources are hashed in blocks
 BLOCK = 256 << 10  # bytes per block
-BLOCKS = 256  # number of blocks of a larger source
-DATASET_ROWS = 512  # rows hashed of a `datasets` dataset or of a row source plugin
-ROWS_IN_MEMORY = 100_000  # rows hashed of Python rows in memory
+BLOCKS = 256  # number of blocks hashed per larger source
+DATASET_ROWS = 512  # number of rows hashed per `datasets` dataset or row source plugin
+ROWS_IN_MEMORY = 100_000  # number of rows hashed per source of Python rows in memory
 
 
 def content_of(source: RowSource) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def content_of(source: RowSource) -> dict[str, Any]:
 
 
 def _add_layout(digest: xxhash.xxh3_128, source: IndexedFile | WebDatasetFile | ParquetFile) -> None:
-    """Add the lengths of the rows (JSONL, CSV), the table of contents (tar) or the footer (Parquet) of a file."""
+    """Add the row lengths (JSONL, CSV), the table of contents (tar) or the footer (Parquet) of a file to the hash."""
     if isinstance(source, IndexedFile):
         digest.update(np.ascontiguousarray(source.stops - source.starts).data)
     elif isinstance(source, ParquetFile):
@@ -76,7 +76,10 @@ def _add_layout(digest: xxhash.xxh3_128, source: IndexedFile | WebDatasetFile | 
 
 
 def _add_row(digest: xxhash.xxh3_128, source: RowSource, row: int) -> None:
-    """Add a row of a Python source to the hash. A bad row adds a mark, not its error, whose wording may change."""
+    """Add a row of a Python source to the hash.
+
+    For a bad row, a fixed mark is added instead of its error message, because the wording may change.
+    """
     try:
         _add(digest, source.read(row))
     except BadRow:
@@ -86,7 +89,7 @@ def _add_row(digest: xxhash.xxh3_128, source: RowSource, row: int) -> None:
 def _add(digest: xxhash.xxh3_128, value: Any) -> None:
     """Add a value of a row to the hash, with the same result in every process.
 
-    `repr` would not do: it contains the addresses of objects and omits the middle of arrays.
+    `repr` is not suitable: it contains the addresses of objects and omits the middle of arrays.
     """
     digest.update(f"{type(value).__name__}(".encode())
     if isinstance(value, Mapping):
@@ -132,7 +135,7 @@ def _evenly_spaced(count: int, limit: int) -> list[int]:
 
 
 def _footer(path: Path) -> bytes:
-    """Return the footer of a Parquet file: offset, size and usually minimum and maximum of each column chunk."""
+    """Return the footer of a Parquet file: the offset, size and usually minimum and maximum of each column chunk."""
     size = path.stat().st_size
     length = int.from_bytes(_read(path, size - 8, 4), "little")  # followed by 4 magic bytes
     return _read(path, max(0, size - 8 - length), length)
@@ -146,7 +149,7 @@ def _read(path: Path, start: int, count: int) -> bytes:
 
 
 def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase, folder: str | None) -> dict[str, Any]:
-    """Return hashes of what converts rows to samples: the tokenizer, its chat template and the media processors."""
+    """Return hashes of the tokenizer, its chat template and the media processors, which convert rows to samples."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     processors = "".join(path.name + path.read_text() for path in processor_files(folder))

@@ -1,4 +1,4 @@
-"""Held-out data (`data.eval_sources`): read once, in file order, each source separately."""
+"""Read held-out data (`data.eval_sources`) once, in file order, each source separately."""
 
 import itertools
 import logging
@@ -27,9 +27,9 @@ def held_out_config(config: Config) -> Config:
 def held_out_parts(reader: Reader) -> dict[str, Reader]:
     """Split a reader of held-out data into one reader per source, by the short name of the source.
 
-    Each pack then has samples of one source only, so that losses can be reported per source. `evaluation.packs` is
-    divided among the sources by their weights. The reader is not split, and its name is empty, if there is only one
-    source, or if each prompt also gets the response of another row (the KTO baseline).
+    Each pack then contains samples from one source only, so that losses can be reported per source. `evaluation.packs`
+    is divided among the sources by their weights. The reader is not split, and its name is empty, if there is only one
+    source, or if each prompt is also paired with the response of another row (the KTO baseline).
     """
     config = reader.config
     specs = reader.config.data.sources
@@ -47,7 +47,7 @@ def held_out_parts(reader: Reader) -> dict[str, Reader]:
 
 
 def short_names(specs: Sequence[SourceSettings]) -> list[str]:
-    """Return the names of sources for use in metrics: file names without folder and suffix.
+    """Return short names of sources for use in metrics: file names without folder and suffix.
 
     A number is appended to repeated names.
     """
@@ -62,7 +62,7 @@ def short_names(specs: Sequence[SourceSettings]) -> list[str]:
 
 
 def read_held_out(reader: Reader, rank: int, world: int) -> list[Pack]:
-    """Return this rank's part of the first `evaluation.packs` packs of held-out data, reading each row at most once."""
+    """Return this rank's share of the first `evaluation.packs` held-out packs. Each row is read at most once."""
     data = reader.config.data
     lane = Lane(reader, 0, epochs=1)
     packs = []

@@ -1,4 +1,4 @@
-"""Statistics of the data of a run: samples token by token, lengths, the mix of sources and media, bad rows.
+"""Statistics about the data of a run: samples token by token, lengths, the mix of sources and media, bad rows.
 
 Rows are read, rendered and packed by the same code as in training. `cli/data` prints the statistics. Control characters
 in names and messages that come from the data are escaped.
@@ -20,12 +20,12 @@ from omnizoo.data.sample import Sample
 from omnizoo.data.token_fields import IGNORE_INDEX, select
 from omnizoo.modalities.item import MediaItem, Port
 
-LOOK = 512  # samples to inspect; fewer if there are fewer rows
-BINS = 12  # bins of the histogram of lengths
+LOOK = 512  # number of samples to inspect; fewer if there are fewer rows
+BINS = 12  # number of bins in the histogram of lengths
 
 
 class TooManyBadError(UserError):
-    """Many rows are bad, and few or none are usable."""
+    """Raised if many rows are bad, and few or none are usable."""
 
     def __init__(self, message: str, bad_rows: list[str]) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class InspectedSample:
 
 @dataclass(frozen=True)
 class PortMix:
-    """Statistics of the media items of one encoder, decoder or follower."""
+    """Statistics about the media items of one encoder, decoder or follower."""
 
     port: Port
     samples: int
@@ -81,28 +81,28 @@ class PortMix:
 
 @dataclass(frozen=True)
 class SourceMix:
-    """Statistics of the samples of one source."""
+    """Statistics about the samples of one source."""
 
     path: str
     rows: int  # all rows of the source
     samples: int  # number of inspected samples
     tokens: int
     formats: dict[str, int]  # number of samples by the format of their row
-    why: str  # the rule that decided the format of the first row
+    why: str  # the rule that determined the format of the first row
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Statistics of the first few hundred samples of a run."""
+    """Statistics about the first few hundred samples of a run."""
 
     samples: list[InspectedSample]
-    fill: float  # mean fraction of `data.pack_tokens` that packs fill, as training reports it
+    fill: float  # mean number of tokens per pack / `data.pack_tokens`, as reported in training
     packs: int
     sources: list[SourceMix]
     ports: list[PortMix]
     shown: list[InspectedSample]  # samples to show, whose media could be decoded
     longest: InspectedSample
-    rows: int  # rows read: packed, in the packing window, or skipped
+    rows: int  # number of rows read: packed, in the packing window, or skipped
     bad_rows: list[str]  # distinct messages, with reasons
     counters: Counters
     most_positions: int | None  # maximum number of positions of the model; None if unknown
@@ -119,7 +119,7 @@ class Inspection:
 
 
 def one_lane(config: Config) -> Config:
-    """Return the config with one lane, whose first few hundred rows are a sample of all the data."""
+    """Return the config with one lane. Its first few hundred rows are representative of all the data."""
     return config.model_copy(update={"data": config.data.model_copy(update={"lanes": 1})})
 
 
@@ -194,7 +194,7 @@ def varied(samples: Sequence[InspectedSample]) -> list[InspectedSample]:
 def decodable(
     samples: Iterable[InspectedSample], reader: Reader, count: int, bad_rows: list[str]
 ) -> list[InspectedSample]:
-    """Return the first `count` samples whose media can be decoded. Append errors about others to `bad_rows`."""
+    """Return the first `count` samples whose media can be decoded. Append errors about the others to `bad_rows`."""
     decoded: list[InspectedSample] = []
     rows: set[tuple[int, int]] = set()
     for inspected in samples:
@@ -254,7 +254,7 @@ def port_mix(samples: Sequence[InspectedSample]) -> list[PortMix]:
 
 
 def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (first length, last length, number of samples) of each bin.
+    """Return (first length, last length, number of samples) for each bin.
 
     Bins are logarithmic if the largest length is more than 8 times the smallest.
     """
@@ -270,9 +270,9 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def parts(sample: Sample) -> Iterator[tuple[str, Sample]]:
-    """Yield the parts of a sample that do not attend to each other, with their roles.
+    """Yield the role and tokens of each part of a sample. Parts do not attend to each other.
 
-    These are the responses of a row with preferences, or the sample itself. Mismatched responses have no targets.
+    The parts are the responses of a preference row, or the sample itself. Mismatched responses have no targets.
     """
     if not sample.responses:
         yield "", sample
@@ -317,7 +317,10 @@ def pieces(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[Token
 
 
 def text_pieces(ids: list[int], has_loss: list[bool], decode: Callable[[list[int]], str]) -> Iterator[TokenText]:
-    """Yield the text that each token adds to the preceding text. Decoded alone, a token may lose its leading space."""
+    """Yield the text that each token adds to the preceding text.
+
+    Tokens are not decoded one by one, because they could lose their leading spaces.
+    """
     context = start = 0
     for end in range(1, len(ids) + 1):
         before = decode(ids[context:start])

@@ -24,7 +24,7 @@ class LoadedStep:
     """The packs that a loader worker, or a rank, has loaded for a step."""
 
     packs: list[Pack]  # empty if loading failed
-    bad_rows: list[str] = field(default_factory=list)  # messages about skipped rows; each row on one rank only
+    bad_rows: list[str] = field(default_factory=list)  # messages about skipped rows; each on one rank only
     undecodable: list[str] = field(default_factory=list)  # set by workers: messages about rows with bad media
     states: dict[int, dict[str, Any]] = field(default_factory=dict)  # set by workers: states of the lanes that advanced
     counters: dict[str, int] = field(default_factory=dict)  # set by ranks: `Loader.counters` after this step
@@ -36,9 +36,10 @@ class LoadedStep:
 
 
 def failed_steps(error: str) -> Iterator[LoadedStep]:
-    """Return an endless iterator of steps with this error.
+    """Yield endlessly many steps with this error.
 
-    The loader reads from its workers in turn. A failed worker must not end, or the loader would skip it and its error.
+    The loader reads from its workers in turn. A failed worker must not end, because the loader would then skip it and
+    its error.
     """
     return itertools.repeat(LoadedStep(packs=[], error=error))
 
@@ -55,14 +56,14 @@ class LaneAssignment:
     @property
     def local_lanes(self) -> range:
         """Numbers of the lanes that this rank runs."""
-        # Pack g belongs to lane g % lanes and to rank g % world. Some g fits both exactly if lane and rank are equal
-        # modulo the greatest common divisor of `lanes` and `world`.
+        # Pack g belongs to lane g % lanes and to rank g % world. A lane and a rank have a pack in common if and only if
+        # their numbers are equal modulo the greatest common divisor of `lanes` and `world`.
         common = math.gcd(self.lanes, self.world)
         return range(self.rank % common, self.lanes, common)
 
     @property
     def counts(self) -> bool:
-        """Whether this rank reports counters and bad rows: the lowest of the ranks that run the same lanes does."""
+        """Whether this rank reports counters and bad rows. Of the ranks with the same lanes, the lowest one does."""
         return self.rank < math.gcd(self.lanes, self.world)
 
     def packs_of(self, lane: int, steps: int) -> int:
@@ -73,7 +74,7 @@ class LaneAssignment:
 class LaneSteps(IterableDataset[LoadedStep]):
     """Dataset of steps that continues from saved lane states.
 
-    In a rank it runs all lanes of that rank; in a loader worker, the lanes of that worker.
+    In the process of a rank, it runs all lanes of that rank. In a loader worker, it runs the lanes of that worker.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class LaneSteps(IterableDataset[LoadedStep]):
         return LoadedStep(packs=packs, bad_rows=bad_rows, undecodable=undecodable, states=states)
 
     def _lane(self, number: int) -> Lane:
-        """Return a lane, which is built on first use: there may be far more lanes than packs."""
+        """Return a lane. Lanes are built on first use, because there may be far more lanes than packs."""
         if number not in self.lanes:
             epochs = self.reader.config.train.epochs
             self.lanes[number] = Lane(self.reader, number, epochs, by_rows=epochs is not None)

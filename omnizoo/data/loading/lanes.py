@@ -1,8 +1,8 @@
 """A lane is one endless stream of packs, determined by the `data` section, the seed and the number of the lane.
 
-The packs of a lane do not depend on the rank or worker that runs it. The state of a lane is a few cursors and the ids
-of the samples in its packing window. The order of rows is computed for any position in any epoch, so resuming replays
-no data.
+The packs of a lane do not depend on the rank or worker that runs it. The state of a lane consists of a few cursors and
+the ids of the samples in its packing window. The order of rows can be computed for any position in any epoch, so
+resuming does not replay data.
 """
 
 from dataclasses import astuple, dataclass, field
@@ -22,10 +22,10 @@ from omnizoo.data.sample import Sample, SampleId
 class Cursor:
     """The position of a lane in one source."""
 
-    rows_read: int  # in all epochs
+    rows_read: int  # number of rows read in all epochs
     epoch: int
-    position: int  # rows read in this epoch
-    rows_without_sample: int = 0  # consecutive rows without a usable sample
+    position: int  # number of rows read in this epoch
+    rows_without_sample: int = 0  # number of consecutive rows without a usable sample
 
 
 @dataclass
@@ -43,9 +43,9 @@ class Counters:
 
 @dataclass
 class Lane:
-    """A stream of packs: `next_pack` returns the samples of the next one.
+    """A stream of packs. `next_pack` returns the samples of the next pack.
 
-    With `epochs`, every row of every source is read that many times; then `next_pack` returns None.
+    If `epochs` is set, every row of every source is read that many times. Then `next_pack` returns None.
     """
 
     reader: Reader
@@ -86,10 +86,10 @@ class Lane:
         )
 
     def next_pack(self) -> list[Sample] | None:
-        """Return the samples of the next pack, or None after the last one (with `epochs`)."""
+        """Return the samples of the next pack, or None after the last one (if `epochs` is set)."""
         while not self.packer.is_ready and self._read_row():
             pass
-        self.counters.packs += 1  # also counts packs after the end of the data: the position of the lane in the run
+        self.counters.packs += 1  # position of the lane in the run, so packs after the end of the data count as well
         return self.packer.pop() if self.packer.buffer else None
 
     def take_bad_rows(self) -> list[str]:
@@ -99,7 +99,7 @@ class Lane:
         return bad_rows
 
     def _read_row(self) -> bool:
-        """Read one row into the packer, or skip it if it is bad. Return False if no row is left (with `epochs`)."""
+        """Read one row into the packer, or skip it if it is bad. Return False if no row is left (with `epochs` set)."""
         i = self._choose_source()
         if i is None:
             return False
@@ -114,7 +114,7 @@ class Lane:
             self.packer.add(sample)
 
         cursor.rows_without_sample = 0 if split.samples else cursor.rows_without_sample + 1
-        # More rows than one epoch of all lanes: the part of a small source that one lane reads may have no usable row.
+        # The limit exceeds one epoch of all lanes, because a lane's part of a small source may have no usable row.
         if cursor.rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
             raise UserError(
                 f"{self.data.sources[i].name}: none of the last {cursor.rows_without_sample} rows was usable; "
@@ -123,7 +123,7 @@ class Lane:
         return True
 
     def samples_of(self, i: int, epoch: int, row: int) -> SampleSplit:
-        """Return the samples of a row. A bad row has no samples, or raises with `data.on_bad_row: error`."""
+        """Return the samples of a row. A bad row has no samples, or raises an error with `data.on_bad_row: error`."""
         try:
             return self._read_samples(i, epoch, row)
         except BadRow as bad:
@@ -146,9 +146,9 @@ class Lane:
             counters.beyond_positions += sum(sample.num_positions > max_positions for sample in split.samples)
 
     def _choose_source(self) -> int | None:
-        """Return the source that is furthest behind its share of rows, so that the mix is exact at any time.
+        """Return the source that is furthest behind its share of rows, which keeps the mix exact at any time.
 
-        None if all sources are exhausted.
+        Return None if all sources are exhausted.
         """
         open_sources = [i for i in range(len(self.cursors)) if self._is_open(i)]
         rows = 1 + sum(cursor.rows_read for cursor in self.cursors)
@@ -166,7 +166,7 @@ class Lane:
         return self.cursors[i].position < round(share * len(self.orders[i]))
 
     def _advance(self, i: int) -> None:
-        """Move the cursor of source `i` to the next row, and to the next epoch after the last row."""
+        """Move the cursor of source `i` to the next row or, after the last row, to the next epoch."""
         cursor = self.cursors[i]
         cursor.rows_read += 1
         cursor.position += 1
@@ -176,7 +176,7 @@ class Lane:
             self.orders[i] = self._order(i)
 
     def _read_samples(self, i: int, epoch: int, row: int) -> SampleSplit:
-        """Read and render a row, with a mismatched response of another row if a loss needs it."""
+        """Read and render a row, with a mismatched response from another row if a loss needs it."""
         source = self.sources[i]
         fields = source.read(row)
         find = partial(source.find, row)
@@ -198,7 +198,7 @@ class Lane:
         raise BadRow(f"the KTO baseline needs the response of another row, but none was usable: {reason}")
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, which can be stored as JSON. It has the ids of samples, not their content."""
+        """Return a JSON-serializable state for `restore`. It contains the ids of samples, not their content."""
         return {
             "cursors": [list(astuple(cursor)) for cursor in self.cursors],
             "window": [tuple(sample.id) for sample in self.packer.buffer],

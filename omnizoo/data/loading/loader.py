@@ -1,9 +1,9 @@
-"""The data loader of a rank, which returns the same packs at the same step for any number of ranks and workers.
+"""The data loader of a rank. The packs of each step are the same for any number of ranks and workers.
 
 Pack g of the run is the next pack of lane g % lanes. Step s consists of packs s*G to (s+1)*G - 1, where G is
-`train.packs_per_step`. Rank r reads the packs with g % world == r and decodes their media; packs are redistributed to
-the ranks that train on them afterwards. After a step, every lane is exactly at the end of that step on every rank that
-runs it. A state that was saved on one layout can therefore be loaded on any other.
+`train.packs_per_step`. Rank r reads the packs with g % world == r and decodes their media. Afterwards, packs are
+redistributed to the ranks that train on them. After a step, every lane is exactly at the end of that step on every
+rank that runs it. A state that was saved on one layout can therefore be loaded on any other.
 """
 
 import functools
@@ -32,7 +32,7 @@ ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not
 
 
 class PickledSteps(IterableDataset[LoadedStep]):
-    """Pickled lanes for a worker, which unpickles them only when it iterates, so that errors become failed steps."""
+    """Pickled lanes for a worker. They are unpickled on iteration only, so that errors become failed steps."""
 
     def __init__(self, steps: LaneSteps) -> None:
         self.steps = SharedPickle(steps)
@@ -55,9 +55,9 @@ def identity(item: Any) -> Any:
 
 
 class Loader:
-    """The data loader of a rank: `next_step` returns the packs of the next step, without end.
+    """The data loader of a rank. `next_step` returns the packs of the next step and can be called any number of times.
 
-    `state_dict` describes the last step that `next_step` returned, however many steps the workers have prefetched.
+    `state_dict` refers to the last step that `next_step` returned, however many steps the workers have prefetched.
     """
 
     def __init__(self, reader: Reader, assignment: LaneAssignment) -> None:
@@ -134,7 +134,7 @@ class Loader:
             prefetch_factor=self.config.data.prefetch,
             worker_init_fn=worker_setup(),
             multiprocessing_context=self.processes,
-            generator=torch.Generator(),  # DataLoader samples a base seed; keep the default generator unchanged
+            generator=torch.Generator(),  # DataLoader draws a base seed; leave the default generator unchanged
         )
 
     def counters(self) -> dict[str, int]:
@@ -155,7 +155,7 @@ class Loader:
         return counters | {"undecodable_rows": self.undecodable}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's lanes, which can be stored as JSON.
+        """Return the JSON-serializable state of this rank's lanes.
 
         Pass the states of all ranks to `merge_states` to get a state for `load_state_dict`.
         """
@@ -168,7 +168,7 @@ class Loader:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the order of the data depends on. Empty except on rank 0, which alone reads data for it."""
+        """Everything that the order of the data depends on. Empty except on rank 0, because computing it reads data."""
         return fingerprint(self.reader) if self.assignment.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ def build_loader(config: Config, tokenizer: PreTrainedTokenizerBase, rank: int, 
         tokenizer: Tokenizer of the model.
         rank: Global rank.
         world: World size.
-        **media: Keyword arguments of `build_reader`: the media that the model accepts, from `read_modalities`.
+        **media: Keyword arguments of `build_reader` that describe the media of the model, from `read_modalities`.
 
     Returns:
         A loader at the start of the data.

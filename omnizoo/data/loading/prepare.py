@@ -28,7 +28,8 @@ def prepare_pack(index: int, samples: Sequence[Sample], reader: Reader) -> tuple
     """Decode the media of samples and concatenate their columns.
 
     Returns:
-        The pack, and messages about rows with bad media, whose samples are dropped. A dummy pack if no sample is left.
+        The pack, and messages about rows with bad media. The samples of these rows are dropped. If no sample is left,
+        the pack is a dummy pack.
     """
     usable: list[Sample] = []
     items: list[MediaItem] = []

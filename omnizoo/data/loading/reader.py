@@ -16,7 +16,7 @@ from omnizoo.modalities.base import Encoder, Modality, find_module
 from omnizoo.modalities.item import MediaItem
 from omnizoo.models.media.media_model import Positions, SpeakerFormat
 
-FORMAT_ROWS = 8  # number of rows to infer the format of a source from
+FORMAT_ROWS = 8  # number of rows from which the format of a source is inferred
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Reader:
     def prepare(self, item: MediaItem) -> list[MediaItem]:
         """Decode an item. An encoder may split a long item into several.
 
-        In a bf16 run, floating-point inputs of encoders are converted here, which halves the bytes to send. Inputs of
-        decoders keep their precision, because targets are computed from them.
+        In a bf16 run, floating-point inputs of encoders are converted to bf16 here, which halves the number of bytes
+        to send. Inputs of decoders keep their precision, because targets are computed from them.
         """
         module = find_module(self.modalities, item.port)
         inputs = module.prepare(item.media)
@@ -45,7 +45,7 @@ class Reader:
         return item.cut(parts) if len(parts) > 1 else [replace(item, raw=None, inputs=inputs)]
 
     def format_of(self, source: int) -> tuple[str, str]:
-        """Return the format of the first usable row of a source, and the rule that decided it.
+        """Return the format of the first usable row of a source, and the rule that determined it.
 
         Both are empty if none of the first `FORMAT_ROWS` rows is usable.
         """

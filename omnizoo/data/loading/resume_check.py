@@ -1,6 +1,6 @@
-"""Check on resume that the data is that of the checkpoint.
+"""Check that a resumed run uses the same data as the checkpoint.
 
-Checkpoints store everything that the order of samples depends on. It is compared key by key.
+Checkpoints store everything that the order of samples depends on. The stored values are compared key by key.
 """
 
 import logging
@@ -21,7 +21,7 @@ FORMAT_KEYS = ("format", "columns", "json_columns", "take")  # keys of a source 
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
 LABELED_RESPONSES = "what train.losses makes of single answers"
-SHOWN_KEYS = {  # names for messages of stored keys that are not config keys
+SHOWN_KEYS = {  # names, in messages, of stored keys that are not config keys
     "train.global_batch": "train.packs_per_step",
     OVERLONG_CHATS: "data.overlong (for chats)",
     PREFERENCE_PAIRS: "train.losses (use of preference pairs)",
@@ -67,14 +67,14 @@ def _source_fingerprint(spec: SourceSettings, source: RowSource) -> dict[str, An
 
 
 def _use_of_labeled_responses(config: Config) -> str:
-    """Return how the losses use labeled responses. Checkpoints store the text, so it must never change."""
+    """Describe how the losses use labeled responses. Checkpoints store the text, so it must never change."""
     if config.mismatched_answers:
         return "each is also tried with another row's prompt"
     return "read" if config.single_answers else ""
 
 
 def _media_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that the tokens of media items depend on: their number and the marks around them."""
+    """Return the settings that determine the tokens of media items: their number and the marks around them."""
     keys = ("kind", "path", "config", "options", "begin", "placeholder", "end")
     settings = {}
     for name, modality in config.model.model_dump(mode="json")["modalities"].items():
@@ -87,7 +87,7 @@ def _media_settings(config: Config) -> dict[str, Any]:
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Check that the data has not changed since the checkpoint.
 
-    On other data, samples would silently be lost, repeated or changed.
+    With other data, samples would silently be lost, repeated or changed.
 
     Args:
         saved: The fingerprint in the checkpoint.

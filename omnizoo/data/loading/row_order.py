@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from omnizoo.data.sources.base import Rows, RowSource
 
-PIECE = 256  # maximum number of consecutive rows assigned to a lane
+PIECE = 256  # maximum number of consecutive rows that are assigned to a lane together
 MAX_OTHER_ROWS = 8  # maximum number of other rows tried as the source of a mismatched response
 
 
@@ -20,17 +20,17 @@ def random_bits(count: int, *key: int) -> npt.NDArray[np.uint64]:
 def lane_pieces(source: RowSource, lane: int, lanes: int, epoch: int, key: tuple[int, ...] | None) -> tuple[Rows, Rows]:
     """Return the first row and the number of rows of each piece that the lane reads in an epoch, in reading order.
 
-    A piece is a run of consecutive rows within one extent of the source. With a `key`, the extents are shuffled, and
-    the pieces within each extent, so that the lanes of one process read from the same few extents at a time. Pieces are
-    assigned to the lanes in turn. Each epoch starts at another lane, which evens out a remainder. If the source has
-    fewer rows than there are lanes, the lane reads all pieces.
+    A piece is a run of consecutive rows within one extent of the source. With a `key`, the extents are shuffled, and so
+    are the pieces within each extent. The lanes of one process then read from the same few extents at a time. Pieces
+    are assigned to the lanes in turn. Each epoch starts at another lane, so that remainders even out over epochs. If
+    the source has fewer rows than there are lanes, the lane reads all pieces.
     """
     size = min(PIECE, max(1, len(source) // (lanes * 16)))
     extent_lengths = np.diff(source.extents)
     pieces_per_extent = -(-extent_lengths // size)
     extent = np.repeat(np.arange(len(pieces_per_extent)), pieces_per_extent)  # extent of each piece
     first_piece = np.cumsum(pieces_per_extent) - pieces_per_extent
-    offset = size * (np.arange(len(extent)) - first_piece[extent])  # of each piece in its extent
+    offset = size * (np.arange(len(extent)) - first_piece[extent])  # offset of each piece in its extent
     starts = source.extents[extent] + offset
     sizes = np.minimum(size, extent_lengths[extent] - offset)
 
@@ -48,7 +48,7 @@ def lane_pieces(source: RowSource, lane: int, lanes: int, epoch: int, key: tuple
 
 
 class EpochOrder:
-    """The rows of one source that a lane reads in one epoch, by position.
+    """Maps positions to the rows of one source that a lane reads in one epoch.
 
     Rows are shuffled within windows of `shuffle_rows` rows; None disables shuffling.
     """
@@ -88,7 +88,7 @@ class EpochOrder:
 
 
 def other_rows(row: int, rows: int) -> list[int]:
-    """Return other rows to take a mismatched response from, in the order to try them.
+    """Return other rows that may provide a mismatched response, in the order to try them.
 
     They are the same in every epoch, on every layout and after a resume.
     """

@@ -1,7 +1,7 @@
 """Convert `train.epochs` to a number of steps: measure every row once, then run the lanes on the lengths alone.
 
-Packing depends on nothing but the lengths of samples, so the count is exact and the same on every layout. Each rank
-measures a part of the rows.
+Packing depends only on the lengths of samples, so the count is exact and the same on every layout. Each rank measures
+a part of the rows.
 """
 
 import logging
@@ -46,7 +46,7 @@ class Lengths:
 
 
 def measure(reader: Reader, rank: int, world: int) -> list[Lengths]:
-    """Measure this rank's part of every source. A bad row raises or has no samples (`data.on_bad_row`)."""
+    """Measure this rank's part of every source. A bad row raises an error or has no samples (`data.on_bad_row`)."""
     lane = Lane(reader, 0)
     measured = []
     for number, source in enumerate(reader.sources):
@@ -102,7 +102,7 @@ def count_steps(config: Config, reader: Reader, mesh: Mesh, known: int | None = 
         config: The config of the run. It is returned unchanged if `train.epochs` is not set.
         reader: The data of the run.
         mesh: The device mesh. Each rank measures a part of the rows.
-        known: Number of steps from an earlier count, such as that of a checkpoint. None counts them.
+        known: Number of steps from an earlier count, such as that of a checkpoint. If None, the steps are counted.
 
     Returns:
         The config with `train.steps` set.

@@ -1,7 +1,7 @@
 """Pickle objects for loader workers, with large arrays in a file that all workers map into memory.
 
 Workers are not forks of the training process, so they do not share its memory. Without the file, every worker would
-hold a copy of the index of a hundred million rows, or of the arrays of a user's row source.
+hold its own copy of, for example, the index of a hundred million rows or the arrays of a user's row source.
 """
 
 import io
@@ -29,7 +29,7 @@ class SharedPickle:
     """A pickled copy of `value`. Pass it to a process when it starts; `open` rebuilds the value there."""
 
     def __init__(self, value: Any) -> None:
-        # An unnamed file: the system deletes it when the last process closes it.
+        # The file is unnamed: the system deletes it when the last process closes it.
         self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.spans: list[tuple[int, int]] = []
         pickled = io.BytesIO()
@@ -60,13 +60,13 @@ class SharedPickle:
     def __setstate__(self, state: tuple[bytes, list[tuple[int, int]], Any]) -> None:
         self.pickled, self.spans, file = state
         if file is not None:
-            self.file = open(file.detach(), "rb")  # noqa: SIM115 (as long as the value is used)
+            self.file = open(file.detach(), "rb")  # noqa: SIM115 (stays open as long as the value is used)
 
     def open(self) -> Any:
         """Unpickle the value. Its large arrays are mapped from the file."""
         mapped = memoryview(b"")
         if self.spans:
-            # Copy on write: processes share a page until one of them writes to it.
+            # The mapping is copy-on-write: processes share a page until one of them writes to it.
             mapped = memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY))
         buffers = [mapped[start : start + size] for start, size in self.spans]
         return pickle.loads(self.pickled, buffers=buffers)
@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
             raw = value.contiguous().view(-1).view(torch.uint8).numpy()
             return _rebuild_tensor, (raw, value.dtype, tuple(value.shape))
         if type(value) is np.ndarray and value.nbytes >= LARGE and not value.flags.contiguous:
-            return np.ascontiguousarray(value).__reduce_ex__(5)  # otherwise it becomes part of the pickle
+            return np.ascontiguousarray(value).__reduce_ex__(5)  # other arrays would become part of the pickle
         if isinstance(value, nn.Module):
             return _without_hooks(value)
         return NotImplemented
@@ -117,5 +117,5 @@ def _without_hooks(module: nn.Module) -> Any:
 
 
 def _rebuild_tensor(raw: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor that `raw` contains the bytes of."""
+    """Return the tensor whose bytes are in `raw`."""
     return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,8 +1,8 @@
 """Loader workers: processes of a rank that prefetch data.
 
-Workers are forked from a small server process that has imported what they need and does nothing else. A fork of the
-rank would copy the locks that its threads hold (kernels, process groups, tokenizers, Arrow) but not the threads: such
-workers occasionally crashed or hung.
+Workers are forked from a small server process that has imported the required modules and does nothing else. A fork of
+the rank would copy the locks that its threads hold (kernels, process groups, tokenizers, Arrow) but not the threads.
+Workers that were started this way occasionally crashed or hung.
 """
 
 import faulthandler
@@ -29,15 +29,15 @@ QUIET = "ignore:resource_tracker"
 LESS_MEMORY = "reduce data.workers, data.prefetch, data.look_ahead or data.pack_tokens"
 
 
-class WorkerDeath(RuntimeError):  # noqa: N818 (what it is about)
+class WorkerDeath(RuntimeError):  # noqa: N818 (named after the event)
     """A loader worker has died. The message is written for users."""
 
 
 def worker_count(setting: int | None) -> int:
     """Return the number of loader workers of a rank: `data.workers` if it is set, otherwise a default.
 
-    The default is enough to load faster than most models train. It is 0 if a rank has few CPU cores, which the model
-    may need, and in daemon processes, which cannot have children.
+    With the default, data is loaded faster than most models train. The default is 0 if a rank has few CPU cores,
+    because the model may need them, and in daemon processes, because they cannot have children.
     """
     if setting is not None:
         return setting
@@ -48,7 +48,7 @@ def worker_count(setting: int | None) -> int:
 
 
 def start_server() -> None:
-    """Start the server process that workers are forked from. It imports torch, for seconds, in the background."""
+    """Start the server process that workers are forked from. It imports torch in the background, for some seconds."""
     multiprocessing.set_forkserver_preload(IMPORTED)
     # The resource tracker, which frees the resources that a killed rank leaves, must start first: starting it unblocks
     # signals. QUIET turns off its warnings about these resources.
@@ -67,7 +67,7 @@ def start_server() -> None:
 
 
 class Workers(ForkServerContext):
-    """Multiprocessing context for DataLoader. It keeps the processes that it starts, to report how they ended."""
+    """Multiprocessing context for DataLoader. It keeps track of its processes, to report how they ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _without_main() -> Iterator[None]:
 
 
 def worker_setup() -> Callable[[int], None]:
-    """Return the function that a worker calls first, which copies the environment and settings of its rank."""
+    """Return the function that a worker calls first. It copies the environment and settings of the worker's rank."""
     log_level = logging.getLogger().getEffectiveLevel()
     transformers_level = transformers_logging.get_verbosity()
     return partial(_set_up, dict(os.environ), torch.get_default_dtype(), log_level, transformers_level)
@@ -140,9 +140,9 @@ def _set_up(
 
 def _watch() -> None:
     """End this worker when its rank has ended, or when the rank sends SIGTERM."""
-    # An exiting Python process ends its children by SIGTERM, so a SIGTERM from the rank must end this worker. A killed
-    # rank sends none. torch's own watchdog does not help: it watches the parent, which is the server, and the server
-    # lives as long as any worker.
+    # An exiting Python process ends its children with SIGTERM, so a SIGTERM from the rank must end this worker. A
+    # killed rank sends no signal. torch's own watchdog does not help: it watches the parent, which is the server, and
+    # the server lives as long as any worker.
     rank = multiprocessing.parent_process()
     assert rank is not None, "a worker was started by its rank"
     while rank.is_alive():

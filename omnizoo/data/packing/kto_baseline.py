@@ -1,7 +1,7 @@
-"""The KTO baseline: prompts with mismatched responses, taken from other rows, which estimate the KL term.
+"""The KTO baseline: prompts paired with mismatched responses from other rows, to estimate the KL term.
 
-They are packed together with the responses of their row and separated before a step is redistributed. The model
-processes all of them, without gradients, before it trains on the first micro-batch.
+Mismatched responses are packed together with the other responses to the prompt, and separated before a step is
+redistributed. The model processes them all, without gradients, before it trains on the first micro-batch.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def split_kto_baseline(packs: Sequence[Pack]) -> tuple[list[Pack], list[Pack]]:
 
 
 def _select_segments(pack: Pack, is_baseline: bool) -> Pack:
-    """Return a pack with the mismatched responses only, or without them. A dummy pack if no segment is left."""
+    """Return the pack with mismatched responses only, or without them. If no segment is left, return a dummy pack."""
     if pack.preferences is None:
         return dummy_pack(pack.index) if is_baseline else pack
     is_kept = [(role == "mismatched") == is_baseline for role in pack.preferences.roles]

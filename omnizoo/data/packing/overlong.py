@@ -1,4 +1,4 @@
-"""Rows that do not fit a pack are truncated, dropped or split (`data.overlong`).
+"""Truncate, drop or split rows that do not fit into a pack (`data.overlong`).
 
 By default, plain text is split at any token. A chat, or any other row with a prompt, is truncated: a part without a
 response would have no targets. Media items are never cut, and each of several responses keeps the complete prompt.
@@ -18,10 +18,10 @@ from omnizoo.data.token_fields import cut_piece, select
 
 @dataclass(frozen=True)
 class SampleSplit:
-    """The samples of a row, and how they were fitted to a pack."""
+    """The samples of a row, and how the row was fitted into packs."""
 
     samples: list[Sample]
-    counter: str = ""  # field of `Counters` to increment; empty if the row fits a pack
+    counter: str = ""  # field of `Counters` to increment; empty if the row fits into a pack
     few_targets: int = 0  # number of samples dropped because of `data.min_targets`
     reason: str = ""  # why there are no samples
 
@@ -45,7 +45,7 @@ def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: 
         counter = "split_overlong" if method == "split" else "truncated_overlong"
 
     all_samples = list(split(source, epoch, row, rendered, limit))
-    # Every sample of a plain text has targets, from its second token on. A part of a chat may be all prompt.
+    # Every sample of a plain text has targets, from its second token on. A part of a chat may consist of prompt only.
     is_split_chat = counter == "split_overlong" and not rendered.is_prose
     min_targets = max(data.min_targets, int(is_split_chat))
     samples = [sample for sample in all_samples if not min_targets or num_targets(sample) >= min_targets]
@@ -55,10 +55,10 @@ def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: 
 
 
 def split(source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int) -> Iterator[Sample]:
-    """Yield samples of at most `pack_tokens` tokens. Only a row without media and preferences may give several.
+    """Yield samples of at most `pack_tokens` tokens. Only rows without media and preferences are split.
 
     Raises:
-        BadRow: If the row has media or preferences and is too long.
+        BadRow: If a row with media or preferences is too long.
     """
     if len(rendered) > pack_tokens:
         _check_split(rendered, pack_tokens)
@@ -88,9 +88,9 @@ def _check_split(rendered: RenderedRow, pack_tokens: int) -> None:
 
 
 def num_targets(sample: Sample) -> int:
-    """Return the number of target tokens and placeholder tokens of media targets.
+    """Return the number of targets: target tokens, and placeholder tokens of media targets.
 
-    With several responses, the target tokens of the response with the fewest are counted.
+    If there are several responses, the one with the fewest target tokens counts.
     """
     media_targets = [item for item in sample.items if item.is_target and item.port.role != "follower"]
     num_placeholders = sum(item.size.num_placeholders for item in media_targets)
@@ -101,11 +101,11 @@ def num_targets(sample: Sample) -> int:
 
 
 def truncate(rendered: RenderedRow, limit: int) -> RenderedRow | None:
-    """Return the first tokens of a row, at most `limit`; None if none of them is a target.
+    """Return at most `limit` tokens from the start of a row; None if none of them is a target.
 
-    If the limit falls within a media item, the row ends before the item and its marks. Of several responses, the
-    longest are cut first. Each of them must keep the prompt, all media and at least one target, and responses that
-    differ must still differ; otherwise the result is None.
+    If the limit falls within a media item, the row ends before the item and its marks. If there are several responses,
+    the longest are cut first. Each response must keep the prompt, all media and at least one target, and responses
+    that differ must still differ. Otherwise, the result is None.
 
     Raises:
         BadRow: If a media item alone is longer than `limit`.
@@ -128,7 +128,10 @@ def truncate(rendered: RenderedRow, limit: int) -> RenderedRow | None:
 
 
 def _truncate_responses(rendered: RenderedRow, limit: int) -> RenderedRow | None:
-    """Truncate the longest responses; None if a response loses all targets, its difference or a media item."""
+    """Truncate the longest responses.
+
+    Return None if a response would lose all targets or a media item, or become equal to another response.
+    """
     max_length = max_response_length(rendered.lengths, limit)
     is_kept = np.concatenate([np.arange(length) < max_length for length in rendered.lengths])
     responses = tuple(Segment(role, min(length, max_length)) for role, length in rendered.responses)
@@ -154,7 +157,7 @@ def _num_different(rendered: RenderedRow) -> int:
 
 
 def max_response_length(lengths: Sequence[int], limit: int) -> int:
-    """Return the largest length to cut each response to, such that all of them have at most `limit` tokens."""
+    """Return the largest maximum length per response for which all responses together have at most `limit` tokens."""
     for num_shorter, length in enumerate(sorted(lengths)):
         share = limit // (len(lengths) - num_shorter)
         if length > share:
@@ -164,7 +167,7 @@ def max_response_length(lengths: Sequence[int], limit: int) -> int:
 
 
 def keep_tokens(rendered: RenderedRow, is_kept: npt.NDArray[np.bool_]) -> RenderedRow:
-    """Return a row with the tokens of the mask `[tokens]`, and the items all of whose tokens are kept."""
+    """Return the row with only the tokens selected by `is_kept`, `[tokens]`, and the items that are kept completely."""
     new_index = np.cumsum(is_kept) - 1
     items = []
     for item in rendered.items:

@@ -11,16 +11,16 @@ from omnizoo.modalities.item import MediaItem
 
 @dataclass(frozen=True)
 class Pack:
-    """Concatenated samples, without padding. A sample consists of one segment, or of one per response.
+    """Concatenated samples, without padding. A sample consists of one segment, or of one segment per response.
 
-    Labels are shifted: labels[t] is the token after t. It is IGNORE_INDEX if that token is not a target or belongs to
-    the next segment.
+    Labels are shifted: `labels[t]` is the token at position t + 1, or IGNORE_INDEX if that token is not a target or
+    belongs to the next segment.
     """
 
     index: int  # position of the pack in the run
     columns: Columns
     lengths: list[int]  # [segments], in tokens
-    sample_ids: list[str]  # [segments], source/epoch/row/part, and /role for preferences; empty for dummy packs
+    sample_ids: list[str]  # [segments], source/epoch/row/part, plus /role for preferences; empty for dummy packs
     items: tuple[MediaItem, ...] = ()  # decoded; spans are (first token in the pack, number of tokens)
     preferences: Preferences | None = None  # role of each segment; None without preference rows
 
@@ -36,6 +36,6 @@ class Pack:
 
 
 def dummy_pack(index: int) -> Pack:
-    """Return a pack of two tokens, for a rank that has no pack. It is computed, but excluded from losses and counts."""
+    """Return a dummy pack of two tokens, for a rank without a pack. It is excluded from losses and counts."""
     columns = make_columns(input_ids=np.zeros(2), labels=np.full(2, IGNORE_INDEX))
     return Pack(index, columns, lengths=[2], sample_ids=[])

@@ -1,19 +1,20 @@
-"""Combine samples of any length into packs of at most `pack_tokens` tokens, which are nearly always exactly full.
+"""Combine samples of any length into packs of at most `pack_tokens` tokens. Nearly all packs are exactly full.
 
-The packs depend on nothing but the samples and their order.
+The packs depend only on the samples and their order.
 """
 
 from omnizoo.data.sample import Sample
 
 WINDOW = 256  # default window size in samples
-GROWTH = 32  # samples by which the default window grows per pack at the start
+GROWTH = 32  # number of samples by which the default window grows with each pack at the start
 
 
 class Packer:
     """Best-fit packing over a window of samples.
 
-    A pack consists of the oldest sample in the window and those that fill the rest of the pack best. Older samples are
-    preferred among equally full packs. A sample waits for at most as many packs as the window has samples.
+    A pack consists of the oldest sample in the window and the samples that fill the rest of the pack best. If several
+    choices fill it equally, older samples are preferred. A sample waits for at most as many packs as the window has
+    samples.
 
     The window has `look_ahead` samples. By default it has `WINDOW` samples, or more if these would not fill two packs.
     The default window starts small and grows with every pack, because a run cannot start before every lane has produced
@@ -55,11 +56,11 @@ class Packer:
 
 
 def best_fill(lengths: list[int], room: int) -> list[int]:
-    """Return the indices, in ascending order, of lengths with the largest sum that is at most `room`.
+    """Return the indices, in ascending order, of a subset of lengths with the largest sum that is at most `room`.
 
-    This is subset sum. An integer represents the set of reachable sums: bit n is set if some subset sums to n. One
-    shift adds a sample to all subsets and takes about a microsecond. The search stops as soon as `room` is filled
-    exactly.
+    This is the subset sum problem. An integer represents the set of reachable sums: bit n is set if some subset sums to
+    n. One shift adds a sample to all subsets and takes about a microsecond. The search stops as soon as `room` is
+    filled exactly.
     """
     if sum(lengths) <= room:
         return list(range(len(lengths)))

@@ -1,4 +1,4 @@
-"""Render conversations by a chat template, with limits on time and memory, and find the targets in the text."""
+"""Render conversations with a chat template, within limits on time and memory, and find the targets in the text."""
 
 import itertools
 import re
@@ -30,8 +30,9 @@ class TemplateRefusal(BadRow):
 class ChatTemplate:
     """A chat template with the tools of one row. Renders conversations, and finds the characters that are targets.
 
-    Templates are untrusted programs that come with a tokenizer, so their time and memory are limited. An error of the
-    template makes a bad row. Invalid syntax, or exceeding a limit even for two short messages, is a `UserError`.
+    Templates are untrusted programs that come with a tokenizer, so their time and memory are limited. If the template
+    raises an error, the row is a bad row. Invalid syntax, or exceeding a limit even for two short messages, raises a
+    `UserError`.
 
     Args:
         source: The Jinja source of the template.
@@ -80,7 +81,7 @@ class ChatTemplate:
         return text, spans[0] if spans else []
 
     def _raise_exceeded(self, excess: str) -> NoReturn:
-        """Raise `UserError` if the template exceeds a limit even for two short messages, and else `BadRow`."""
+        """Raise `UserError` if the template exceeds a limit even for two short messages, otherwise `BadRow`."""
         turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
         try:
             self._run(turns)
@@ -94,15 +95,15 @@ class ChatTemplate:
     def target_spans(self, messages: list[Message], weights: list[float]) -> tuple[str, list[tuple[Span, float]]]:
         """Render a conversation, and find the characters that are targets.
 
-        Templates with {% generation %} tags mark the spans of the assistant. Other spans are found by rendering
-        variants of the conversation (`prefix_spans`, `probe`).
+        Templates with {% generation %} tags mark the spans of the assistant. For other templates and roles, spans are
+        found by rendering variants of the conversation (`prefix_spans`, `probe`).
 
         Args:
             messages: The messages, without loss keys.
             weights: The loss weight of each message; 0 if it is not trained on.
 
         Returns:
-            The text, and the span and the weight of each message with a weight.
+            The text, and the span and the weight of each message with a nonzero weight.
         """
         if GENERATION_TAG.search(self.source):
             return self._tagged_spans(messages, weights)
@@ -139,8 +140,8 @@ class ChatTemplate:
 
         The span of a message begins where the generation prompt ends, and ends where the conversation up to this
         message ends. It is found only if both renderings are prefixes of the whole text. Templates that rewrite earlier
-        turns therefore leave gaps. So do templates without a header, because it is unknown which of the text before the
-        content the model would generate.
+        turns therefore leave gaps. So do templates without a header, because it is unknown which part of the text
+        before the content the model would generate.
 
         Args:
             messages: All messages.
@@ -177,7 +178,7 @@ class ChatTemplate:
             header: The header that a generation prompt ends with; "" if unknown.
 
         Returns:
-            The span of each message of `turns`.
+            The span of each message in `turns`.
 
         Raises:
             BadRow: If the span of a message is ambiguous.

@@ -14,8 +14,9 @@ from omnizoo.modalities.item import MediaItem
 def join_responses(responses: Sequence[tuple[str, RenderedRow]], trains_decoders: bool = True) -> RenderedRow:
     """Join rows that share a prompt.
 
-    Each media item of the prompt gets spans in the copy of each response, so that it is encoded only once. The loss
-    weights are 0 except in `TRAINED_ROLES`, because per-token losses, such as cross entropy, train on those only.
+    Each media item of the prompt gets a span in the prompt copy of each response, so that it is encoded only once.
+    The loss weights are 0 except for responses in `TRAINED_ROLES`, because per-token losses, such as cross entropy,
+    train on those only.
 
     Args:
         responses: Role of each response, and the response rendered with its prompt.
@@ -25,7 +26,7 @@ def join_responses(responses: Sequence[tuple[str, RenderedRow]], trains_decoders
         One row with a segment per response.
 
     Raises:
-        BadRow: If a message has a loss weight other than 0 and 1.
+        BadRow: If the loss weight of a message is neither 0 nor 1.
     """
     prompt_items: list[list[MediaItem]] = []
     response_items: list[MediaItem] = []

@@ -55,7 +55,7 @@ def place(
     if not media.items and not is_placeholder.any():
         return ids, weights, (), ()
 
-    lengths = np.ones(len(ids), np.int64)  # of each token after expansion
+    lengths = np.ones(len(ids), np.int64)  # number of tokens that each token expands to
     positioned: list[tuple[MediaItem, Positions]] = []  # each item with the positions of its runs
     with_markers, without_markers = _tokens_of_items(tokens, media)
     ranges = iter(without_markers)
@@ -84,7 +84,7 @@ def place(
 
 
 def _with_spans(item: MediaItem, positions: Positions, starts: Positions, lengths: Positions) -> MediaItem:
-    """Return an item with the spans of its runs that are not empty."""
+    """Return an item with the spans of its non-empty runs."""
     spans = [(int(starts[position]), int(lengths[position])) for position in positions if lengths[position]]
     return replace(item, spans=tuple(spans))
 
@@ -121,7 +121,7 @@ def _place_runs(item: MediaItem, positions: Positions, lengths: Positions) -> li
 
 
 def locate_followed(ids: Ids, items: tuple[MediaItem, ...], media: RowMedia) -> tuple[MediaItem, ...]:
-    """Return the items with the spans of followers set, which depend on the spans of all other items."""
+    """Set the spans of followers, which depend on the spans of all other items, and return all items."""
 
     def with_spans(item: MediaItem) -> MediaItem:
         module = find_module(media.notation.modalities, item.port)
@@ -160,7 +160,7 @@ def _tokens_of_items(tokens: TokenizedText, media: RowMedia) -> tuple[list[Span]
 
 
 def tokens_of_spans(offsets: list[Span], spans: list[Span]) -> list[Span]:
-    """Return the range of tokens that overlap each span of characters. Empty spans are left out.
+    """Return the range of tokens that overlap each span of characters. Empty spans are omitted.
 
     Offsets may exclude white space around a token, and one character may consist of several tokens. Therefore a token
     is taken to begin where the previous token ends, or earlier.

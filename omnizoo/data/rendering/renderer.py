@@ -39,7 +39,7 @@ HERE = MediaFolder(Path(), None)
 
 @dataclass(frozen=True)
 class Question:
-    """A row as a prompt for generation: everything before its last response, and that response."""
+    """A row split for generation: the prompt (everything before the last response), and that response."""
 
     prompt: RenderedRow
     shown: str  # the prompt as readable text
@@ -70,14 +70,14 @@ class Renderer:
             tokenizer: A fast tokenizer.
             append_eos: Whether plain texts end with the end-of-sequence token.
             modalities: The modalities of the model by name.
-            positions: Computes the position ids of models whose positions depend on media.
+            positions: Computes the position ids, for models whose positions depend on media.
             seed: Seed of the random numbers of media items.
             ignore: Names and patterns of fields that may be dropped.
             reserved: Ids of placeholder tokens for media that this run does not provide. They must not occur in texts.
             preferences: Whether preference rows are refused, allowed or required.
-            labeled_responses: Whether labeled responses are accepted.
+            labeled_responses: Whether labeled responses (KTO) are accepted.
             schemas: Format settings of each source.
-            trains_decoders: Whether decoder losses train on desirable responses of preferences.
+            trains_decoders: Whether decoder losses train on the preferred responses of preference rows.
             turns: The format of turns for a model that has speakers and generates no text.
 
         Raises:
@@ -144,7 +144,7 @@ class Renderer:
             row: The row.
             key: Source, epoch and row number, from which the random seeds of media items are derived.
             find: Returns the media files that the row refers to.
-            other: A row whose responses also follow the prompt of this row, for the KTO baseline.
+            other: A row whose responses are also paired with the prompt of this row, for the KTO baseline.
             find_other: Returns the media files that `other` refers to.
 
         Raises:
@@ -187,7 +187,7 @@ class Renderer:
         return self.schemas[source] if source < len(self.schemas) else DEFAULT_SCHEMA
 
     def _conversation(self, row: Row, present: Row, schema: SourceSchema) -> ParsedRow:
-        """Return a row without preferences, converted from its format. Raises `BadRow` if no format matches."""
+        """Detect the format of a row without preferences, and convert the row. Raises `BadRow` if no format matches."""
         parsed = self.parse_conversation(row, present, schema)
         if parsed is None:
             self.fields.check_conversation(present, row, hint(present, schema))
@@ -204,7 +204,7 @@ class Renderer:
             schema: Format settings of the source.
         """
         if schema.format == "preference":
-            schema = replace(schema, format=None)  # then `check_conversation` reports what is missing
+            schema = replace(schema, format=None)  # `check_conversation` then reports what is missing
         not_ignored = {name: value for name, value in row.items() if name not in self.fields.ignored}
         parsed = parse_row(not_ignored, present, self.encoded, self.decoded, schema)
         # An empty conversation has its own error message.
@@ -300,7 +300,7 @@ class Renderer:
     def question(self, row: Row, find: Find = HERE.find, schema: SourceSchema = DEFAULT_SCHEMA) -> Question:
         """Split a row into a prompt for generation and the expected response.
 
-        The response consists of the last messages of the assistant or, for a plain text, of its second half.
+        The response consists of the last messages of the assistant. For plain text, it is the second half of the text.
 
         Args:
             row: The row.
@@ -308,7 +308,7 @@ class Renderer:
             schema: Format settings of the source.
 
         Raises:
-            BadRow: If the row cannot be used as a prompt, for example because it is a preference.
+            BadRow: If the row cannot be used as a prompt, for example because it is a preference row.
         """
         present = self.fields.present(row)
         if self.fields.has_preference(present):
@@ -344,14 +344,14 @@ class Renderer:
                 prompt_texts = list(media.texts)
             media.begin(message["role"])
             message["content"] = media.write(message.get("content"), False, f"`content` of message {number}")
-        media.check_counts()  # of the whole row: columns also contain the items of the response
+        media.check_counts()  # for the whole row, because columns also contain the items of the response
         if response:
             media.items = prompt_items
             media.texts = prompt_texts
         return Question(self._chat_prompt(template, prompt, media), shown, expected)
 
     def _text_question(self, row: Row, media: RowMedia, prompt: str) -> Question:
-        """Split a plain text into its prompt, or else its first half, and the rest."""
+        """Split a plain text after its prompt, or in the middle if it has no prompt."""
         content = row["text"]
         words = content.split(" ") if isinstance(content, str) else []
         if media.columns or len(words) < 2:
@@ -377,7 +377,7 @@ class Renderer:
         return RenderedRow(columns, items)
 
     def _positions(self, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[Any] | None:
-        """Return the position ids `[rows, tokens]`, or None if positions just count tokens."""
+        """Return the position ids `[rows, tokens]`, or None if the positions are 0, 1, 2, ..."""
         if self.positions is None:
             return None
         try:
@@ -388,11 +388,11 @@ class Renderer:
         return positions
 
     def end_of_turn(self) -> list[int]:
-        """Return the id of the token that ends a response, in a list that is empty if there is none.
+        """Return a list with the id of the token that ends a response, or an empty list if there is none.
 
         It is the first added token after the response (`<|im_end|>`, `<|eot_id|>`, `</s>`) in a conversation that the
-        chat template renders. Tokenizers often do not name it. In some templates a turn ends only where the next one
-        begins, so a conversation with a further message is tried as well.
+        chat template renders. Tokenizers often have no name for it. In some templates, a turn ends only where the next
+        one begins, so a conversation with a further message is tried as well.
         """
         if not self.tokenizer.chat_template:
             return []
@@ -414,7 +414,7 @@ class Renderer:
         return []
 
     def _template(self, tools: list[Any] | None) -> ChatTemplate:
-        """Return the chat template for some tools. Raises `UserError` if the tokenizer has none."""
+        """Return the chat template with these tools. Raises `UserError` if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"{self.tokenizer.name_or_path}: the tokenizer has no chat template, which rows with messages need. "
@@ -423,7 +423,7 @@ class Renderer:
         return ChatTemplate(self.tokenizer.get_chat_template(tools=tools), tools, self.special_tokens)
 
     def _conventions(self, template: ChatTemplate) -> Conventions:
-        """Return the conventions of a template, which are cached for all rows."""
+        """Return the conventions of a template. They are cached for all rows."""
         if template.source not in self.conventions:
             self.conventions[template.source] = Conventions(template.source, self.special_tokens)
         return self.conventions[template.source]
@@ -441,10 +441,10 @@ class Renderer:
         """Convert the contents of messages to text, in place.
 
         Args:
-            messages: The messages, which lose their `loss` key.
+            messages: The messages. Their `loss` keys are removed.
             media: Collects the media items.
-            find_response: Returns the media files that the response of a preference refers to.
-            num_response: Number of last messages that form the response of a preference; 0 without preferences.
+            find_response: Returns the media files that the response of a preference row refers to.
+            num_response: Number of last messages that form the response of a preference row; 0 for other rows.
 
         Returns:
             The loss weight of each message; 0 if it is not trained on.

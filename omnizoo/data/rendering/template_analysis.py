@@ -1,6 +1,6 @@
 """Static analysis of chat templates: the message fields that a template reads, and the strings and names in its code.
 
-The result depends on the parsed template only, so it is the same for all rows.
+The result depends only on the source of the template, so it is the same for all rows.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jinja2
 from jinja2 import nodes
 
-GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # tag of transformers, which plain jinja2 cannot parse
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # tag of transformers; plain jinja2 cannot parse it
 FIRST_OR_LAST = ("first", "last", "random")
 DUMPS = ("tojson", "items", "string", "pprint", "dictsort", "xmlattr", "urlencode")
 READERS = (nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call, nodes.Filter, nodes.For, nodes.Output)
@@ -69,7 +69,7 @@ class MessageTracker:
                 yield f"{assignment.target.name}.{assignment.target.attr}", self.kind(assignment.node)
 
     def kind(self, node: nodes.Node | None) -> str | None:
-        """Return `ITEM` if an expression is a message, `LIST` if it is a list of messages, and else None."""
+        """Return `ITEM` if an expression is a message, `LIST` if it is a list of messages, otherwise None."""
         if isinstance(node, nodes.Name):
             return self.kinds.get(node.name)
         if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):

@@ -1,4 +1,4 @@
-"""Conventions of a chat template, and checks that it does not drop content of a row."""
+"""Conventions of a chat template, and checks that it does not drop any content of a row."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -39,7 +39,7 @@ class Conventions:
         return role in ROLES or role in self.facts.words
 
     def role_of(self, speaker: str) -> str:
-        """Return the role of a speaker, such as "human". Keep a word for tools that only the template defines."""
+        """Return the role of a speaker, such as "human". If the template has its own word for tools, keep that word."""
         role = SPEAKERS.get(speaker, speaker)
         words = self.facts.words
         if role == "tool" and speaker in words and "tool" not in words:
@@ -48,13 +48,13 @@ class Conventions:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether the template expects the arguments of calls as objects, and not as JSON text as in the OpenAI API."""
+        """Whether the template expects the arguments of calls as objects, instead of JSON text as in the OpenAI API."""
         return '"a1x"' in self._call({"a1x": "b"}) or "a1x" not in self._call('{"a1x": "b"}')
 
     def _call(self, arguments: Any) -> str:
         """Render a tool call with the given arguments. Return "" if the template raises an error."""
         function = {"name": "f", "arguments": arguments}
-        # Some templates do not read `function`, so the call has its keys as well.
+        # Some templates do not read `function`, so its keys are also set on the call itself.
         call = {"id": "call00000", "type": "function", "function": function, **function}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         return self._try([{"role": "user", "content": "a"}, turn])
@@ -67,7 +67,7 @@ class Conventions:
             return ""
 
     def renders_role(self, role: str) -> bool:
-        """Whether the template renders the content of a message of this role, in a short sample conversation."""
+        """Whether the template renders the content of messages with this role, tested on a short conversation."""
         if role not in self._renders_role:
             user: Message = {"role": "user", "content": "a"}
             assistant: Message = {"role": "assistant", "content": "b"}
@@ -125,7 +125,7 @@ class Conventions:
                 raise BadRow(f"the chat template drops message {number} ({messages[number]['role']})")
 
     def check_fields(self, messages: list[Message], tools: list[Any] | None, fields: RowFields) -> None:
-        """Check that the template uses all message fields, except metadata and ignored ones. Raises `BadRow` if not."""
+        """Raise `BadRow` unless the template uses all message fields, except metadata and ignored fields."""
         for number, message in enumerate(messages):
             for name in sorted(message.keys() - PLAIN - MESSAGE_METADATA_FIELDS):
                 if fields.is_ignored(name) or self._reads(name, number, messages, tools):
@@ -156,7 +156,7 @@ class Conventions:
 
 
 def _find_stop(text: str, content: str, start: int) -> int | None:
-    """Return the index after a content, or after its last `TAIL` characters, in a text; None if it is not found."""
+    """Return the index in `text` after `content`, or after its last `TAIL` characters; None if not found."""
     index = text.find(content, start)
     if index >= 0:
         return index + len(content)

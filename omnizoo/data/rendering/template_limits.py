@@ -41,7 +41,7 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
 
     Args:
         seconds: Processor time, which does not depend on the load of the machine.
-        memory: Bytes in addition to the current size of the process. No effect on systems other than Linux.
+        memory: Bytes in addition to the current size of the process. It has an effect on Linux only.
     """
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
@@ -53,7 +53,7 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
 
 @contextmanager
 def memory_limits() -> Iterator[None]:
-    """Context manager: `limits` also limits memory in this process. For commands that do not train."""
+    """Context manager: make `limits` also limit memory in this process. For commands that do not train."""
     token = _limits_memory.set(True)
     try:
         yield
@@ -63,10 +63,10 @@ def memory_limits() -> Iterator[None]:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Limit processor time by a signal, which also interrupts long arithmetic.
+    """Limit processor time with a signal, which also interrupts long arithmetic.
 
-    The timer counts real time, and its handler checks processor time, because processor time timers can stand still in
-    virtual machines. A timer that was active before is restored afterwards.
+    The timer counts real time and its handler checks the processor time, because timers of processor time can stand
+    still in virtual machines. A timer that was active before is restored afterwards.
     """
     end = time.thread_time() + seconds
 

@@ -1,7 +1,7 @@
 """Read the media items of a row (content parts, tags, columns, paths, bytes, numbers) and measure them.
 
 The model defines the modalities. The name of a modality is also its content type, `<NAME>` is its tag in a text, and
-`NAMEs` is the column that contains the items of the tags.
+`NAMEs` is the column that contains the items for the tags.
 """
 
 import base64
@@ -26,7 +26,7 @@ Find = Callable[[str], Path | bytes]  # returns a media file, or its content, by
 
 CONTENT_KEYS = ("bytes", "data", "base64")  # keys of an object that contains an item
 LOCATION_KEYS = ("url", "path")  # keys of an object that locates an item
-FORMAT_KEYS = ("format", "mime_type")  # keys that are not needed: the format is detected from the bytes
+FORMAT_KEYS = ("format", "mime_type")  # keys that are not read, because the format is detected from the bytes
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOVED = "the chat template drops or moves {name}. Use a chat template that keeps media in place."
 PATH_MAX = 4096  # characters; a longer string is not a path
@@ -49,8 +49,8 @@ class MediaNotation:
         tags = "|".join(map(re.escape, modalities)) or NEVER
         self.tag = re.compile(f"<({tags})>")
 
-        # Tags of well-known modalities that this model lacks, at positions typical of media: at the start of a line,
-        # or at the end of the text.
+        # Tags of well-known modalities that this model lacks, at positions that are typical of media: at the start of a
+        # line, or at the end of the text.
         missing = [name for name in WELL_KNOWN if name not in modalities]
         unknown_tags = "|".join(name for name in missing if f"<{name}>" not in fields.ignored) or NEVER
         self.unknown_tag = re.compile(rf"^[ \t]*<({unknown_tags})>|<({unknown_tags})>\s*\Z", re.MULTILINE)
@@ -83,15 +83,15 @@ class RowMedia:
         self.is_chat = is_chat
         columns = {name: read_column(row, name) for name in notation.modalities}
         self.columns = {name: column for name, column in columns.items() if column is not None}
-        self.num_tags: Counter[str] = Counter()  # tags so far, by modality; may exceed the items in the column
+        self.num_tags: Counter[str] = Counter()  # tags so far, by modality; may be more than the column has items
         self.items: list[MediaItem] = []  # spans are set after tokenization
-        self.texts: list[str] = []  # text of each item: begin, inner text and placeholders, end; "" for followers
-        self.num_prompt_items: int | None = None  # items before the response of a preference; None before it begins
+        self.texts: list[str] = []  # text of each item, with placeholders and marks; "" for followers
+        self.num_prompt_items: int | None = None  # items before a preference row's response; None until it begins
         self.num_responses = 0  # number of assistant messages so far
         self.role: str | None = None  # role of the current message
 
     def begin_response(self, find: Find) -> None:
-        """Begin the response of a preference. `find` returns the media files that the response refers to."""
+        """Begin the response of a preference row. `find` returns the media files that the response refers to."""
         self.find = find
         self.num_prompt_items = len(self.items)
 
@@ -166,7 +166,7 @@ class RowMedia:
         raise BadRow(f"{what} has the unknown type {kind!r}; known: {known}{suggestion}")
 
     def _pop_value(self, keys: dict[str, Any], kind: str, name: str) -> Any:
-        """Remove the value of an item from the keys of its part, and return it; None if there is none."""
+        """Remove the value of an item from the keys of its part, and return it. Return None if there is none."""
         modality = self.notation.modalities[name]
         producer = modality.decoder or modality.follower
         value_keys = producer.values if producer is not None else ()
@@ -301,7 +301,7 @@ class RowMedia:
         return "".join([*pieces, text[stop:]]), moved_marks
 
     def check_counts(self) -> None:
-        """Check that each column has as many items as the row has tags. Call it after the last `write`."""
+        """Check that each column has as many items as the row has tags. Must be called after the last `write`."""
         for name in self.notation.modalities:
             num_tags = self.num_tags[name]
             num_items = len(self.columns.get(name, ()))

@@ -1,7 +1,7 @@
 """Convert messages in various conventions to the form that chat templates expect.
 
-Roles, tools, tool calls and loss weights get one form. `template_conventions.py` checks that the chat template does not
-drop a message, a field of a message, or the tools.
+Roles, tools, tool calls and loss weights are converted to one form. `template_conventions.py` checks that the chat
+template does not drop a message, a field of a message, or the tools.
 """
 
 import json
@@ -49,7 +49,7 @@ class MessageRules(Protocol):
 
 
 def read_messages(value: Any, field: str, system: Any, rules: MessageRules, fields: RowFields) -> list[Message]:
-    """Return messages in the form that the template expects, each with a `loss`: its loss weight, 0 if not trained on.
+    """Return messages in the form that the template expects, each with its loss weight as `loss`.
 
     Args:
         value: The messages in the row.
@@ -152,7 +152,7 @@ def read_weight(value: Any, what: str) -> float:
 
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
-    """Return the messages, beginning with the system prompt. Raises `BadRow` if they have a different one."""
+    """Return the messages with the system prompt at the start. Raises `BadRow` if they contain a different one."""
     if not isinstance(system, str):
         raise BadRow(f"`system` is {type(system).__name__}, not a string")
     system_contents = [message["content"] for message in messages if message["role"] == "system"]
@@ -162,7 +162,7 @@ def with_system(messages: list[Message], system: Any) -> list[Message]:
 
 
 def as_prompt(messages: Sequence[Message]) -> list[Message]:
-    """Return copies of the messages that are not trained on, whatever loss keys they have."""
+    """Return copies of the messages with a loss weight of 0, whatever loss keys the originals have."""
     prompt = []
     for message in messages:
         without_loss = {key: value for key, value in message.items() if key not in LOSS_KEYS}
@@ -171,7 +171,7 @@ def as_prompt(messages: Sequence[Message]) -> list[Message]:
 
 
 def read_calls(value: Any, number: int) -> list[Any]:
-    """Return the tool calls in the content of a `function_call` message, which is JSON: one call or a list of calls."""
+    """Return the tool calls of a `function_call` message. Its content is JSON: one call or a list of calls."""
     calls = parse(value, f"message {number} (function_call)")
     calls = calls if isinstance(calls, list) else [calls]
     tool_calls = []

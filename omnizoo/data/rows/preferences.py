@@ -1,4 +1,4 @@
-"""Read preference rows: each response of a pair, or the labeled response, becomes a conversation with its prompt."""
+"""Read preference rows. Each response of a pair, or the labeled response, becomes a conversation with its prompt."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +24,14 @@ class ResponseRow:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """The prompt and responses of a preference row, all plain texts or all messages."""
+    """The prompt and responses of a preference row. They are either all plain texts or all messages."""
 
     prompt: str | Messages
     responses: dict[str, str | Messages]  # by role
-    other_fields: Row  # apply to each response: media, tools, ...
+    other_fields: Row  # fields that apply to each response: media, tools, ...
 
     def with_response(self, role: str, response: str | Messages) -> ResponseRow:
-        """Return the row of one response: the prompt, followed by the response."""
+        """Return the row with one response: the prompt followed by the response."""
         if isinstance(self.prompt, str):
             assert isinstance(response, str)
             return ResponseRow(role, {**self.other_fields, "text": self.prompt + response}, self.prompt)
@@ -49,14 +49,14 @@ def response_rows(present: Row, labeled_responses: bool = False) -> list[Respons
             `LABEL_ROLES`.
 
     Raises:
-        BadRow: If the row is not a valid preference.
+        BadRow: If the row is not a valid preference row.
     """
     row = _read(present, labeled_responses)
     return [row.with_response(role, response) for role, response in row.responses.items()]
 
 
 def mismatched_rows(present: Row, other: Row) -> list[ResponseRow]:
-    """Return the prompt of `present` with each response of the row `other`, for the KTO baseline.
+    """Return one row for each response of `other`, with the prompt of `present`, for the KTO baseline.
 
     Raises:
         BadRow: If the rows have the same prompt, or if one has plain texts and the other messages.
@@ -121,7 +121,7 @@ def _response_fields(present: Row, labeled_responses: bool) -> dict[str, str]:
 
 
 def _messages(value: Any, role: str, what: str) -> Messages:
-    """Return a text, a message or a list of messages as a list. A text becomes a message of `role`."""
+    """Return a text, a message or a list of messages as a list of messages. A text becomes a message with `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = [value] if isinstance(value, dict) else value
@@ -143,8 +143,8 @@ def _split_prompt(
 
     Args:
         conversations: The conversations `chosen` and `rejected`.
-        prompt: The prompt field of the row, which must equal the common beginning; None if there is none.
-        is_text: Whether that field is a string. It is then compared with the last message of the beginning only.
+        prompt: The prompt field of the row, which must equal the common beginning; None if the row has none.
+        is_text: Whether the prompt field is a string. It is then compared only with the last message of the beginning.
 
     Raises:
         BadRow: If the conversations have different prompts.

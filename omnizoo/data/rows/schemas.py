@@ -1,4 +1,4 @@
-"""Detect the format of a row by a table of rules, and convert the row to `messages` or `text`.
+"""Detect the format of a row with a table of rules, and convert the row to `messages` or `text`.
 
 A rule depends on the names and types of fields. The content of a text matters only for captions: a text with media
 tags is not a caption. If several rules match, the row is a bad row unless `data.sources.N.format` selects one.
@@ -28,7 +28,7 @@ OTHER_PAIRS = (
     *(("instruction", "completion"), ("instruction", "answer"), ("query", "answer"), ("input", "response")),
     *(("input", "target"), ("inputs", "targets"), ("problem", "solution"), ("user", "assistant")),
 )
-LISTS = ("messages", "conversations", "history")  # never plain text: a string with a list or object is parsed as JSON
+LISTS = ("messages", "conversations", "history")  # never plain text: a list or object in a string is parsed as JSON
 EITHER = ("prompt", "completion", *SIDES)  # fields that contain either a text or messages
 
 
@@ -61,7 +61,7 @@ class SchemaInput:
         return columns
 
     def has(self, *required: str) -> str:
-        """Return a reason if all of these columns are present and at least one is not empty, and else ""."""
+        """Return a reason if all of these columns are present and at least one is not empty, otherwise ""."""
         if all(name in self.names for name in required) and any(name in self.present for name in required):
             return "the row has " + " and ".join(f"`{name}`" for name in required)
         return ""
@@ -185,7 +185,7 @@ def _looks_like_json(text: str) -> bool:
 
 
 def _has_messages(text: str) -> bool:
-    """Whether a text is JSON of messages."""
+    """Whether a text is JSON that consists of a message or a list of messages."""
     value = _list_or_object(text)
     messages = value if isinstance(value, list) else [value]
     return bool(messages) and all(map(_is_message, messages))
@@ -217,7 +217,7 @@ def _unchanged(schema_input: SchemaInput) -> tuple[Row, str]:
 
 
 def _text(present: Row, name: str) -> str:
-    """Return a text field, "" if it is absent. Raises `BadRow` for other types."""
+    """Return a text field, or "" if it is absent. Raises `BadRow` for other types."""
     value = present.get(name, "")
     if not isinstance(value, str):
         raise BadRow(f"`{name}` is {type(value).__name__}, not a string")
@@ -276,7 +276,7 @@ def _from_query(schema_input: SchemaInput) -> tuple[Row, str]:
 
 
 def _from_prompt(schema_input: SchemaInput) -> tuple[Row, str]:
-    """Join `prompt` and `completion` to one text or one conversation, in which only the completion is trained on."""
+    """Join `prompt` and `completion` into one text or conversation, in which only the completion is trained on."""
     present = schema_input.present
     others = _without(present, "prompt", "completion")
     prompt = present.get("prompt", "")
@@ -311,7 +311,7 @@ def _caption_field(schema_input: SchemaInput) -> str:
 
 
 def _fits_caption(schema_input: SchemaInput, modalities: Collection[str]) -> str:
-    """Return the reason for a match if the row has a caption, and all its media are of these modalities."""
+    """Return the reason for a match if the row has a caption and all its media belong to these modalities, or ""."""
     media = schema_input.media
     caption = _caption_field(schema_input)
     if not caption or not all(name in modalities for name in media):
@@ -334,7 +334,7 @@ def _from_captioned(schema_input: SchemaInput, media_first: bool) -> tuple[Row, 
 
 
 def _document_field(schema_input: SchemaInput) -> str:
-    """Return the field of a plain text with a name of `DOCUMENT`, if it is the only content of the row, and else ""."""
+    """Return the name of the plain-text field in `DOCUMENT` if it is the only content of the row, otherwise ""."""
     present = schema_input.present
     fields = [name for name in present if name not in METADATA_FIELDS and name != "weight"]
     is_document = len(fields) == 1 and fields[0] in DOCUMENT and isinstance(present[fields[0]], str)

@@ -1,7 +1,7 @@
 """Conversations of models that have speakers and generate no text (`SpeakerFormat`).
 
-A turn is rendered as the processor of the model family does it: the text, followed by the media item that speaks the
-text. Items are targets unless the message turns its loss off. Text is never a target.
+A turn is rendered in the same way as by the processor of the model family: the text, followed by the media item in
+which the text is spoken. Items are targets unless the message turns off its loss. Text is never a target.
 """
 
 import re
@@ -31,7 +31,7 @@ def write_turns(
         turns: The format of turns.
         media: Collects the items.
         special_tokens: Special tokens of the tokenizer by name, such as `bos_token`.
-        is_prompt: Whether the text is a prompt. The item of the last message is then left out, because the model is to
+        is_prompt: Whether the text is a prompt. The item of the last message is then omitted, because the model will
             generate it.
 
     Raises:
@@ -80,7 +80,7 @@ def _role(message: Any, number: int, turns: SpeakerFormat) -> str:
 def _text_and_item(
     message: dict[str, Any], number: int, media: RowMedia, is_last: bool, is_prompt: bool
 ) -> tuple[str, str]:
-    """Return the text of a message, and the text of its item, which is "" without an item."""
+    """Return the text of a message, and the text of its item ("" if there is no item)."""
     what = f"`content` of message {number}"
     message = {name: value for name, value in message.items() if value is not None}
     used = {"role", "content", "tool_call_id", "loss", "train"}

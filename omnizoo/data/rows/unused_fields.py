@@ -1,7 +1,7 @@
-"""Check that every field of a row is used. An unused field makes a bad row, unless it is known metadata.
+"""Check that every field of a row is used. A row with an unused field is a bad row, unless the field is known metadata.
 
-Otherwise a run could silently train without an image, without a system prompt, or on a response that was rejected.
-Therefore no field is dropped silently.
+If fields were dropped silently, a run could train without an image, without a system prompt, or on a response that was
+rejected.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -32,7 +32,7 @@ METADATA_FIELDS = frozenset(
     }
 )
 # fmt: on
-# In messages, the id that connects the result of a tool with its call is metadata as well.
+# In messages, the id that connects a tool result with its call is metadata as well.
 MESSAGE_METADATA_FIELDS = METADATA_FIELDS | {"tool_call_id"}
 EMPTY = (str, list, dict, bytes, tuple)  # types whose empty values count as absent
 
@@ -48,7 +48,7 @@ PROMPT_FIELDS = (
 )
 SCORES = "response scores are not supported"
 LABELS = "labels need kto in train.losses and are read from `label`, next to `completion`"
-# Fields with a known meaning that is not used in training: reason, and name patterns.
+# Fields with a known meaning that is not used in training: the reason, and name patterns.
 # fmt: off
 UNSUPPORTED_FIELDS = {
     NEEDS_PREFERENCE_LOSS: (
@@ -67,7 +67,7 @@ UNSUPPORTED_FIELDS = {
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is None or empty. Columnar files give every row the union of all keys, so it counts as absent."""
+    """Whether a value is None or empty, which counts as absent: in columnar files, every row has all keys."""
     if value is None:
         return True
     if not isinstance(value, EMPTY):
@@ -115,7 +115,7 @@ class RowFields:
         """Whether the row is read as a preference pair or labeled response.
 
         Raises:
-            BadRow: If it is one, and has a field that is not used.
+            BadRow: If it is a preference row and has a field that is not used.
         """
         if self.preferences == "refused":
             return False
@@ -169,7 +169,7 @@ class RowFields:
             raise BadRow(f"`messages`, `conversations` and `text` are missing or empty; the row has {names}{details}")
 
     def _has_unused_preference(self, present: Row) -> bool:
-        """Whether a field contains a preference, which no loss of the run uses, and is not ignored."""
+        """Whether the row has a preference field that is not ignored, although no loss of the run uses it."""
         names = [name for name in present if not self.is_ignored(name)]
         return NEEDS_PREFERENCE_LOSS in _unsupported_reasons(names)
 
@@ -205,7 +205,7 @@ class RowFields:
         return f"{fields}{place} {verb} not used{because}. Add {pronoun} to data.ignore to drop {pronoun}."
 
     def _unused_reason(self, names: Sequence[str]) -> str:
-        """Return why fields are not used; empty if unknown. The reason of preferences comes first."""
+        """Return why fields are not used; empty if unknown. Reasons about preferences come first."""
         reasons = _unsupported_reasons(names)
         if NEEDS_PREFERENCE_LOSS in reasons:
             return NEEDS_PREFERENCE_LOSS if self.preferences == "refused" else PAIR_FIELDS

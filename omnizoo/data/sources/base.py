@@ -18,7 +18,7 @@ EXTENT = 256  # default rows per extent, for sources with cheap random access
 
 
 class RowSource(ABC):
-    """Base class of data sources: rows with random access by number, from 0.
+    """Base class of data sources. Rows have random access by number, starting at 0.
 
     A subclass must implement `__len__` and `read`. It may override `extents`, `find` and `where`.
 
@@ -54,9 +54,9 @@ class RowSource(ABC):
 
     @cached_property
     def extents(self) -> Rows:
-        """Boundaries of runs of rows that are best read together, from 0 to `len(self)`.
+        """Boundaries, from 0 to `len(self)`, of runs of rows that are best read together.
 
-        The extents of Parquet files are their row groups; other sources have small blocks of equal size.
+        The extents of a Parquet file are its row groups. Other sources have small blocks of equal size.
         """
         return np.append(np.arange(0, len(self), EXTENT), len(self))
 
@@ -65,7 +65,7 @@ class RowSource(ABC):
 
         Args:
             row: Number of the row.
-            name: Name of the file, as the row contains it.
+            name: Name of the file in the row.
 
         Returns:
             The path of the file, or its content.
@@ -82,7 +82,7 @@ class RowSource(ABC):
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """Finds media files relative to `base`. Files outside `root`, also through symbolic links, are rejected."""
+    """Finds media files relative to `base`. Rejects files outside `root`, even if symbolic links lead there."""
 
     base: Path
     root: Path | None  # resolved path; None allows any file

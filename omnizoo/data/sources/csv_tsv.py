@@ -19,7 +19,7 @@ OTHER_DELIMITERS = ";\t|,"
 
 
 class CsvFile(IndexedFile):
-    """A CSV or TSV file. The first record has the column names. Cells with line breaks or delimiters are quoted."""
+    """A CSV or TSV file. The first record contains the column names. Line breaks and delimiters in cells are quoted."""
 
     stored_kind = "CsvRows"
 

@@ -11,7 +11,7 @@ from omnizoo.data.sources.parquet import arrow_errors
 
 
 class HFDataset(FolderRows):
-    """A `datasets.Dataset`, which is memory-mapped Arrow. Media are returned in stored form, without decoding."""
+    """A `datasets.Dataset`, stored as memory-mapped Arrow. Media are returned in stored form, without decoding."""
 
     stored_kind = "DatasetRows"
 
@@ -20,7 +20,7 @@ class HFDataset(FolderRows):
         self.folder = folder
         self.dataset = dataset.with_format("arrow")
         self.features = without_decoding(dataset.features)
-        # In JSON columns a null was written by the author of the row, so it is kept.
+        # In JSON columns, nulls are kept, because they were written by the author of the row.
         self.structs = [name for name in STRUCTS if "Json(" not in repr(self.features.get(name))]
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ def _load_files(path: Path, split: str) -> Any:
 def builder_of(path: Path) -> str:
     """Return the name of the `datasets` builder for a file, by its suffix."""
     builders = {".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
-    # Only compressed JSON files get here: their lines have no random access.
+    # Only compressed JSON files are loaded here, because their lines have no random access.
     builders |= dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
     suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst", ".xz", ".bz2") else path.suffix
     if suffix not in builders:

@@ -17,7 +17,7 @@ from omnizoo.data.sources.base import FolderRows, MediaFolder, Rows
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 MAX_BYTES = 1 << 30  # limit per line or tar member: a single read cannot return much more
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # lone surrogates, and also valid pairs
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # matches lone surrogates, but also valid pairs
 
 
 class IndexedFile(FolderRows):
@@ -80,7 +80,7 @@ class JsonArrayFile(JsonlFile):
 
 
 def read_bytes(open_file: Callable[[Path], FileIO], path: Path, start: int, size: int) -> bytes:
-    """Read `size` bytes at `start`. `pread` has no shared file position, so threads can read the same file.
+    """Read `size` bytes at `start`. `pread` does not use a shared file position, so threads can share the file.
 
     Raises:
         BadRow: If the range is too large, or the file was truncated since it was opened.

@@ -1,7 +1,7 @@
 """Open the entries of `data.sources` as rows with random access.
 
 A source is a JSONL, CSV, Parquet or tar (WebDataset) file, a folder of such files, a `datasets` folder, a remote
-address, or rows from Python. By default, rows may refer to media files in the folder of the source only.
+address, or rows from Python. By default, rows may only refer to media files in the folder of the source.
 
 Opening a source only builds its index (line offsets, Parquet footers, tar headers). A row is decoded when it is read.
 No data is ever unpickled.
@@ -72,7 +72,7 @@ def open_source(
     Args:
         spec: The settings of the source.
         media_outside: Whether rows may refer to media files outside the folder of the source.
-        modalities: Modalities that members of tar files may have.
+        modalities: Modalities that members of tar files may belong to.
         cache_dir: Folder for copies of remote files; None for the default cache folder.
         key: Config key of the source, for messages.
 
@@ -80,7 +80,7 @@ def open_source(
         The source, with at least one row.
 
     Raises:
-        UserError: If the source cannot be opened, has no rows, or lacks a column that the settings name.
+        UserError: If the source cannot be opened, has no rows, or lacks a column named in the settings.
     """
     media: Remote | None = None
     if spec.media_dir is not None and is_address(spec.media_dir):
@@ -141,7 +141,7 @@ def open_path(
         spec: The settings of the source.
         path: The file or folder; a local copy if the source is remote.
         media_outside: Whether rows may refer to media files outside the folder of the source.
-        modalities: Modalities that members of tar files may have.
+        modalities: Modalities that members of tar files may belong to.
         remote: Remote location of the media files; None if they are local.
     """
     try:
@@ -204,7 +204,7 @@ def open_unbuffered(path: Path) -> FileIO:
 
 
 def concatenate(files: list[Path], folder_of: Callable[[Path], MediaFolder], modalities: Collection[str]) -> RowSource:
-    """Open each file by its suffix, and join the sources in order."""
+    """Open each file according to its suffix, and join the sources in order."""
     cache = GroupCache()
     open_file = OpenFiles()
 
@@ -223,7 +223,7 @@ def concatenate(files: list[Path], folder_of: Callable[[Path], MediaFolder], mod
 
 
 def data_files(path: Path, split: str) -> list[Path]:
-    """Return the files with rows at a path, sorted. If file names distinguish splits, return those of `split` only."""
+    """Return the sorted files with rows at a path. If file names distinguish splits, return only those of `split`."""
     if path.is_file():
         return [path] if path.suffix in ROW_FILES else []
     files = sorted(file for file in path.rglob("*") if has_rows(file.relative_to(path)) and file.is_file())
@@ -250,7 +250,7 @@ def _check_other_files(path: Path, tar_files: list[Path], others: list[Path]) ->
 
 
 def files_of_split(names: list[str], split: str, source: str) -> list[str]:
-    """Return the files of a split if the names distinguish at least two splits, and else all files."""
+    """Return the files of `split` if the file names distinguish at least two splits, otherwise all files."""
     splits: dict[str, list[str]] = {}
     for file in names:
         for name, words in SPLIT_WORDS.items():

@@ -19,7 +19,7 @@ MAX_ROWS_PER_BYTE = 1000  # a footer with more rows per byte of the file is dama
 
 
 def arrow_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that pyarrow raises for damaged files and for values without a Python type."""
+    """Return the classes of errors that pyarrow raises for damaged files and for values without a Python type."""
     from pyarrow import ArrowException
 
     return (ArrowException, *CODE_ERRORS)

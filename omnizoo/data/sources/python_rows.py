@@ -20,7 +20,7 @@ from omnizoo.data.row import BadRow, Row, check_characters
 from omnizoo.data.sources.base import FolderRows, MediaFolder, RowSource
 from omnizoo.data.sources.hf_datasets import HFDataset
 
-MAX_ROWS_IN_MEMORY = 1_000_000  # maximum number of rows of an iterable
+MAX_ROWS_IN_MEMORY = 1_000_000  # maximum number of rows in an iterable
 EXPECTED = (
     "rows: a list of dicts or an iterable of them, a `datasets.Dataset`, a torch dataset, or an omnizoo.RowSource"
 )
@@ -53,13 +53,13 @@ class PythonRows(FolderRows):
 
 
 class UserRows(RowSource):
-    """A `RowSource` of the user. Checks its rows, and adds the name of the source to their locations.
+    """A user's `RowSource`. Checks its rows, and adds the name of the source to their locations.
 
     Args:
-        source: The source of the user.
+        source: The user's source.
         name: Name of the source in messages.
-        reopen: Function and arguments that open the source again in another process, as `__reduce__` returns them. The
-            source may have members that cannot be pickled, such as a connection. None: the source is pickled.
+        reopen: Function and arguments that open the source again in another process, as `__reduce__` returns them. This
+            supports members that cannot be pickled, such as a connection. If None, the source is pickled.
     """
 
     def __init__(self, source: RowSource, name: str, reopen: tuple[Any, ...] | None) -> None:
@@ -89,7 +89,7 @@ class UserRows(RowSource):
 
 
 def read_row(read: Callable[[int], Any], number: int) -> Row:
-    """Read a row by user code, and check that it is a dict with valid names and strings. Raises `BadRow` otherwise."""
+    """Read a row with user code. Raises `BadRow` unless it is a dict with valid names and strings."""
     try:
         value = read(number)
     except UserError:

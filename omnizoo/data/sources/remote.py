@@ -1,4 +1,4 @@
-"""Remote sources: addresses that fsspec supports (`hf://`, `s3://`, `memory://`), copied to disk and read from there.
+"""Remote sources: files at addresses that fsspec supports (`hf://`, `s3://`, `memory://`) are copied to disk and read.
 
 The name of the local folder contains a hash of the versions of the files (sizes, checksums, dates). A changed file
 therefore gets a new copy, and files that are open never change. A media file is copied when a row first refers to it.
@@ -38,7 +38,7 @@ class RemoteFolder(MediaFolder):
     remote: "Remote" = field(kw_only=True)
 
     def find(self, name: str) -> Path:
-        """Return the local copy of a media file, and download it if it does not exist yet."""
+        """Return the local copy of a media file. Download it if there is none yet."""
         local = Path(os.path.normpath(self.base / name))
         if not local.is_relative_to(self.remote.mirror):
             raise BadMedia(
@@ -119,7 +119,7 @@ class Remote:
         return False, versions
 
     def fetch(self, name: str, missing_is_bad: bool = False) -> Path:
-        """Return the local copy of a file, and download it if it does not exist yet.
+        """Return the local copy of a file. Download it if there is none yet.
 
         Args:
             name: Path of the file relative to the address.
@@ -162,7 +162,7 @@ class Remote:
 
 
 def connect(address: str) -> tuple[Any, str]:
-    """Return the fsspec file system of an address, and the path in it."""
+    """Return the fsspec file system of an address, and the path in that file system."""
     from fsspec.core import url_to_fs
 
     try:
@@ -185,7 +185,7 @@ def _version(info: dict[str, Any]) -> str:
 
 @contextmanager
 def _file_lock(lock: Path) -> Iterator[None]:
-    """Context manager: hold a file lock, so that one process of this machine at a time downloads a file."""
+    """Context manager: hold a file lock, so that only one process on this machine downloads a file at a time."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Rename the fields of rows, as `data.sources.N.columns` sets it."""
+"""Rename the fields of rows according to `data.sources.N.columns`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from omnizoo.config.plugins import nearest
 from omnizoo.data.row import BadRow, Row
 from omnizoo.data.sources.base import RowSource, RowView
 
-NUM_CHECKED_ROWS = 64  # number of first rows, one of which must have a column
+NUM_CHECKED_ROWS = 64  # number of first rows in which each column must occur at least once
 
 
 class RenamedRows(RowView):
@@ -15,7 +15,7 @@ class RenamedRows(RowView):
 
     Args:
         source: The source of the rows.
-        columns: Maps each new name to the name in the rows.
+        columns: Maps each new name to the name in the source.
     """
 
     def __init__(self, source: RowSource, columns: Mapping[str, str]) -> None:
@@ -46,11 +46,11 @@ def check_columns(source: RowSource, required: Sequence[str], key: str, hint: st
     Args:
         source: The source of the rows.
         required: Names of fields that the config requires.
-        key: Config key of these names, for messages.
-        hint: Text to append to the message.
+        key: Config key that lists these names, for error messages.
+        hint: Text to append to the error message.
 
     Raises:
-        UserError: If none of the first rows has one of the fields.
+        UserError: If a required field is missing from all of the first rows.
     """
     names: dict[str, None] = {}
     num_checked = min(NUM_CHECKED_ROWS, len(source))

@@ -12,7 +12,7 @@ EVERY = re.compile(r"(all but )?every ([0-9]{1,9})(?:st|nd|rd|th)")
 class RowSubset(RowView):
     """Every n-th row of a source, or all other rows.
 
-    The two subsets never share a row, and rows appended to the source do not move earlier rows between them.
+    The two subsets never share a row. Appending rows to the source does not move earlier rows from one to the other.
     """
 
     def __init__(self, source: RowSource, take: str) -> None:

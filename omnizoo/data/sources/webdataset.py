@@ -23,7 +23,8 @@ class WebDatasetFile(RowSource):
     """A WebDataset tar file.
 
     Members whose paths agree up to the first dot of the file name form one row. The text after that dot is the kind of
-    the member. A row is its `json` member if that contains a conversation, and else its media followed by its `txt`.
+    the member. The content of a row is its `json` member if that contains a conversation, otherwise its media followed
+    by its `txt`.
     """
 
     stored_kind = "TarSamples"
@@ -57,7 +58,7 @@ class WebDatasetFile(RowSource):
         return self._text_with_media(row, value)
 
     def _unnamed_members(self, row: int, value: Row) -> Row:
-        """Return members that the json does not refer to as fields, so that they are reported as unused."""
+        """Return, as fields, the members that the json does not refer to, so that they are reported as unused."""
         names = set(strings(value))
         key = self.keys[row].lower()
         prefixes = ("", f"{key}.", f"{key.rpartition('/')[2]}.")
@@ -72,7 +73,7 @@ class WebDatasetFile(RowSource):
         """Return a row with the media members followed by the txt.
 
         Other members, and the fields of the json (`value`), stay fields of the row, so that they are reported as
-        unused. A caption that repeats the txt is left out.
+        unused. A caption that repeats the txt is omitted.
         """
         try:
             text = self._read(row, "txt").decode()
@@ -119,11 +120,11 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
     """Index the members of a tar file without reading their contents.
 
     Returns:
-        For each row key, the first byte and the size of each member, by kind; and for each row with an unusable
-        member, which member it is and why it is unusable.
+        For each row key, the first byte and the size of each member by kind; and, for each row key with an unusable
+        member, the name of that member and why it is unusable.
 
     Raises:
-        UserError: If the file is not a valid tar file without compression.
+        UserError: If the file is not a valid, uncompressed tar file.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     unusable: dict[str, str] = {}
@@ -154,7 +155,7 @@ def index_tar(path: Path) -> tuple[dict[str, dict[str, tuple[int, int]]], dict[s
 def check_tar_end(path: Path, end: int) -> None:
     """Check that the archive has an end mark at byte `end`, where tarfile found no further member.
 
-    tarfile accepts any bytes there as the end. A valid archive ends with blocks of zeros: the first block must be
+    tarfile accepts any bytes as an end mark. A valid archive ends with blocks of zeros: the first block must be
     complete, and only zeros may follow.
 
     Raises:
@@ -180,8 +181,8 @@ def check_tar_end(path: Path, end: int) -> None:
 def content_type(kind: str, modalities: Collection[str]) -> str | None:
     """Return the modality of a member, or None if it is not media.
 
-    The kind may contain the name of a modality (`depth`, `depth.npy`, `depth2.npy`). Otherwise the MIME type of the
-    suffix decides. Raises `BadRow` if the suffix has no MIME type.
+    The kind may contain the name of a modality (`depth`, `depth.npy`, `depth2.npy`). Otherwise, the MIME type of the
+    suffix determines the modality. Raises `BadRow` if the suffix has no MIME type.
     """
     for part in kind.split("."):
         word = part.rstrip("0123456789")
