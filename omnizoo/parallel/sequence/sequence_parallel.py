@@ -112,7 +112,7 @@ class SequenceParallel:
         return self.recurrence.run_recurrence(inputs)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-        """Return the attention output for this rank's tokens, `[1, T, H, Dv]`. Collective.
+        """Return the attention output for this rank's tokens, `[1, T, H, Dv]`. Collective: all ranks must call it.
 
         `query` `[1, H, T, Dk]`, `key` `[1, KV, T, Dk]` and `value` `[1, KV, T, Dv]` contain all heads of these tokens.
         """
