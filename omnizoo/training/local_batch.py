@@ -221,7 +221,8 @@ def _local_tokens(
 class EmptyRankAttention:
     """Attention of a rank without tokens. It joins every collective and returns zeros for its dummy token.
 
-    The zeros depend on the results of the collectives, so that the rank also joins the collectives of the backward pass.
+    The zeros depend on the results of the collectives, so that the rank also joins the collectives of the backward
+    pass.
     """
 
     sequence: SequenceParallel

@@ -117,7 +117,9 @@ class Objective:
         """
 
     def micro_batches(self, data: StepData, step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of a step. Also set the loss counts, the gradient synchronization and the dropout seed.
+        """Yield the micro-batches of a step.
+
+        Also set the loss counts, the gradient synchronization and the dropout seed.
 
         Args:
             data: The data of the step, from `next_step`.
@@ -210,7 +212,10 @@ class LanguageObjective(Objective):
         return Head(self.model, hidden_losses[0].who) if hidden_losses else None
 
     def _record_routers(self, media: MediaModel) -> RouterRecorder:
-        """Return a recorder of the model's routers, except those of followers. Warn if a loss needs routers but none exist."""
+        """Return a recorder of the model's routers, except those of followers.
+
+        Warn if a loss needs routers but none exist.
+        """
         is_needed = bool(self._router_losses or self.config.train.router_bias_rate)
         followers = [module.module for module in media.modules_of("follower")]
         recorder = RouterRecorder(self.model, is_needed, without=followers)

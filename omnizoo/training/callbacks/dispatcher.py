@@ -124,7 +124,7 @@ class Callbacks:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore the states of callbacks from a checkpoint. Callbacks that have no saved state start anew."""
+        """Restore the states of callbacks from a checkpoint. Callbacks without a saved state start from scratch."""
         for entry, name in self._named():
             if name in states:
                 with self._storing_failure(entry, "load_state_dict"):

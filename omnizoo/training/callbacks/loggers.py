@@ -51,7 +51,8 @@ class TensorBoardLogger(Logger):
         self._event = Event
         self._summary = Summary
         self._folder.mkdir(parents=True, exist_ok=True)
-        seconds, rest = divmod(time.time_ns(), 10**9)  # the time is part of the file name, because TensorBoard reads files in the order of their names
+        # The time is part of the file name, because TensorBoard reads files in the order of their names.
+        seconds, rest = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{rest:09d}"
         self._file = AppendingFile(self._folder / name)
         self._records = RecordWriter(self._file)

@@ -36,7 +36,10 @@ class Answer:
 
 
 def exact_match(answer: Answer) -> bool | None:
-    """Whether the response equals the expected one, ignoring surrounding white space. None if there is no expected one."""
+    """Whether the response equals the expected one, ignoring surrounding white space.
+
+    None if there is no expected one.
+    """
     return None if answer.expected is None else answer.text.strip() == answer.expected.strip()
 
 
@@ -52,7 +55,8 @@ class Metric:
         """Return the score of a response; None if the metric excludes it.
 
         Raises:
-            UserError: If the function fails or does not return a finite number. The message names the metric and the row.
+            UserError: If the function fails or does not return a finite number. The message names the metric and the
+                row.
         """
         kind = self.settings.kind
         try:

@@ -124,7 +124,8 @@ class GRPO(Policy):
 class GSPO(Policy):
     """Group sequence policy optimization (Zheng et al., 2025), a mean over responses.
 
-    The ratio of a response is the geometric mean of its token ratios. Its advantage is the mean of its token advantages.
+    The ratio of a response is the geometric mean of its token ratios. Its advantage is the mean of its token
+    advantages.
     """
 
     def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> None:

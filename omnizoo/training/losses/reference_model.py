@@ -193,7 +193,8 @@ class ReferenceLoss(ResponseLoss):
     """A loss on responses that compares the model with a reference."""
 
     kind: ClassVar[str]  # name in the config
-    reference_scores: torch.Tensor | float  # [samples], log-probabilities under the reference, for the current micro-batch
+    # [samples], log-probabilities under the reference, for the current micro-batch.
+    reference_scores: torch.Tensor | float
 
     def __init__(self, reference: str | None = None, reference_cache: str | None = None, **options: Any) -> None:
         super().__init__(**options)

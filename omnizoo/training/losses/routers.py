@@ -46,7 +46,8 @@ def balance_sum(
     for record in records:
         logits = at_least_fp32(record.logits)
         membership = is_in_pack.to(logits.dtype)
-        is_chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)  # no autograd graph: counts have no gradient
+        # No autograd graph: counts have no gradient.
+        is_chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)
         # Sums are matmuls: deterministic on every device, and exact for counts below 2^24.
         loads.append((membership @ is_chosen).to(torch.int64))
         probabilities.append(membership @ logits.softmax(1))
@@ -54,7 +55,8 @@ def balance_sum(
 
     load = sum_shares(torch.stack(loads).sum(0))  # [packs, experts]
     probability = torch.stack(probabilities).sum(0)
-    num_tokens = load.sum(1, keepdim=True) / choices_per_token  # tokens in each pack, times the number of layers, over all ranks
+    # Tokens in each pack, times the number of layers, over all ranks.
+    num_tokens = load.sum(1, keepdim=True) / choices_per_token
     load_share = load / num_tokens.clamp(min=1)
     mean_probability = probability / num_tokens.clamp(min=1)
     return (load_share.to(mean_probability.dtype) * mean_probability).sum() * load.shape[1]
