@@ -29,7 +29,7 @@ class LogProbabilityLoss(HeadLoss):
         self.temperature = temperature
 
     def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        """Return the sum of the loss, given the log-probabilities `scores` of this rank's targets, `[targets]`."""
+        """Return the summed loss, given the log-probabilities `scores [targets]` of this rank's targets."""
         raise NotImplementedError
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:

@@ -16,7 +16,7 @@ from omnizoo.training.losses.base import Loss
 
 
 class HeadLoss(Loss):
-    """Base class of losses that use all logits or, if `chunked`, compute a chunk of logits at a time from hidden states.
+    """Base class of losses that use all logits or, if `chunked`, compute logits from hidden states chunk by chunk.
 
     By default, a loss is chunked if the head is linear and the logits of a micro-batch exceed a device-dependent limit.
     """
