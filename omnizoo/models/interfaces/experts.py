@@ -41,7 +41,7 @@ def dispatched(
 ) -> torch.Tensor:
     """Run the chosen experts `[tokens, K]` on `hidden_states [tokens, width]`.
 
-    Returns `[tokens, width]`, a weighted sum.
+    Returns the sum of their outputs, weighted by `top_k_weights [tokens, K]`: `[tokens, width]`.
     """
     tiles: Tiles | None = getattr(module, "tiles", None)
     if tiles is not None:
