@@ -234,7 +234,7 @@ class LikelihoodDecoder:
 class MultiLossDecoder:
     """Mixin for decoders with more than one loss term. `losses` is called instead of `loss`."""
 
-    term_weights: Mapping[str, float]  # by term: "" for the loss on targets, "residual"
+    term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the sum of each loss term in `term_weights`, with the arguments of `Decoder.loss`."""
@@ -302,7 +302,7 @@ class Follower(ItemModule):
     `measure` does not count placeholder tokens; `locate_item` finds the tokens to read. `dummy_input` includes notes.
     """
 
-    term_weights: Mapping[str, float]  # by term: "" for the loss on targets, "residual"
+    term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def read_with(self, tokenizer: Any) -> None:
         """Store token ids that the follower needs and that no config contains. Called before any row is read."""

@@ -148,7 +148,10 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return likelihood, num_codes.to(likelihood.dtype)
 
     def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of codebook 0 (`[N, codes + 1]`, stop last) and of the rest (`[N, codebooks - 1, codes]`)."""
+        """Return the logits of codebook 0, `[N, codes + 1]`, and of the others, `[N, codebooks - 1, codes]`.
+
+        Stop is last.
+        """
         coarse, fine = self.head(hidden).split([self.stop + 1, (self.codebooks - 1) * self.stop], -1)
         return coarse, fine.unflatten(-1, (self.codebooks - 1, self.stop))
 

@@ -176,7 +176,7 @@ def fuse(blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel call: a single block, or, with `cu_seqlens`, several blocks with the same window and disjoint queries."""
+    """One kernel call: one block or, with `cu_seqlens`, several blocks with the same window and disjoint queries."""
 
     rows: slice | torch.Tensor  # indices of the queries
     keys: slice | torch.Tensor  # indices of the keys

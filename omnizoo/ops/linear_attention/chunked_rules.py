@@ -201,7 +201,7 @@ def linear_rule(
 
 
 def _split_finished(state: torch.Tensor, num_active: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Split `state [N, ...]` into the states of the first `num_active` runs and the states of the other runs, if any."""
+    """Split `state [N, ...]` into the states of the first `num_active` runs and of the other runs, if any."""
     num_finished = len(state) - num_active
     if not num_finished:
         return state, []

@@ -42,6 +42,8 @@ class Tiles:
     ) -> torch.Tensor:
         """Return `compute(rows, *others)`, computed tile by tile.
 
+        If `max_over_ranks` is set, this is a collective: all ranks must call it.
+
         Args:
             module: Contains the weights that `compute` uses.
             compute: Row-wise function: each output row depends only on the same row of the inputs.
