@@ -51,9 +51,9 @@ class Recipe:
     # Multimodal families: (model, tokenizer folder, options) -> modalities by name. The model is on meta.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
     positions: Callable[[PreTrainedModel, Ids, Sequence[MediaItem]], npt.NDArray[Any]] | None = (
-        None  # returns the position ids of one sample, [rows per token, tokens]
+        None  # returns the position ids of one sample, [rows per token, tokens], see `Positions`
     )
-    # None if all attention is causal.
+    # Returns the bidirectional tokens of a model. None if all attention is causal.
     bidirectional: Callable[[PreTrainedModel], BidirectionalTokens | None] | None = None
     # (model, inputs of its forward, features by modality) -> inputs with the features inserted.
     merge_features: Callable[[PreTrainedModel, dict[str, Any], dict[str, Features]], dict[str, Any]] | None = None

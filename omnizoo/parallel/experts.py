@@ -121,8 +121,8 @@ def max_over_group(group: dist.ProcessGroup, device: torch.device, count: int) -
 class _ReturnToTokens(torch.autograd.Function):
     """Sends the experts' outputs back and adds up the choices of each token, like `combine` across ranks.
 
-    The function saves no tensor for backward. Selective recomputation keeps its output, which is smaller by the number
-    of choices per token than the rows.
+    The function saves no tensor for backward. Selective recomputation keeps its output, which has one row per token
+    instead of one per choice.
     """
 
     @staticmethod
@@ -204,7 +204,7 @@ def _placement(split_dims: dict[tuple[int, ...], int], parameter: nn.Parameter) 
 
 
 def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
-    """Return the dim to split over `ep_shard`: dim 0 (experts) if `ep` is 1 and it is divisible, otherwise the last dim.
+    """Return the dim to split over `ep_shard`: dim 0 (experts) if `ep` is 1 and it divides, otherwise the last dim.
 
     The middle dim is not possible. If a checkpoint stores gate and up projection separately, transformers' loader
     (5.22.2) slices each of them and then concatenates the slices along that dim. A rank would get a slice of both

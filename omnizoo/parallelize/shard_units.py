@@ -64,10 +64,8 @@ def prefetch_experts(model: nn.Module, facts: ModelFacts, expert_units: Collecti
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the embedding and the head of a language model.
 
-    Either is None unless it is a plain layer with untied weights.
-
-    They are the largest layers, and needed only at the start and the end. Tied layers are needed together, so they
-    belong to the root unit.
+    Either is None unless it is a plain layer with untied weights. These are the largest layers, and they are needed
+    only at the start and the end. Tied layers are needed together, so they belong to the root unit.
     """
     if not isinstance(model, PreTrainedModel):
         return None, None

@@ -28,6 +28,8 @@ MIB = 2**20
 def open_recorder(run: RunContext, clock: StartClock) -> Recorder:
     """Print the start-up table and start recording. Collective: all ranks must call it.
 
+    An error on rank 0 is raised on all ranks.
+
     Args:
         run: The run.
         clock: Measures the duration of the start-up.

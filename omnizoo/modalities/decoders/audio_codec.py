@@ -150,7 +150,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
     def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of codebook 0, `[N, codes + 1]`, and of the others, `[N, codebooks - 1, codes]`.
 
-        Stop is last.
+        The last logit of codebook 0 is for stop.
         """
         coarse, fine = self.head(hidden).split([self.stop + 1, (self.codebooks - 1) * self.stop], -1)
         return coarse, fine.unflatten(-1, (self.codebooks - 1, self.stop))

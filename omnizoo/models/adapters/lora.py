@@ -283,7 +283,7 @@ def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype
         module.lora_dropout = nn.ModuleDict({DEFAULT: nn.Dropout(settings.dropout)})
     if settings.kind == "dora":
         magnitude = nn.Module()
-        # `set_magnitudes` sets it after loading the base.
+        # `set_magnitudes` overwrites the ones after the base is loaded.
         magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))
         module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
     # Set on the instance, where models/interfaces/lm_head.py detects that the head is not a plain linear layer. All

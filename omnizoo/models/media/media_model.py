@@ -19,7 +19,7 @@ from omnizoo.modalities.item import Ids, MediaItem, Port, Role
 from omnizoo.models.media.batch import MediaBatch
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 
-# Returns the position ids of one sample, [rows per token, tokens], e.g. 3 rows for M-RoPE.
+# Returns the position ids of one sample, [rows per token, tokens]. M-RoPE has 4 rows: text, time, height and width.
 Positions = Callable[[Ids, Sequence[MediaItem]], npt.NDArray[Any]]
 
 

@@ -1,6 +1,6 @@
 """Image encoder of Kimi K2.5 and later.
 
-Images are never enlarged, and padded to a whole number of placeholder tokens.
+Images are never enlarged. They are padded to a whole number of placeholder tokens.
 """
 
 import math

@@ -36,9 +36,9 @@ class Answer:
 
 
 def exact_match(answer: Answer) -> bool | None:
-    """Whether the response equals the expected one, ignoring surrounding white space.
+    """Whether the response equals the expected response, ignoring surrounding white space.
 
-    None if there is no expected one.
+    None if there is no expected response.
     """
     return None if answer.expected is None else answer.text.strip() == answer.expected.strip()
 

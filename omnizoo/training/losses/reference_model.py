@@ -137,8 +137,8 @@ class Reference:
     def sums(self, batch: LocalBatch) -> torch.Tensor:
         """Return the log-probabilities of complete responses under the reference, `[samples]`.
 
-        Collective: all ranks must call it.
-        Call it before the forward pass of the trained model: with an adapter, both may be the same module.
+        Collective: all ranks must call it. Call it before the forward pass of the trained model: with an adapter, both
+        may be the same module.
         """
         preferences = batch.preferences
         if self.cache is not None and self.is_step_cached:
