@@ -3,12 +3,12 @@
 An `Encoder` turns media items into features. A `Decoder` lets the model generate items within the token sequence. A
 `Follower` generates items beside the token sequence, from hidden states of the language model.
 
-The items of encoders and decoders have placeholder tokens in the sequence. At each placeholder token, an encoder
+The items of encoders and decoders have placeholder tokens in the sequence. For each placeholder token, an encoder
 provides a feature and a decoder a target. No class depends on ranks, packs or the foundation. `measure` and `prepare`
 run in loader workers, on a copy of the module without weights. All other methods run on the device, during the forward
 pass of the model.
 
-A decoder needs the methods of `Decoder` only. Mixins add capabilities: `LikelihoodDecoder`, `MultiLossDecoder`,
+A decoder only needs the methods of `Decoder`. Mixins add capabilities: `LikelihoodDecoder`, `MultiLossDecoder`,
 `HeadDecoder`, `VocabularyDecoder`, `ItemDecoder`, `CustomFlops`; and `SharedTower` for encoders.
 """
 
@@ -35,7 +35,8 @@ def term_name(modality: str, term: str) -> str:
 class ItemModule(nn.Module):
     """Base class of encoders, decoders and followers, with the methods that measure and prepare items."""
 
-    item_options: ClassVar[Sequence[str] | None] = None  # keys of a content part that the module reads; None for any
+    # Keys of a content part that the module reads; None for any key.
+    item_options: ClassVar[Sequence[str] | None] = None
     values: ClassVar[Sequence[str]] = ()  # additional keys of a content part that may contain the item
 
     def measure(self, media: Media) -> MediaSize:
@@ -59,7 +60,7 @@ class ItemModule(nn.Module):
             media: The item as its row contains it.
 
         Returns:
-            The tensors that `encode` or `targets` needs, by name.
+            The tensors that `encode` or `targets` needs, keyed by name.
 
         Raises:
             BadMedia: If the item cannot be used.
@@ -101,7 +102,8 @@ class Encoder(ItemModule):
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
         """Split a prepared item, in order, into parts that do not attend to each other.
 
-        Parts may be assigned to different ranks, so that a long item does not keep one rank busy while the others wait.
+        Parts may be assigned to different ranks, so that a long item does not keep one rank busy while other ranks
+        wait.
 
         Args:
             size: The size of the item, from `measure`.
@@ -136,7 +138,7 @@ class Decoder(ItemModule):
             items: Prepared items, on the device.
 
         Returns:
-            Targets `[placeholder tokens of all items, K]`, integers or floats, without gradient.
+            Targets `[placeholder tokens of all items, K]`, with K integers or floats per target, without gradient.
         """
         raise NotImplementedError
 
@@ -232,7 +234,7 @@ class LikelihoodDecoder:
 class MultiLossDecoder:
     """Mixin for decoders with more than one loss term. `losses` is called instead of `loss`."""
 
-    term_weights: Mapping[str, float]  # by term: "" for the loss on targets, "residual"
+    term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the sum of each loss term in `term_weights`, with the arguments of `Decoder.loss`."""
@@ -242,7 +244,7 @@ class MultiLossDecoder:
 class HeadDecoder:
     """Mixin for decoders whose loss uses the head of the language model.
 
-    The loss runs where FSDP has gathered the head.
+    The loss runs while the head is gathered by FSDP.
     """
 
 
@@ -265,7 +267,7 @@ class ItemDecoder:
         """Generate the targets of a new item.
 
         Args:
-            embeddings: `[T, width]`, embeddings of the prompt.
+            embeddings: `[tokens, width]`, embeddings of the prompt.
             max_targets: Maximum number of targets.
             sampling: Temperature, top-k and top-p.
 
@@ -285,7 +287,7 @@ class CustomFlops:
             method: `embed` or `loss`.
 
         Returns:
-            The modules, without frozen ones.
+            The modules, except frozen modules.
         """
         raise NotImplementedError
 
@@ -293,14 +295,14 @@ class CustomFlops:
 class Follower(ItemModule):
     """Base class of modules that generate one modality beside the token sequence, such as talkers.
 
-    A follower reads hidden states of the language model at the tokens in `spans` of its items and learns to speak a
+    A follower reads the hidden states of the language model at the `spans` of its items, and learns to speak a
     response. All ranks call it once per forward pass, after the language model. The hidden states are sent to the rank
     that processes the item.
 
     `measure` does not count placeholder tokens; `locate_item` finds the tokens to read. `dummy_input` includes notes.
     """
 
-    term_weights: Mapping[str, float]  # by term: "" for the loss on targets, "residual"
+    term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def read_with(self, tokenizer: Any) -> None:
         """Store token ids that the follower needs and that no config contains. Called before any row is read."""
@@ -324,15 +326,18 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def capture(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """Return a context manager that collects token states `[T, ...]` from a forward pass of the language model."""
+        """Return a context manager that collects token states `[tokens, ...]` while the language model runs."""
         raise NotImplementedError
 
     def rows_from(self, states: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        """Return one row per token, `[T, C]`, from the states that `capture` collected for the tokens `ids [T]`."""
+        """Return rows `[tokens, row width]` from the states that `capture` collected for the tokens `ids [tokens]`."""
         raise NotImplementedError
 
     def loss(self, rows: torch.Tensor, items: Sequence[Inputs]) -> dict[str, torch.Tensor]:
-        """Return the sum of each loss in `term_weights`. `rows [N, C]` are those of the items' tokens, in order."""
+        """Return the sum of each loss in `term_weights`.
+
+        `rows [N, row width]` has the rows of the items' tokens, in order.
+        """
         raise NotImplementedError
 
     def generate(
@@ -346,8 +351,8 @@ class Follower(ItemModule):
         """Generate the targets `[n, K]` of the last response of a conversation.
 
         Args:
-            states: `[T, C]`, the result of `rows_from` for the tokens of the conversation.
-            ids: `[T]`, token ids of the conversation.
+            states: `[tokens, row width]`, the result of `rows_from` for the tokens of the conversation.
+            ids: `[tokens]`, token ids of the conversation.
             items: Media items of the conversation.
             options: Options of the new item, as a row sets them.
             sampling: Temperature, top-k and top-p.
@@ -364,7 +369,7 @@ class Follower(ItemModule):
 
 
 def losses_by_term(decoder: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the losses of a decoder by term. Without `MultiLossDecoder`, "" is the only term."""
+    """Return the losses of a decoder, keyed by term. Without `MultiLossDecoder`, "" is the only term."""
     if isinstance(decoder, MultiLossDecoder):
         return decoder.losses(hidden, targets)
     return {"": decoder.loss(hidden, targets)}

@@ -37,7 +37,7 @@ BUILDING_ERRORS = (*CODE_ERRORS, StrictDataclassError)
 
 def explain(error: BaseException) -> str:
     """Return the message of an error in third-party code, and where it was raised, in one line."""
-    if isinstance(error, StrictDataclassError):  # the first line names the check, the last one states the problem
+    if isinstance(error, StrictDataclassError):  # the first line names the check, and the last line states the problem
         return str(error).strip().rpartition("\n")[2].strip()
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -92,7 +92,7 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
         module: Encoder | Decoder = cls(width, **arguments)
     except UserError as error:
         starts_with_role = str(error).startswith((f"{role}.", f"{role}:", "projector."))
-        if starts_with_role:  # complete the role to the config key
+        if starts_with_role:  # extend the role to the full config key
             raise UserError(f"{key.removesuffix(role)}{error}") from error
         raise UserError(f"{key}: {error}") from error
     except BUILDING_ERRORS as error:

@@ -148,7 +148,7 @@ def _prepare_items(module: Encoder | Decoder, media: Sequence[Media]) -> tuple[l
 def _check_equal(
     what: str, together: Sequence[torch.Tensor], separate: Sequence[torch.Tensor], media: Sequence[Media]
 ) -> None:
-    """Check that the results of items do not depend on the other items of a call."""
+    """Check that the result of an item does not depend on the other items of a call."""
     for medium, actual, expected in zip(media, together, separate, strict=True):
         difference = float((actual.detach().double() - expected.detach().double()).abs().max())
         tolerance = CLOSE * max(1.0, float(expected.detach().double().abs().max()))
@@ -156,6 +156,6 @@ def _check_equal(
 
 
 def _check_gradients(module: torch.nn.Module, source: str) -> None:
-    """Check that all trained parameters have a gradient from `source`."""
+    """Check that all trained parameters received a gradient from `source`."""
     missing = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing, f"{missing[0]} gets no gradient from {source}"

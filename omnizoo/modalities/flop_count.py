@@ -1,4 +1,4 @@
-"""FLOPs of training, from the weights that rows are multiplied with and the pairs of tokens that attend to each other.
+"""FLOPs of training, counted from the weights that rows are multiplied by and from the token pairs of attention.
 
 In the forward pass, a weight takes one multiplication and one addition per row. The backward pass takes the same number
 for the gradient of the weight, if it is trained, and again for the gradient of its input, if anything before it is
@@ -16,9 +16,9 @@ MULTIPLYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield the name and value of each parameter, and whether rows are multiplied with it.
+    """Yield the name and value of each parameter, and whether rows are multiplied by it.
 
-    Rows are not multiplied with embedding tables, norms, biases and learned rows.
+    Rows are not multiplied by embedding tables, norms, biases and learned rows.
     """
     for prefix, part in module.named_modules():
         for name, parameter in direct_weights(part):
@@ -36,14 +36,14 @@ class FlopCounter:
         self.trained = trained  # whether anything counted so far is trained, so that gradients must reach it
 
     def multiply(self, weight: torch.Tensor, rows: float) -> None:
-        """Add the product of `rows` rows with a weight."""
+        """Add the multiplication of `rows` rows by a weight."""
         self.flops += 2 * weight.numel() * rows * (1 + weight.requires_grad + self.trained)
         self.trained |= weight.requires_grad
 
     def add(self, forward: float) -> None:
-        """Add products of activations with each other, by their forward FLOPs.
+        """Add products of two activations, given their forward FLOPs.
 
-        The backward pass takes twice as many.
+        The backward pass takes twice as many FLOPs.
         """
         self.flops += forward * (3 if self.trained else 1)
 

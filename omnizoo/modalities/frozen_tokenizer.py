@@ -2,7 +2,7 @@
 
 It is built without weights. `Decoder.pretrained` provides Hugging Face models to fill with weights; diffusers models
 are read from their own folder during initialization. Items are encoded one at a time: in a batch, rounding could change
-a code, so that the targets of an item would depend on the other items of its rank.
+a code, and the targets of an item would depend on the other items of its rank.
 """
 
 import math
@@ -32,7 +32,7 @@ class Frozen(nn.Module):
         return super().train(False)
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """Return the weights, by name, that are read from a separate folder."""
+        """Return the weights that are read from a separate folder, keyed by name."""
         return {}
 
     @property
@@ -47,7 +47,7 @@ class Frozen(nn.Module):
 
 
 def frozen_tokenizers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the frozen submodules of `model` by name: those of decoders, and tokenizers in multimodal HF models.
+    """Return the frozen submodules of `model`, keyed by name: tokenizers of decoders and of multimodal HF models.
 
     A tokenizer of an HF model is recognized by its codebook (`quantize` or `quantizer`) and its method `encode`.
     """

@@ -28,15 +28,16 @@ class MediaSize:
 
     num_placeholders: int  # number of tokens in the sequence
     cost: float  # FLOPs of `encode` (and its backward if trained) or of `targets`, used to balance ranks
-    targets: int | None = None  # decoders: contribution to the loss count; None for `num_placeholders`
+    targets: int | None = None  # for decoders only: contribution to the loss count; None for `num_placeholders`
     num_residual_targets: int = 0  # contribution to the loss count of "residual" (`MultiLossDecoder`)
     # Text, runs of placeholder tokens and runs of nested items, such as ("<0.5 s>", 64, "<1.5 s>", 64). () for one run.
     layout: tuple[str | int | NestedRun, ...] = ()
-    inside: Mapping[str, "MediaSize"] = field(default_factory=dict)  # by modality: nested items of the same media
+    # Sizes of nested items of the same media, keyed by modality.
+    inside: Mapping[str, "MediaSize"] = field(default_factory=dict)
     shape: tuple[float, ...] = ()  # for models with positions on several axes, such as M-RoPE
 
     def part(self, share: float) -> "MediaSize":
-        """Return the size of a part of the item that contains the fraction `share` of it."""
+        """Return the size of a part that makes up the fraction `share` of the item."""
         return replace(self, num_placeholders=round(self.num_placeholders * share), cost=self.cost * share)
 
 
@@ -52,7 +53,7 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaItem:
-    """A media item. Its spans are positions in a sample, then in its pack, then in its micro-batch."""
+    """A media item. Its spans are first relative to a sample, later to its pack, and finally to its micro-batch."""
 
     port: Port  # encoder, decoder or follower that processes the item
     size: MediaSize
@@ -61,8 +62,8 @@ class MediaItem:
     raw: Media | None = None  # the item of the row; None after preparation
     inputs: Inputs | None = None  # the prepared item, on the rank that prepared it
     has_targets: bool = True  # False if only the log-likelihood of a target is used, not its loss
-    answer: int | None = None  # followers: index of the assistant message
-    notes: Inputs = field(default_factory=dict)  # followers: tensors derived from the conversation
+    answer: int | None = None  # for followers only: index of the assistant message
+    notes: Inputs = field(default_factory=dict)  # for followers only: tensors derived from the conversation
 
     @property
     def media(self) -> Media:

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample the next token or target. With temperature 0, the most likely one is chosen.
+    """Options for sampling the next token or target. With temperature 0, the most likely candidate is chosen.
 
     Args:
         temperature: Divisor of the logits.
@@ -28,7 +28,7 @@ class Sampling:
         """Sample one index per distribution.
 
         Args:
-            logits: `[..., V]`.
+            logits: `[..., candidates]`.
 
         Returns:
             Indices `[...]`.

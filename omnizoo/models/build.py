@@ -140,15 +140,15 @@ def build_from(config: PretrainedConfig, model: ModelSection, precision: str, de
 
 
 def _source_key(model: ModelSection) -> str:
-    """Return the config key that the model comes from, for messages."""
+    """Return the config key that defines the model, for messages."""
     if model.foundation:
         return "model.foundation"
     return "model.path" if model.path else "model.config"
 
 
 def copy_given(original: nn.Module, model: ModelSection, precision: str, device: str) -> nn.Module:
-    """Copy a module; on meta, without its weights. Tied weights stay tied, and frozen weights stay frozen."""
-    memo: dict[int, Any] = {}  # copies by id of the original tensor, as `deepcopy` uses them
+    """Copy a module. On meta, its weights are not copied. Tied weights stay tied, and frozen weights stay frozen."""
+    memo: dict[int, Any] = {}  # copies keyed by the id of the original tensor, in the format of `deepcopy`
     if device == "meta":
         for tensor in (*original.parameters(), *original.buffers()):
             memo[id(tensor)] = _copy_to(tensor, device)

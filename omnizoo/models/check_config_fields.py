@@ -1,6 +1,6 @@
-"""Checks of Hugging Face config fields before a model is built. Errors are one line that names the field.
+"""Checks of Hugging Face config fields before a model is built. Each error is one line that names the field.
 
-transformers accepts any field and value. An invalid one would fail later and deep inside transformers, or never.
+transformers accepts any field and value. An invalid value would fail later, deep inside transformers, or not at all.
 """
 
 import inspect
@@ -34,7 +34,7 @@ SIZES = {
 def read_field(config: PretrainedConfig, name: str) -> Any:
     """Return a field of a config, or None if it does not exist.
 
-    If the field differs between layers, return the default of the other layers. transformers raises an error when such
+    If some layers override the field, return the value of all other layers. transformers raises an error when such
     a field is read as an attribute.
     """
     fields = config.to_dict()
@@ -91,7 +91,7 @@ def _check_inline_values(fields: Mapping[str, Any], key: str, cls: Any) -> None:
 
 
 def _expected_range(name: str, value: float) -> str:
-    """Return the range of the field `name` if `value` is outside of it, otherwise an empty string."""
+    """Return the valid range of the field `name` if `value` is out of range, otherwise an empty string."""
     if name in SIZES and value < 1:
         return "at least 1"
     if "drop" in name and not 0 <= value < 1:
@@ -104,10 +104,10 @@ def _expected_range(name: str, value: float) -> str:
 
 
 def check_shape(config: PretrainedConfig, key: str) -> None:
-    """Check sizes that would fail only when the model runs."""
+    """Check sizes that would otherwise fail only when the model runs."""
     try:
         text = config.get_text_config()
-    except ValueError:  # several text configs, as in a codec; none of them is trained
+    except ValueError:  # there are several text configs, as in a codec; none of them is trained
         return
 
     def read(name: str) -> Any:  # some families raise for attributes that differ between layers
@@ -161,14 +161,14 @@ def declared(cls: type[PretrainedConfig]) -> set[str]:
 
 
 def _mentioned(cls: type[PretrainedConfig], name: str) -> bool:
-    """Whether the family's code reads a field that it does not declare: an old name, or a setting of the model only."""
+    """Whether the family's code reads an undeclared field: an old name, or a field that only the model class uses."""
     quoted = rf"[\"']{re.escape(name)}[\"']|\b(config|self)\.{re.escape(name)}\b"
     return name.isidentifier() and any(re.search(quoted, text) for text in _sources(inspect.getfile(cls)))
 
 
 @cache
 def _sources(file: str) -> tuple[str, ...]:
-    """Return the source code of the family whose config is in `file`, and of the base classes of all configs."""
+    """Return the source files of the family whose config is in `file`, and of the base classes of all configs."""
     family = sorted(Path(file).parent.glob("*.py"))
     common = [base for base in PretrainedConfig.__mro__ if base.__module__.startswith("transformers.")]
     return (*(file.read_text(encoding="utf-8") for file in family), *(inspect.getsource(base) for base in common))

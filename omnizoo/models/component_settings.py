@@ -26,13 +26,13 @@ class ComponentSetting:
     """The settings of one component."""
 
     freeze: bool = False
-    lr: float | None = None  # peak learning rate; None: the run's
+    lr: float | None = None  # peak learning rate; None for the rate of the run
     dtype: torch.dtype | None = None
-    recompute: str | None = None  # None: the run's setting
+    recompute: str | None = None  # None for the setting of the run
 
 
 class ComponentSettings:
-    """Settings by parameter or module name.
+    """The settings of all components, looked up by parameter or module name.
 
     The settings of the innermost component apply. `groups` select single parameters by pattern and take precedence over
     the settings of their component.

@@ -1,7 +1,7 @@
 """Files and dtype of a published folder that checkpoints and exports must preserve.
 
 These are the settings of the processor, voices, and the dtype of the published weights. The model object stores them,
-apart from weights, config and tokenizer. Only files with known names are read, and none of them is code.
+separately from weights, config and tokenizer. Only files with known names are read, and none of them is code.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 class ExportFiles:
     """Content of the files to export, and the dtype of the published weights."""
 
-    dtype: torch.dtype | None = None  # None: no published weights
-    files: Mapping[str, bytes] = field(default_factory=dict)  # content by file name
+    dtype: torch.dtype | None = None  # None if there are no published weights
+    files: Mapping[str, bytes] = field(default_factory=dict)  # content, keyed by file name
 
 
 def read_published(folder: Path, config: Any, has_weights: bool) -> ExportFiles:
@@ -46,7 +46,7 @@ def read_voices_beside(folder: str | None) -> ExportFiles:
 
 
 def also_carry(model: nn.Module, name: str, file: str, key: str) -> None:
-    """Read `file`, which `key` of the config names, and store it in `model` under `name`."""
+    """Read `file`, which the config key `key` names, and store its content in `model` under `name`."""
     if not isinstance(file, str) or not Path(file).is_file():
         raise UserError(f"{key}: {file!r} is not a file")
     published = carried(model)
@@ -84,7 +84,7 @@ def set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def _dtype(folder: Path, config: Any) -> torch.dtype | None:
-    """Return the dtype that the config declares, or else the dtype of the first weight, as most families do."""
+    """Return the dtype in the config. If it has none, return the dtype of the first weight, as most families do."""
     text = config.get_text_config()
     for declared in (getattr(config, "dtype", None), getattr(text, "dtype", None)):
         if isinstance(declared, torch.dtype):

@@ -1,9 +1,9 @@
 """FLOPs of training on a pack.
 
-The language model costs FLOPs per token, attention per pair of tokens, the head and decoders per target. Encoders and
-followers report their cost separately (`MediaSize.cost`). A recurrent layer updates and reads its state once per token,
-whatever the chunk size of the kernel. Attention inside a user module is not counted; all its weights, including the
-head, count for each token.
+FLOPs are counted per token for the language model, per token pair for attention, and per target for the head and
+decoders. Encoders and followers report their cost separately (`MediaSize.cost`). A recurrent layer updates and reads
+its state once per token, whatever the chunk size of the kernel. Attention inside a user module is not counted; all its
+weights, including the head, count for each token.
 """
 
 from collections import defaultdict
@@ -27,11 +27,11 @@ from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Forward and backward FLOPs, given which components are trained or frozen."""
+    """Forward and backward FLOPs of a model, some of whose components may be frozen."""
 
     per_token: float
     per_target: float = 0.0
-    per_pair: Mapping[int | None, float] = field(default_factory=dict)  # sum over layers, by attention window
+    per_pair: Mapping[int | None, float] = field(default_factory=dict)  # sum over layers, keyed by attention window
     per_place: Mapping[str, float] = field(default_factory=dict)  # for each decoder: embedding one target as input
     per_predicted: Mapping[str, float] = field(default_factory=dict)  # for each decoder: loss of one target
     per_pair_ahead: float = 0.0  # sum over layers in which bidirectional tokens attend ahead
@@ -111,7 +111,7 @@ def _flops_ahead(per_pair: Mapping[int | None, float], bidirectional: Bidirectio
 def _flops_of(modules: Iterable[nn.Module], trained: bool) -> float:
     """Return the FLOPs of modules that run in sequence on one row.
 
-    If `trained`, gradients flow to modules before them.
+    If `trained`, gradients flow to earlier modules, too.
     """
     counter = FlopCounter(trained)
     for module in modules:
@@ -143,7 +143,7 @@ def _run_trunk(model: PreTrainedModel, language: PreTrainedModel, media: MediaMo
 
 
 def modules_run_by(decoder: Decoder, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
-    """Return the modules that a decoder runs per target. By default `loss` runs all trained modules."""
+    """Return the modules that a method of a decoder runs per target. By default, `loss` runs all trained modules."""
     if isinstance(decoder, CustomFlops):
         return decoder.modules_run_by(method)
     if method == "embed":
@@ -154,7 +154,7 @@ def modules_run_by(decoder: Decoder, method: Literal["embed", "loss"]) -> Iterab
 def state_flops(language: PreTrainedModel, recipe: Recipe) -> float:
     """Return the forward FLOPs of all recurrent layers for one token.
 
-    Each product with a state `[K, V]` costs 2 K V.
+    Each product with a state `[key width, value width]` costs 2 * key width * value width.
     """
     names = recipe.state_size or recipe_of(language.config.model_type).state_size
     if names is None:
@@ -164,7 +164,7 @@ def state_flops(language: PreTrainedModel, recipe: Recipe) -> float:
 
 
 def attention_windows(config: PretrainedConfig) -> dict[int | None, float]:
-    """Return the number of attention layers for each window; None is the window of full attention.
+    """Return the number of attention layers, keyed by window. The key None stands for full attention.
 
     A layer with heads twice as wide as others counts twice.
     """
@@ -189,7 +189,10 @@ def attention_windows(config: PretrainedConfig) -> dict[int | None, float]:
 
 
 def attention_width(config: PretrainedConfig, recipe: Recipe | None = None) -> float:
-    """Return heads x mean of query-key width and value width. `recipe` is the recipe of the complete model."""
+    """Return the number of heads times the mean of query-key width and value width.
+
+    `recipe` is the recipe of the complete model.
+    """
     names = (recipe and recipe.attention_width) or recipe_of(config.model_type).attention_width
     # Read from the mapping: the attribute cannot be read if layers differ.
     default = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads

@@ -1,6 +1,6 @@
 """All private names of transformers that OmniZoo uses (checked versions: config/versions.py).
 
-tests/test_private_names.py fails if one of them changes, and so does `check_names` when a model is built. Public
+If one of them changes, tests/test_private_names.py fails, and so does `check_names` when a model is built. Public
 functions do not suffice: `from_pretrained` cannot fill a model that FSDP2 has sharded, and builds masks and buffers
 that break packing.
 """
@@ -80,12 +80,12 @@ def block_class_names(model: nn.Module) -> set[str]:
 
 
 def count_owners(model: nn.Module) -> Counter[int]:
-    """Return the number of modules that own each parameter, by its id. Tied parameters have several owners."""
+    """Return the number of modules that own each parameter, keyed by its id. Tied parameters have several owners."""
     return Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
 
 
 def kept_in_fp32(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, that the model's authors keep in fp32 in a bf16 run."""
+    """Return the parameters, keyed by name, that the model's authors keep in fp32 in a bf16 run."""
     fragments = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return {name: p for name, p in model.named_parameters() if any(fragment in name for fragment in fragments)}
 
@@ -136,7 +136,7 @@ def loader_of(builder: Any, config: PretrainedConfig) -> Any:
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the submodule that attends over the tokens of a pack: the model itself, unless it has other components."""
+    """Return the submodule that processes the tokens of a pack. A model without other components returns itself."""
     text = type(model.config.get_text_config())
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is text)
 
@@ -207,8 +207,8 @@ class Loaded:
 
     missing: set[str]  # parameters and persistent buffers of the model that the files lack
     unexpected: set[str]  # keys of the files that the model lacks
-    mismatched: dict[str, str]  # "shape in file, shape in model" by name
-    unconverted: dict[str, str] = field(default_factory=dict)  # weights that cannot be converted, with the reason
+    mismatched: dict[str, str]  # name -> "shape in file, shape in model"
+    unconverted: dict[str, str] = field(default_factory=dict)  # weights that cannot be converted -> reason
 
 
 def conversion_mapping(model: nn.Module) -> list[Any]:
@@ -220,7 +220,7 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """Return tied weights whose name in `named_parameters` differs from the name in files, with the name in files."""
+    """Return the name in files of each tied weight whose name in `named_parameters` differs from it."""
     names = {name for name, _ in model.named_parameters()}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {target: source for target, source in tied.items() if target in names and source not in names}
@@ -320,14 +320,14 @@ def load_files(model: PreTrainedModel, files: list[Path], mapping: list[Any], de
 
 
 def _replace_by_full(model: PreTrainedModel, mapping: list[Any]) -> dict[str, Any]:
-    """Replace sharded parameters by full ones on meta if their conversion does not work shard by shard.
+    """Replace sharded parameters with full parameters on meta if they cannot be converted shard by shard.
 
     transformers (5.22.2) reads a rank's shard of the published weights and then converts it. The result is silently
     wrong if weights are split, concatenated along the sharded dim, or permuted:
     tests/models/weights/test_conversions.py.
 
     Returns:
-        The original sharded parameters, by name.
+        The original sharded parameters, keyed by name.
     """
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
     patterns = [(re.compile(pattern), converter) for converter in converters for pattern in converter.target_patterns]
@@ -360,7 +360,7 @@ def _converts_by_shard(converter: Any, parameter: Any) -> bool:
 
 
 def _shard_again(model: PreTrainedModel, sharded: dict[str, Any]) -> None:
-    """Replace parameters that were loaded in full by this rank's local shard, and remove them from `sharded`."""
+    """Replace parameters that were loaded in full with this rank's local shards, and remove them from `sharded`."""
     for name in [name for name in sharded if not model.get_parameter(name).is_meta]:
         loaded = model.get_parameter(name)
         original = sharded.pop(name)
@@ -404,7 +404,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def expert_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that contain all experts of a layer, by name. Empty for a dense model."""
+    """Return the modules that contain all experts of a layer, keyed by name. Empty for a dense model."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
@@ -420,7 +420,7 @@ def expert_activation(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
-    """Return router modules by name, each with the index of the logits in its output."""
+    """Return the router modules, keyed by name, each with the index of the logits in its output."""
     by_name: dict[str, tuple[nn.Module, int]] = {}
     for prefix, parent in model.named_modules():
         declared = (getattr(parent, "_can_record_outputs", None) or {}).get("router_logits", [])

@@ -1,4 +1,4 @@
-"""Match the parameter patterns of `optimizer.groups`, where the first match applies, and of `model.freeze`."""
+"""Match parameter patterns from `optimizer.groups` (the first match wins) and from `model.freeze`."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from omnizoo.models.user_module import tied_names
 
 
 def group_parameters(model: nn.Module, groups: Sequence[ParameterGroupSettings]) -> dict[str, ParameterGroupSettings]:
-    """Return the group of each matched parameter, by its name in `named_parameters`.
+    """Return the group of each matched parameter, keyed by its name in `named_parameters`.
 
     A pattern may match any name of a tied parameter.
     """
@@ -36,7 +36,7 @@ def group_parameters(model: nn.Module, groups: Sequence[ParameterGroupSettings])
 
 
 def frozen(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Return the parameters that match `model.freeze`, by their name or the name of a module that contains them.
+    """Return the parameters whose name, or the name of a module that contains them, matches `model.freeze`.
 
     A pattern may match any name of a tied parameter.
     """

@@ -27,7 +27,7 @@ from omnizoo.models.weights.vocabulary import grow, may_grow
 
 
 def read_model_config(model: ModelSection) -> Any:
-    """Return the Hugging Face config of `model`. Its vocabulary covers all tokens if it may be resized."""
+    """Return the Hugging Face config of `model`. If the vocabulary may be resized, it covers all tokens."""
     config = _read_described(model)
     folder = tokenizer_folder(model)
     has_tokenizer = isinstance(model.tokenizer, PythonObject) or (folder is not None and Path(folder).is_dir())
@@ -138,7 +138,7 @@ def tokenizer_folder(model: ModelSection) -> str | None:
 
 
 def load_tokenizer(model: ModelSection) -> Any:
-    """Load the Hugging Face tokenizer of `model.tokenizer`, or else of the model folder.
+    """Load the Hugging Face tokenizer from `model.tokenizer` or, if this is not set, from the model folder.
 
     Args:
         model: The section `model` of the config.

@@ -1,7 +1,7 @@
 """Recipes: data that describes how a model family is sharded and fed.
 
-Most of it is read from the model. A family's file (`recipes/<model_type>.py`) contains one `RECIPE` with the few values
-that its code and config do not contain. Families without a file use the default recipe.
+Most of this data is read from the model. A family's file (`recipes/<model_type>.py`) contains one `RECIPE` with the few
+values that its code and config do not contain. Families without a file use the default recipe.
 """
 
 from collections import Counter
@@ -40,9 +40,10 @@ class Recipe:
     """
 
     about: str = ""  # published models of the family
-    blocks: tuple[str, ...] = ()  # block classes to shard and recompute; (): the model's `_no_split_modules`
+    blocks: tuple[str, ...] = ()  # block classes to shard and recompute; if empty, the model's `_no_split_modules`
     small_config: Mapping[str, Any] = field(default_factory=dict)  # values of config fields for a small copy
-    attention_width: tuple[str, str] | None = None  # config fields (query-key width, value width) of a head
+    # Names of the config fields (query-key width, value width) of a head.
+    attention_width: tuple[str, str] | None = None
     state_size: tuple[str, str, str] | None = None  # recurrent layers: config fields of heads, rows, columns
     # Experts that expert parallelism can distribute. True: some models of the family have them, but not with the
     # default config. False: the family has experts that do not use transformers' experts interface.
@@ -50,16 +51,17 @@ class Recipe:
     # Multimodal families: (model, tokenizer folder, options) -> modalities by name. The model is on meta.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
     positions: Callable[[PreTrainedModel, Ids, Sequence[MediaItem]], npt.NDArray[Any]] | None = (
-        None  # [R, L] for one sample
+        None  # returns the position ids of one sample, [rows per token, tokens], see `Positions`
     )
-    bidirectional: Callable[[PreTrainedModel], BidirectionalTokens | None] | None = None  # None: causal
+    # Returns the bidirectional tokens of a model. None if all attention is causal.
+    bidirectional: Callable[[PreTrainedModel], BidirectionalTokens | None] | None = None
     # (model, inputs of its forward, features by modality) -> inputs with the features inserted.
     merge_features: Callable[[PreTrainedModel, dict[str, Any], dict[str, Features]], dict[str, Any]] | None = None
     # Changes the keyword arguments with which the model calls its language model.
     language_model_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     media_modules: tuple[MediaModule, ...] = ()
     language: str = ""  # path of the module that maps embeddings to logits, `model` of the fields above; "": all
-    speaker_format: SpeakerFormat | None = None  # speech-only families: format of a turn
+    speaker_format: SpeakerFormat | None = None  # for speech-only families: format of a turn
     idle: tuple[str, ...] = ()  # paths of modules that no training step runs
     # Classes whose weights the family's initialization omits or sets to equal values; `Class.name` is one buffer.
     uninitialized: tuple[str, ...] = ()
@@ -72,7 +74,7 @@ class ModelFacts:
     blocks: tuple[str, ...]  # paths of modules to shard and recompute, in order of execution
     experts: tuple[str, ...]  # paths of modules with all experts of a layer, using transformers' experts interface
     num_experts: int  # also counts experts that do not use the interface
-    heads: int  # 0: unknown
+    heads: int  # 0 if unknown
     kv_heads: int
 
 
@@ -118,7 +120,7 @@ def recipe_from_config(spec: ModelSection) -> Recipe | None:
 
 
 def recipe_for(model: nn.Module) -> Recipe:
-    """Return the recipe that the config names for `model`, or else the recipe of its family."""
+    """Return the recipe that the config names for `model`, or the recipe of its family if the config names none."""
     if (recipe := vars(model).get(RECIPE)) is not None:
         assert isinstance(recipe, Recipe)
         return recipe
@@ -128,8 +130,8 @@ def recipe_for(model: nn.Module) -> Recipe:
 def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
     """Return the modules of these classes, in order of execution.
 
-    If some of them are in module lists, the others (an embedding, a complete encoder) are not blocks, even if the
-    model's authors declare them so.
+    If some of these modules are in module lists, the others (an embedding, a complete encoder) are not blocks, even if
+    the model's authors declare them so.
     """
     frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # not run by `forward`
     modules = dict(model.named_modules())

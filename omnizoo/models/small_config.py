@@ -103,7 +103,7 @@ class Shrinking:
 
     widths: bool = True
     depth: bool = True
-    vocabulary: int | None = None  # maximum rows of the vocabulary; None: unchanged, to fit the tokenizer
+    vocabulary: int | None = None  # maximum vocabulary size; None keeps the size, to fit the tokenizer
     random: bool = False  # whether to keep dropout and jitter
 
 
@@ -234,12 +234,12 @@ def _small_widths(published: PretrainedConfig, fields: Mapping[str, Any]) -> dic
 
 
 def _fewer_layers(published: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields for two layers, or as many as contain every kind of layer.
+    """Return config fields for a model with two layers, or more if needed to include every kind of layer.
 
     Per-layer fields are shortened accordingly.
     """
     depth = _number(getattr(published, "num_hidden_layers", None)) or 0
-    by_number: dict[str, dict[int, Any]] = {}  # fields that name some layers by number
+    by_number: dict[str, dict[int, Any]] = {}  # fields that list some layers by number
     lists: dict[str, list[Any]] = {}  # fields with one value per layer
     for key, value in fields.items():
         if _names_layers(key, value, depth):
@@ -320,7 +320,7 @@ def random_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, floa
 
 
 def _is_random(key: Any, value: Any) -> bool:
-    """Whether a field is a dropout or jitter number."""
+    """Whether a field is a dropout or jitter probability."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and RANDOM.search(str(key)) is not None
 
@@ -337,7 +337,7 @@ def _without_random(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> int | None:
-    """Return `value`, or the maximum of a list with one number per layer."""
+    """Return `value`, or its maximum if it is a list with one number per layer."""
     if isinstance(value, list):
         return max((number for number in value if isinstance(number, int)), default=None)
     return value if isinstance(value, int) and value > 0 else None

@@ -1,4 +1,4 @@
-"""Checks of a model folder before transformers reads it: folders are read as data, and their code does not run.
+"""Checks of a model folder before transformers reads it. Folders are read as data, and their code does not run.
 
 The author of a folder may not be trusted. Code is imported only if the user's command line or config allows it, and
 file names inside a folder must not lead outside. SECURITY.md lists the guarantees.
@@ -117,7 +117,7 @@ def _needs_code(settings: dict[str, Any]) -> bool:
 
 
 def _kernels(settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield attention and experts implementations that name a repository (`owner/name`), in nested configs too."""
+    """Yield attention and experts implementations that name a repository (`owner/name`), also in nested configs."""
     if isinstance(settings, dict):
         for key, value in settings.items():
             if key.lstrip("_").endswith(("attn_implementation", "experts_implementation")):
@@ -138,7 +138,7 @@ def inside(folder: Path, name: Any, source: str) -> Path:
 
 @contextmanager
 def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Context manager: slices of the weights in safetensors files, by key.
+    """Context manager: open safetensors files, and yield slices of their weights, keyed by name.
 
     A slice has a shape and dtype, and is read when indexed.
     """
@@ -151,7 +151,7 @@ def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def tensor_names(file: Path) -> list[str]:
-    """Return the keys of a safetensors file. Damage shows in its header or length, so this is also a check."""
+    """Return the keys of a safetensors file. This also detects damage to the header or the length of the file."""
     try:
         with open_weights([file]) as weights:
             dtypes = {name: str(weight.get_dtype()) for name, weight in weights.items()}

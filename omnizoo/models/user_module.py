@@ -47,6 +47,6 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers with their names; tied ones once."""
+    """Yield parameters and buffers with their names. Tied tensors are yielded once."""
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 GRAPH_BREAK_REASON = "an intended graph break of OmniZoo"
-# Limit of graphs per code object of a kind. Variants are layers with other attributes (such as a window), with and
-# without gradients, training and evaluation, inputs that require a gradient or not, and zero, one or many rows. The
+# Maximum number of graphs per code object of a kind. Variants are layers with other attributes (such as a window), with
+# and without gradients, training and evaluation, inputs that require a gradient or not, and zero, one or many rows. The
 # default of torch is 8.
 MAX_GRAPHS = 32
 COMPILED = "_omnizoo_compiled"  # name of the attribute that marks compiled blocks
@@ -37,7 +37,7 @@ def graph_break(function: F) -> F:
 def make_graph_break(module: nn.Module) -> None:
     """Make calls of `module` graph breaks, including its hooks, because the hooks of FSDP cannot be part of a graph.
 
-    torch looks up `__call__` in the class, so the module gets a new subclass, as FSDP does it.
+    torch looks up `__call__` in the class, so the module gets a new subclass, as in FSDP.
     """
     module.__class__ = _graph_break_class(type(module))  # type: ignore[arg-type]  # classes can be keys
 
@@ -65,9 +65,10 @@ class CompiledKind:
         self.name = name
         self.backend = backend
         self.graphs = 0  # number of graphs built so far
-        self.failure: str | None = None  # reason of the first failed compilation
+        self.failure: str | None = None  # reason why the first compilation failed
         self._compilations = Compilations()
-        options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": MAX_GRAPHS}  # not in torch's stubs
+        # Options that torch's stubs lack.
+        options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": MAX_GRAPHS}
         self._run = torch.compile(forward, backend=self._build, dynamic=True, **options)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -43,8 +43,8 @@ def pick_device(local_rank: int, device_type: str | None = None) -> torch.device
 
     Args:
         local_rank: Rank within the node, which is the index of the accelerator.
-        device_type: Device type to use. By default an accelerator, or the CPU if the machine has none with a collective
-            backend.
+        device_type: Device type to use. Default: an accelerator, or the CPU if the machine has no accelerator with a
+            collective backend.
 
     Raises:
         UserError: If the machine has no device of type `device_type`, or fewer devices than ranks.
@@ -98,7 +98,7 @@ def is_host(device: torch.device) -> bool:
 def use_tensor_cores(device: torch.device) -> None:
     """Allow TF32 for matmuls in fp32, where the device supports it. Has no effect on CPUs.
 
-    It is meant for bf16 runs, in which routers and gradient norms stay in fp32. Runs in fp32 must not call it.
+    This is meant for bf16 runs, in which routers and gradient norms stay in fp32. Runs in fp32 must not call it.
     """
     if not is_host(device):
         torch.set_float32_matmul_precision("high")
@@ -173,9 +173,9 @@ def peak_flops_of(name: str, precision: str) -> float | None:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Return the peak of allocated memory on an accelerator, or the current memory of this process on CPUs, in GiB.
+    """Return the memory in GiB: peak allocation on an accelerator, current memory of this process on CPUs.
 
-    The peak on CPUs is not available: `ru_maxrss` survives fork and exec, so it may be that of the launcher.
+    The peak on CPUs is not available: `ru_maxrss` survives fork and exec, so it may be the peak of the launcher.
     """
     if device.type == "cpu":
         return float(psutil.Process().memory_info().rss) / 2**30
@@ -183,7 +183,7 @@ def memory_gb(device: torch.device) -> float:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the total memory of the device in bytes, or on CPUs the memory limit of this container."""
+    """Return the total memory of the device in bytes. On CPUs, this is the memory limit of the container."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
     total = int(psutil.virtual_memory().total)

@@ -1,7 +1,7 @@
 """Mixture-of-experts math on one device: sort (token, choice) pairs by expert, run each expert on its rows, combine.
 
 `grouped_matmul` selects the kernel. `matmul_per_expert` is the plain torch reference in tests. It also runs where
-torch's grouped matmul does not: in float64, and for widths that are not multiples of 16 bytes.
+torch's grouped matmul cannot run: in float64, and for widths that are not multiples of 16 bytes.
 
 Shapes: T tokens, K choices (experts per token), N = T x K pairs, E experts, H hidden width, I expert width.
 """
@@ -30,9 +30,9 @@ class ExpertAdapter:
 
 @dataclass(frozen=True)
 class Experts:
-    """The weights of E experts, applied as `rows @ up`, `activate`, `@ down`."""
+    """The weights of E experts, applied as `activate(rows @ up) @ down`."""
 
-    up: torch.Tensor | Packed  # [E, H, U]; U is 2 x I if the gate is fused with the up projection, else I
+    up: torch.Tensor | Packed  # [E, H, U]; U is 2 x I if the gate is fused with the up projection, otherwise I
     down: torch.Tensor | Packed  # [E, I, H]
     up_bias: torch.Tensor | None  # [E, U]
     down_bias: torch.Tensor | None  # [E, H]
@@ -52,7 +52,10 @@ class Pairs:
 
 
 def sort_by_expert(index: torch.Tensor, experts: int) -> Pairs:
-    """Sort the (token, choice) pairs of `index [T, K]`, the expert ids that each token chose, without a host sync."""
+    """Sort the (token, choice) pairs by expert, without a host sync.
+
+    `index [T, K]` has the experts that each token chose.
+    """
     expert_of_pair = index.flatten()
     order = expert_of_pair.argsort(stable=True)
     positions = torch.arange(len(order), device=order.device)
@@ -79,7 +82,7 @@ def multiply_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def combine(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """Return the sum `[T, H]` over each token's choices of `rows [N, H]`, sorted by expert. The order is fixed."""
+    """Sum `rows [N, H]`, sorted by expert, over the choices of each token, in a fixed order. Returns `[T, H]`."""
     combined: torch.Tensor = _Permute.apply(rows, pairs, add_choices, repeat_by_choice)  # type: ignore[no-untyped-call]
     return combined
 
@@ -131,7 +134,7 @@ def _linear(
 
 
 def _bias_of_rows(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the expert's bias for each row: `[E, H]` -> `[N, H]`."""
+    """Return the bias of each row's expert: `[E, H]` -> `[N, H]`."""
     return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
@@ -146,7 +149,8 @@ def grouped_matmul(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tens
 
 def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the same as `grouped_matmul`, with one matmul per expert."""
-    # The backward of `unbind` writes each gradient once. That of `weights[e]` would allocate all experts E times.
+    # The backward of `unbind` writes each gradient once. The backward of `weights[e]` would allocate all experts E
+    # times.
     groups = rows.split(counts.tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights.unbind(), strict=True)])
 
@@ -197,7 +201,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _MultiplyRows(torch.autograd.Function):
-    """Multiply rows by weights, see `multiply_rows`."""
+    """Multiplies rows by weights (see `multiply_rows`)."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration, by which Muon makes an update approximately orthogonal, with matmuls only."""
+"""Newton-Schulz iteration, which Muon uses to make an update approximately orthogonal. It consists of matmuls only."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def orthogonalize(
     matrices: torch.Tensor, steps: int = 5, coefficients: Sequence[float] = COEFFICIENTS, eps: float = 1e-7
 ) -> torch.Tensor:
-    """Orthogonalize each matrix of `[..., m, n]` approximately, in its dtype, and return the same shape."""
+    """Approximately orthogonalize each matrix of `matrices [..., m, n]`, in its dtype. Returns the same shape."""
     a, b, c = coefficients
-    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices  # for the smaller Gram matrix
+    # Transpose if this makes the Gram matrix smaller.
+    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     x: torch.Tensor = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT

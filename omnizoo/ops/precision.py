@@ -1,8 +1,8 @@
 """Context managers and hooks that control the precision of a computation.
 
 `keep_precision` keeps a float64 run in float64. Models cast to a hard-coded float32 for norms, rotary angles and
-softmax, and its rounding would hide small bugs from the tests that use float64; the mode widens those casts without
-changes to the models. `compute_in` runs one submodule in another precision than the modules around it.
+softmax, and the rounding would hide small bugs from the tests that use float64. The mode widens those casts without
+changes to the models. `compute_in` runs one submodule in a different precision than the modules around it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +37,7 @@ class KeepFloat64(TorchFunctionMode):
 
 
 def _widen(value: Any) -> Any:
-    """Return float64 in place of the dtype float32, and any other value unchanged."""
+    """Return float64 if `value` is the dtype float32, and any other value unchanged."""
     return torch.float64 if value is torch.float32 else value
 
 

@@ -49,8 +49,8 @@ class Packing:
     """Quantization format of a weight."""
 
     kind: str  # nf4 or int8
-    shape: torch.Size  # of the full weight
-    dtype: torch.dtype  # of the dequantized weight
+    shape: torch.Size  # shape of the full weight
+    dtype: torch.dtype  # dtype of the dequantized weight
     table: Nf4Table
 
     @property
@@ -69,7 +69,7 @@ class Packing:
         Returns:
             The codes (uint8 or int8) and the scales (fp32 numbers, viewed as int32).
         """
-        with without_function_modes():  # in float64 runs a mode replaces fp32 by float64, but scales must be fp32
+        with without_function_modes():  # in float64 runs, a mode replaces fp32 with float64, but scales must be fp32
             packed = [self._pack(chunk) for chunk in weight.detach().split(_rows(weight))]
             codes = torch.cat([chunk_codes for chunk_codes, _ in packed])
             scales = torch.cat([chunk_scales for _, chunk_scales in packed])
@@ -87,7 +87,7 @@ class Packing:
         return weight
 
     def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize a few rows, see `pack`."""
+        """Quantize a few rows (see `pack`)."""
         rows, columns, *rest = weight.shape
         weight = weight.float()
         padding = -columns % BLOCK
@@ -153,7 +153,7 @@ def multiply(rows: torch.Tensor, weight: Packed, matmul: Multiply) -> torch.Tens
 
 
 class _Multiply(torch.autograd.Function):
-    """See `multiply`. The weight gets no gradient."""
+    """Implements `multiply`. The weight gets no gradient."""
 
     @staticmethod
     def forward(
@@ -184,7 +184,7 @@ def packed_names(weight_name: str) -> tuple[str, str]:
 
 
 def packings_of(module: nn.Module) -> dict[str, Packing]:
-    """Return the packings of the quantized weights of `module`, without its submodules, by the name of the weight."""
+    """Return the packings of the quantized weights of `module`, without its submodules, keyed by weight name."""
     packings: dict[str, Packing] = vars(module).get(PACKINGS, {})
     return packings
 
@@ -192,7 +192,7 @@ def packings_of(module: nn.Module) -> dict[str, Packing]:
 def direct_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and parameters of `module`, without its submodules.
 
-    For a quantized weight, an empty tensor on meta with the shape and dtype of the full weight is returned.
+    For a quantized weight, yield an empty tensor on meta with the shape and dtype of the full weight.
     """
     packings = packings_of(module)
     for name, packing in packings.items():
@@ -205,7 +205,10 @@ def direct_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def count_weights(model: nn.Module) -> int:
-    """Return the number of weights of `model`. Tied weights count once, quantized ones by their full shape."""
+    """Return the number of weights of `model`.
+
+    Tied weights count once, and quantized weights count with their full shape.
+    """
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
         for name, packing in packings_of(module).items():

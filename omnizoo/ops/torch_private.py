@@ -1,6 +1,6 @@
 """All uses of private APIs of torch.
 
-They cover attention kernels that return the log-sum-exp, maps over nested arguments, calls without function modes,
+They are attention kernels that return the log-sum-exp, maps over nested arguments, calls without function modes,
 internals of FSDP2, recomputation and torch.compile, and for dry runs: fake tensors, a device implemented in Python, and
 collectives that send nothing.
 
@@ -72,7 +72,7 @@ def without_function_modes() -> AbstractContextManager[None]:
 
 
 def change_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every parameter, gradient and buffer of `module` by `change(tensor)`.
+    """Replace every parameter, gradient and buffer of `module` with `change(tensor)`.
 
     As in `module.to`, submodules that override `_apply` are respected.
     """
@@ -104,7 +104,7 @@ def use_in_place(unit: Any) -> None:
 def _take_shard(
     parameter: Any, original: Callable[..., None], sizes: list[int], dtypes: list[torch.dtype], ranks: int, device: Any
 ) -> None:
-    """Use the shard as the output of the all-gather if it needs no cast or copy; else call `original`, the original."""
+    """Use the shard as the output of the all-gather. If it needs a cast or copy, call the `original` method instead."""
     data = parameter._sharded_param_data
     is_full = data.untyped_storage().nbytes() == data.nbytes and list(sizes) == [data.numel()]
     needs_copy = dtypes != [data.dtype] or data.device != device or hasattr(data, "fsdp_pre_all_gather")
@@ -112,7 +112,7 @@ def _take_shard(
         original(sizes, dtypes, ranks, device)
     elif not _is_shard(parameter):
         parameter.all_gather_outputs = [data]
-        vars(parameter).pop("_unsharded_param", None)  # it refers to a copy, or to the weights before they were moved
+        vars(parameter).pop("_unsharded_param", None)  # the old value is a copy, or the weights before they were moved
 
 
 def _is_shard(parameter: Any) -> bool:
@@ -122,7 +122,7 @@ def _is_shard(parameter: Any) -> bool:
 
 
 def _free_copy(parameter: Any, original: Callable[[], None]) -> None:
-    """Free the gathered weights by `original`, the original method, unless they are the shard."""
+    """Free the gathered weights with the `original` method, unless they are the shard."""
     if not _is_shard(parameter):
         original()
 
@@ -131,7 +131,7 @@ def _take_gradients(group: Any, post_backward: Callable[..., None], *unused: Any
     """Move gradients from the gathered weights of `group` to its shards, and cast them to the shards' dtype.
 
     Everything is enqueued on the compute stream, where autograd wrote these gradients and where clipping and the
-    optimizer read the shards' gradients. The order on that one stream is the only one needed: no event is recorded, and
+    optimizer read the shards' gradients. The order on this stream is sufficient, so no event is recorded, and
     the allocator may reuse the memory of a gathered weight's gradient as soon as nothing refers to it.
     """
     for parameter in group.fsdp_params if group.reduce_grads else ():
@@ -395,7 +395,7 @@ class Recomputation:
     """
 
     def __init__(self) -> None:
-        self.is_aside = False  # while True, operators are neither saved nor replayed by selective recomputation
+        self.is_aside = False  # while True, selective recomputation neither saves nor replays operators
         self._results: deque[Any] | None = None  # results of `once` in the current block; None outside a block
         self._is_again = False  # whether the current block is being recomputed
         self._is_selective = False  # whether the current block is recomputed selectively
@@ -406,7 +406,7 @@ class Recomputation:
         return replaced((self, "is_for_gradients", True))
 
     def once(self, compute: Callable[[], T], large: bool = False) -> T:
-        """Return `compute()`, or during recomputation the result of the first call.
+        """Return `compute()` or, during recomputation, the result of the first call.
 
         Results that are `large` are kept only by selective recomputation.
         """
@@ -485,7 +485,7 @@ class _SavingMode(_SteppingAside, _CachingTorchDispatchMode):
 
     def exchange(self, func: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = func(output, *args, **kwargs)
-        self.received.append(output.detach())  # not `work`, which keeps the sent tensor alive
+        self.received.append(output.detach())  # do not keep `work`, which keeps the sent tensor alive
         return work
 
 
@@ -519,7 +519,7 @@ def runs_as_graph(module: torch.nn.Module) -> bool:
 
 
 class Compilations:
-    """Context manager around one call of compiled code, which collects why its compilations failed."""
+    """Context manager around one call of compiled code. It collects the reasons why compilations failed."""
 
     def __init__(self) -> None:
         # Code that cannot be compiled runs eagerly, and floats (epsilons, scales) are constants of a graph.
@@ -536,7 +536,7 @@ class Compilations:
         self._settings.__exit__(None, None, None)
 
     def failure_reasons(self) -> list[str]:
-        """Return the reasons of graph breaks and of failed compilations in the last call."""
+        """Return the reasons for graph breaks and failed compilations in the last call."""
         frames, failed = _frames()
         if frames == self._frames:
             return []
@@ -551,13 +551,13 @@ class Compilations:
 
 
 def _frames() -> tuple[int, int]:
-    """Return the number of functions that torch.compile has tried to compile, and how many of these failed."""
+    """Return the number of functions that torch.compile has tried to compile, and the number of failures."""
     frames = counters["frames"]
     return frames["total"], frames["total"] - frames["ok"]
 
 
 def _reasons() -> Counter[str]:
-    """Return the reasons of all graph breaks so far, with their counts."""
+    """Return the reasons for all graph breaks so far, with their counts."""
     return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 

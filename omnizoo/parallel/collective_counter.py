@@ -10,7 +10,7 @@ import torch.distributed as dist
 from omnizoo.ops.torch_private import TorchDispatchMode, tree_leaves
 from omnizoo.parallel.fsdp.cpu_collectives import GATHERING, SCATTERING
 
-# c10d operator -> common name. Receives are not counted, because the matching sends are.
+# c10d operator -> common name. Receives are not listed, because the matching sends are counted.
 NAMES = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -50,7 +50,7 @@ class CollectiveCounter(TorchDispatchMode):
         name = NAMES.get(func._schema.name.removeprefix("c10d::"))
         if name is None:
             return
-        # Out-of-place collectives take (output, input); in-place ones take a single tensor argument.
+        # Out-of-place collectives take (output, input). In-place collectives take a single tensor argument.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor | list)]
         boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
         group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.group.WORLD
@@ -66,7 +66,7 @@ class CollectiveCounter(TorchDispatchMode):
         self.add(name, group, inputs[0].device, sum(t.nbytes for t in inputs))
 
     def _count_direct(self, destination: int, tag: int, message: Any, group: dist.ProcessGroup) -> None:
-        """Count a collective that consists of point-to-point messages once: at its message to the next rank."""
+        """Count a collective that consists of point-to-point messages only once, at its message to the next rank."""
         if destination != (group.rank() + 1) % group.size():
             return
         messages_per_input = 1 if tag == GATHERING else group.size()

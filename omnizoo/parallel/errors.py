@@ -1,4 +1,4 @@
-"""Raise an error on all ranks if it occurs on any of them, so that no rank waits forever."""
+"""Raise an error on all ranks if it occurs on any rank, so that no rank waits forever."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 def sync_errors(mesh: Mesh, work: Callable[[], T], kind: type[Exception] = UserError) -> T:
-    """Run `work` and return its result. If it raises `kind` on any rank, all ranks raise the error of the lowest one.
+    """Run `work` and return its result.
+
+    If it raises `kind` on any rank, all ranks raise the error of the lowest such rank.
 
     Collective: all ranks must call it. `work` must not wait for other ranks before it raises.
     """
@@ -36,9 +38,9 @@ def raise_first(
 
 
 def first_different_rank(mesh: Mesh, value: Any) -> int | None:
-    """Return the lowest rank whose `value` differs from rank 0's, or None if all are equal.
+    """Return the lowest rank whose `value` differs from the value on rank 0, or None if all values are equal.
 
-    All ranks return the same. Collective: all ranks must call it.
+    All ranks return the same result. Collective: all ranks must call it.
     """
     values = mesh.gather(value)
     different_ranks = [rank for rank, rank_value in enumerate(values) if rank_value != values[0]]

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.0005
 
 
 def new_thread_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks for one thread per rank, so that its messages do not mix with others'.
+    """Return a new gloo group of all ranks, for the exclusive use of one thread per rank, so that messages do not mix.
 
     Collective: all ranks must call it.
     """
@@ -58,7 +58,7 @@ def exchange_rows(
 def exchange_tables(
     tables: Sequence[torch.Tensor], sent: Counts, received: Counts, group: dist.ProcessGroup | None, axis: str
 ) -> tuple[torch.Tensor, ...]:
-    """Like `exchange_rows` for several tables of any widths and dtypes, with one all-to-all in forward and in backward.
+    """Exchange rows of several tables of any widths and dtypes, with one all-to-all each in forward and backward.
 
     Collective: all ranks of `group` must call it and run backward through its outputs, even if they send and receive no
     rows.
@@ -87,7 +87,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        trained = [i for i, needs in enumerate(ctx.needs_input_grad[4:]) if needs]  # must be equal on all ranks
+        # The list must be equal on all ranks.
+        trained = [i for i, needs in enumerate(ctx.needs_input_grad[4:]) if needs]
         sent = [ctx.received[i] for i in trained]
         received = [ctx.sent[i] for i in trained]
         with sent_along(ctx.axis):
@@ -105,8 +106,8 @@ def _all_to_all(
         out = table.new_empty(sum(received[0]), *table.shape[1:])
         dist.all_to_all_single(out, table.contiguous(), list(received[0]), list(sent[0]), group=group)
         return (out,)
-    # Each rank is sent its rows of the first table, then those of the second, and so on. Most pairs of ranks exchange
-    # nothing, so only the non-empty pieces are handled individually.
+    # Each rank receives its rows of the first table, then its rows of the second table, and so on. Most pairs of ranks
+    # exchange nothing, so only the non-empty pieces are handled individually.
     row_bytes = np.array([math.prod(table.shape[1:]) * table.element_size() for table in tables])
     sent_rows = np.array(sent)  # [tables, ranks]
     received_rows = np.array(received)  # [tables, ranks]
@@ -166,7 +167,7 @@ def exchange_payloads(
 
 
 def gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list[npt.NDArray[np.uint8]]:
-    """Return the messages of all ranks. Each starts at an offset that is aligned for every dtype.
+    """Return the messages of all ranks. Each message starts at an offset that is aligned for every dtype.
 
     Collective: all ranks of `group` must call it.
     """
@@ -198,7 +199,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def _pack(payloads: Sequence[Payload]) -> torch.Tensor:
-    """Serialize payloads: length of the JSON description, the description, the arrays; each aligned to `ALIGNMENT`."""
+    """Serialize payloads as the length of a JSON description, the description and the arrays, each aligned."""
     descriptions = []
     contents = []
     for header, arrays in payloads:

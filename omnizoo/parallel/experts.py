@@ -1,4 +1,4 @@
-"""Expert parallelism: distribute whole experts over the `ep` axis and shard each of them over `ep_shard` with FSDP2.
+"""Expert parallelism: distribute whole experts over the `ep` axis, and shard each expert over `ep_shard` with FSDP2.
 
 `Dispatch` sends tokens to the ranks that hold their experts, and sends the results back.
 """
@@ -45,11 +45,12 @@ class ExpertRoute:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Sends each token to the ranks of `group` that hold its experts, and the results back. No token is dropped.
+    """Sends each token to the ranks of `group` that hold its experts, and returns the results. No token is dropped.
 
-    Rank r holds the E/ranks experts from number r x E/ranks. Rows `[T x K, H]` are sent by one all-to-all and their
-    results returned by another, in forward and in backward. The row counts are exchanged first, which takes one host
-    sync. Recomputation reuses the counts of the first forward pass and skips the all-to-all that returns the results.
+    With E experts, rank r holds E/ranks consecutive experts, starting at r x E/ranks. Rows `[tokens x choices, width]`
+    are sent by one all-to-all and their results returned by another, in forward and in backward. The row counts are
+    exchanged first, which takes one host sync. Recomputation reuses the counts of the first forward pass and skips the
+    all-to-all that returns the results.
     Collective: all ranks must call it, including ranks without tokens.
     """
 
@@ -64,12 +65,12 @@ class Dispatch:
         weights: torch.Tensor,
         compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the weighted sum of the chosen experts' outputs for each token, `[T, H]`.
+        """Return the weighted sum of the chosen experts' outputs for each token, `[tokens, width]`.
 
         Args:
-            hidden: Hidden states of this rank's tokens, `[T, H]`.
-            index: Experts that each token chose, `[T, K]`.
-            weights: Routing weights, `[T, K]`.
+            hidden: Hidden states of this rank's tokens, `[tokens, width]`.
+            index: Experts that each token chose, `[tokens, choices]`.
+            weights: Routing weights, `[tokens, choices]`.
             compute: Function of (rows sorted by expert, number of rows of each local expert, routing weights) that runs
                 the experts of this rank.
         """
@@ -83,7 +84,10 @@ class Dispatch:
         return out
 
     def route(self, index: torch.Tensor) -> ExpertRoute:
-        """Return the route of tokens that chose the experts `index` `[T, K]`. Collective: all ranks must call it."""
+        """Return the route of tokens that chose the experts `index [tokens, choices]`.
+
+        Collective: all ranks must call it.
+        """
         ranks = self.group.size()
         num_local_experts = self.experts // ranks
         pairs = sort_by_expert(index, self.experts)
@@ -107,7 +111,7 @@ class Dispatch:
 
 
 def max_over_group(group: dist.ProcessGroup, device: torch.device, count: int) -> int:
-    """Return the maximum of `count` over the ranks of `group`. Collective, with a host sync."""
+    """Return the maximum of `count` over `group`, with a host sync. Collective: all ranks of `group` must call it."""
     maximum = torch.full((), count, dtype=torch.int64, device=device)  # `full` keeps the value readable in a dry run
     with sent_along("ep"):
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
@@ -117,8 +121,8 @@ def max_over_group(group: dist.ProcessGroup, device: torch.device, count: int) -
 class _ReturnToTokens(torch.autograd.Function):
     """Sends the experts' outputs back and adds up the choices of each token, like `combine` across ranks.
 
-    The function saves no tensor for backward. Selective recomputation keeps its output, which is K times smaller than
-    the rows.
+    The function saves no tensor for backward. Selective recomputation keeps its output, which has one row per token
+    instead of one per choice.
     """
 
     @staticmethod
@@ -144,7 +148,10 @@ class _ReturnToTokens(torch.autograd.Function):
 
 
 def check_experts(layout: Layout, experts: int) -> None:
-    """Raise a `UserError` if `ep` does not divide the number of experts. The message suggests the nearest valid one."""
+    """Raise a `UserError` if `ep` does not divide the number of experts.
+
+    The message suggests the nearest valid value.
+    """
     if experts % layout.ep == 0:
         return
     valid_sizes = [ep for ep in divisors(layout.fsdp) if experts % ep == 0]
@@ -166,7 +173,7 @@ def shard_experts(
 
     Call this before the surrounding blocks are sharded. Parameters have the shape `[experts, ...]`, and each rank keeps
     1 / (ep x ep_shard) of every parameter. Routing weights keep the precision of the router; rows are cast where they
-    are multiplied with the experts' weights.
+    are multiplied by the experts' weights.
 
     Returns:
         The modules that became FSDP2 units.
@@ -175,7 +182,8 @@ def shard_experts(
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
     for module in modules:
         for child in module.children():
-            if any(True for _ in child.parameters()):  # all experts share these weights: shard them like dense ones
+            # All experts share these weights, so shard them like dense weights.
+            if any(True for _ in child.parameters()):
                 make_unit(child, mesh.fsdp, **options)
                 units.append(child)
 
@@ -196,7 +204,7 @@ def _placement(split_dims: dict[tuple[int, ...], int], parameter: nn.Parameter) 
 
 
 def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
-    """Return the dim that is split over `ep_shard`: the experts' dim 0 if `ep` is 1 and it divides, else the last dim.
+    """Return the dim to split over `ep_shard`: dim 0 (experts) if `ep` is 1 and it divides, otherwise the last dim.
 
     The middle dim is not possible. If a checkpoint stores gate and up projection separately, transformers' loader
     (5.22.2) slices each of them and then concatenates the slices along that dim. A rank would get a slice of both

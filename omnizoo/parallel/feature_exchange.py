@@ -1,6 +1,6 @@
 """Send the features of media items from the ranks that encode them to the ranks that hold their placeholder tokens.
 
-Items are assigned to ranks by cost, so an item is often encoded on another rank than the one that holds its tokens.
+Items are assigned to ranks by cost, so the rank that encodes an item is often not the rank that holds its tokens.
 Gradients take the same route back. All ranks have the metadata of all items, so each rank computes the routes without
 communication.
 """
@@ -33,7 +33,7 @@ class RoutedSpan(Protocol):
     def spans(self) -> Sequence[tuple[int, int]]: ...  # placeholder tokens: (first in the micro-batch, count)
 
     @property
-    def is_target(self) -> bool: ...  # targets are also needed at the preceding tokens, which predict them
+    def is_target(self) -> bool: ...  # if True, features are also needed at the preceding tokens, which predict them
 
     @property
     def has_targets(self) -> bool: ...  # whether the features contribute to the loss as targets
@@ -62,7 +62,8 @@ class FeatureRoute:
     sent: list[int]  # number of features sent to each rank
     received: list[int]  # number of features received from each rank
     token: torch.Tensor  # [received] local index of the feature's token; -1 if another rank holds it
-    previous_token: torch.Tensor  # [received] local index of the token that predicts it; -1 if on another rank, or none
+    # [received] local index of the token that predicts the feature; -1 if there is none on this rank.
+    previous_token: torch.Tensor
     has_targets: torch.Tensor  # [received] 1 if the feature contributes to the loss as a target
 
 
@@ -71,7 +72,7 @@ def plan_routes(
 ) -> dict[Port, FeatureRoute]:
     """Return the route to and from `rank` for every port that has an item on any rank.
 
-    The features of a rank are those of the items that it owns, in the order of `shares` and of the items in each share.
+    A rank has the features of the items that it owns, in the order of `shares` and of the items in each share.
 
     Args:
         layout: Sizes of the mesh axes.
@@ -88,7 +89,7 @@ def plan_routes(
 
     # Rows: destination rank, index among this rank's features.
     sent = {port: [np.empty((2, 0), np.int64)] for port in ports}
-    # Rows: source rank, local index of the token, local index of the token before, whether it is a target.
+    # Rows: source rank, local index of the token, local index of the token before it, whether the feature is a target.
     received = {port: [np.empty((4, 0), np.int64)] for port in ports}
     num_features = dict.fromkeys(ports, 0)  # features that this rank computes
     for dp, share in enumerate(shares):
@@ -126,7 +127,7 @@ def plan_routes(
 
 
 def _sent_features(feature: Numbers, first_rank: int, destinations: Numbers) -> Numbers:
-    """Return (destination rank, feature) for each feature that is sent, `[2, sent]`, each feature once per rank.
+    """Return (destination rank, feature) for each sent feature, `[2, sent]`. A feature is sent to a rank only once.
 
     Args:
         feature: `[placeholders]`, index of each feature.
@@ -143,7 +144,7 @@ def _sent_features(feature: Numbers, first_rank: int, destinations: Numbers) -> 
 def exchange_features(
     features: Mapping[Port, torch.Tensor], routes: Mapping[Port, FeatureRoute], group: dist.ProcessGroup | None = None
 ) -> dict[Port, torch.Tensor]:
-    """Send this rank's features `[n, C]` of each port, and return the received rows for the tokens that it holds.
+    """Send this rank's features `[n, width]` of each port, and return the received rows for the tokens that it holds.
 
     `FeatureRoute.token` and `FeatureRoute.previous_token` contain the token of each received row. All ports share one
     all-to-all; there is none if no rank has an item. The result depends on `features` even if it is empty, so a rank
@@ -167,9 +168,9 @@ def gather_rows(
 ) -> torch.Tensor:
     """Return the hidden states at the tokens of this rank's items, in the order of its features.
 
-    This is the inverse of `exchange_features`: `states` `[T, C]` are the rows of the tokens that this rank holds, and
-    one all-to-all sends them to the ranks that own the items. `route` is None if no rank has an item. Collective: all
-    ranks must call it.
+    This is the inverse of `exchange_features`: `states [tokens, width]` are the rows of the tokens that this rank
+    holds, and one all-to-all sends them to the ranks that own the items. `route` is None if no rank has an item.
+    Collective: all ranks must call it.
     """
     if route is None:
         return states[:0]
@@ -195,8 +196,8 @@ def _holders(layout: Layout, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
 
 
 def _route(world: int, sent: Numbers, received: Numbers) -> FeatureRoute:
-    """Sort the sent features by destination and the received ones by source."""
-    # The sort is stable, so sender and receiver use the same order: that of the items and of their tokens.
+    """Build the route: sort sent features by destination and received features by source."""
+    # The sort is stable, so sender and receiver use the same order: the order of the items and of their tokens.
     destination, feature = sent
     source, token, previous_token, has_targets = received[:, np.argsort(received[0], kind="stable")]
     return FeatureRoute(

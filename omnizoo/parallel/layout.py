@@ -15,7 +15,10 @@ SHORT = {"rep": "dp_replicate", "dp": "dp_shard", "uly": "ulysses", "ring": "rin
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes; any may be 1. `str()` returns the short form without axes of size 1: `rep2.dp2.ep4`."""
+    """Sizes of the mesh axes, each at least 1.
+
+    `str()` returns a short form without axes of size 1, such as `rep2.dp2.ep4`.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -85,7 +88,7 @@ def plan_layout(parallel: ParallelSection, world_size: int) -> Layout:
 
 
 def _remaining_ranks(parallel: ParallelSection, world_size: int) -> int:
-    """Return the size of `dp_shard` that uses all ranks that the other axes leave."""
+    """Return the size of `dp_shard` that uses all ranks remaining after the other axes."""
     axes = {"ring": parallel.ring, "ulysses": parallel.ulysses, "dp_replicate": parallel.dp_replicate}
     for axis, size in axes.items():
         if world_size % size:

@@ -19,7 +19,7 @@ AXES_INSIDE_BLOCKS = ("ulysses", "ring", "ep")  # axes whose collectives send to
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks, arranged as several device meshes ("views"). Any axis may have size 1; with one process, all have.
+    """All ranks, arranged as several device meshes ("views"). Axes may have size 1. With one process, all axes do.
 
         view     axes, outermost first                  contents that differ along an axis
         data     dp_replicate, dp_shard, ring, ulysses  dp_*: packs; ring, ulysses: the tokens of one pack
@@ -56,7 +56,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank, which determines the packs of this rank. Ranks that share a pack have the same one."""
+        """Data-parallel rank, which determines the packs of this rank. Ranks that share a pack have the same value."""
         return self.rank // self.layout.sp
 
     @property
@@ -89,7 +89,7 @@ class Mesh:
         return group
 
     def axes_of(self, group: dist.ProcessGroup) -> list[str]:
-        """Return all axes whose group here has the same ranks as `group`, and `world` if it contains all ranks."""
+        """Return the axes whose group on this rank has the ranks of `group`, and `world` if these are all ranks."""
         views = (self.dense, self.experts, self.data, self.packs)
         groups = {axis: view.get_group(axis) for view in views for axis in view.mesh_dim_names or ()}
         ranks = dist.get_process_group_ranks(group)
@@ -110,12 +110,18 @@ class Mesh:
 
     @sent_along("world")
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks, in place, on its device and without a host sync. Collective."""
+        """Sum `tensor` over all ranks, in place, on its device and without a host sync.
+
+        Collective: all ranks must call it.
+        """
         dist.all_reduce(tensor)
         return tensor
 
     def sum_along(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over the ranks along `axis`, in place and without autograd. Collective along `axis`."""
+        """Sum `tensor` over the ranks along `axis`, in place and without autograd.
+
+        Collective: all ranks along `axis` must call it.
+        """
         group = self.group(axis)
         if group.size() > 1:
             with sent_along(axis):
@@ -170,22 +176,22 @@ def build_mesh(config: Config, process: Process) -> Mesh:
     )
     if layout.ring > 1 and process.device.type in BACKENDS:
         # NCCL connects a group at its first operation, which all its ranks must join, but the ring skips empty
-        # messages. A barrier would not do: it could use the group's CPU backend instead of NCCL.
+        # messages. A barrier is not sufficient, because it could use the group's CPU backend instead of NCCL.
         dist.all_reduce(torch.zeros(1, device=process.device), group=mesh.group("ring"))
     return mesh
 
 
 def _device_mesh(process: Process, axes: dict[str, int]) -> DeviceMesh:
-    """Return the device mesh of all ranks with these axes, by name and size.
+    """Return the device mesh of all ranks with these axes, given as name -> size.
 
-    Process groups use threads and sockets, and DTensor's caches keep them alive: meshes with equal axes are reused.
+    Process groups use threads and sockets, and DTensor's caches keep them alive, so meshes with equal axes are reused.
     """
     key = tuple(axes.items())
     if key in process.grids:
         return process.grids[key]
 
     # For an axis that spans the world, torch reuses the default group, also for FSDP. Collectives inside a block would
-    # then wait for the all-gather that prefetches the next block's weights: use a separate group.
+    # then wait for the all-gather that prefetches the next block's weights, so use a separate group.
     backends: dict[int | str, Any] = {}
     for name in AXES_INSIDE_BLOCKS:
         if 1 < axes.get(name, 1) == process.world_size:

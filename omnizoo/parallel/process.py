@@ -26,7 +26,8 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
-    grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)  # cache, by axis names and sizes
+    # Cache, keyed by axis names and sizes.
+    grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
 
 
 @contextmanager
@@ -36,7 +37,9 @@ def process_group(
     on_failure: Callable[[int, BaseException], None] | None = None,
     device: str | None = None,
 ) -> Iterator[Process]:
-    """Context manager: join the default process group on entry and leave it on exit. Collective.
+    """Context manager: join the default process group on entry and leave it on exit.
+
+    Collective: all ranks must call it.
 
     Args:
         place: (rank, world size, local rank). Default: read from the environment that our launcher, torchrun or Slurm
@@ -44,7 +47,7 @@ def process_group(
         store: Store that the ranks connect through. Default: a TCP store at `MASTER_ADDR` and `MASTER_PORT`.
         on_failure: Called with the rank and the error if the block raises, before this rank leaves the group and other
             ranks fail as a consequence.
-        device: Device type, such as "cpu" or "cuda". Default: the accelerator if there is one, else the CPU.
+        device: Device type, such as "cpu" or "cuda". Default: the accelerator if there is one, otherwise the CPU.
 
     Yields:
         Rank, world size and device of this process.
@@ -84,7 +87,7 @@ def process_group(
 def fake_process_group(rank: int, world_size: int, device: torch.device) -> Iterator[Process]:
     """Context manager: simulate rank `rank` of `world_size` on `device` in a single process.
 
-    Collectives send nothing and return at once. Their outputs have the right shapes and arbitrary values.
+    Collectives send nothing and return immediately. Their outputs have the right shapes and arbitrary values.
     """
     register_fake_collectives()
     backend = f"cpu:fake,{device.type}:fake"

@@ -35,7 +35,7 @@ def place_in_world() -> tuple[int, int, int] | None:
 
 
 def tasks_without_srun() -> int:
-    """Return the number of Slurm tasks if this process is the batch script of a job with several tasks, else 0."""
+    """Return the number of Slurm tasks if this process is the batch script of a job with several tasks, otherwise 0."""
     env = os.environ
     is_script = "SLURM_PROCID" in env and "SLURM_STEP_ID" not in env and "RANK" not in env
     tasks = _number("SLURM_NTASKS", "1") if is_script else 1

@@ -13,9 +13,9 @@ _AXES: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
 
 @contextmanager
 def sent_along(*axes: str) -> Iterator[None]:
-    """Context manager: tag the collectives inside the block, each of which is along one of `axes`.
+    """Context manager: tag the collectives inside the block. Each of them is along one of `axes`.
 
-    The innermost tag applies. Backward may run on another thread, where the tag is not set: a
+    The innermost tag applies. Backward may run on another thread, where the tag is not set, so a
     `torch.autograd.Function` must set it again.
     """
     token = _AXES.set(axes)

@@ -1,4 +1,4 @@
-"""`train.compile`: which modules of a model are compiled, and which of them share compiled graphs.
+"""Implements `train.compile`: selects the modules to compile, and the modules that share compiled graphs.
 
 Blocks are compiled, including those of encoders. Experts, tiled feed-forward layers and recurrent layers break the
 graph (ops/compiled_blocks.py). The computation between the matmuls of experts, and the content of a tile, are compiled
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def kinds_for(device: torch.device) -> Kinds | None:
-    """Return an empty registry of compiled modules, or None if there is no compiler."""
+    """Return an empty registry of compiled modules, or None if the machine has no compiler."""
     missing = missing_compiler() if is_host(device) else None
     if missing is not None:
         log.warning("train.compile: blocks run without compilation, because no C++ compiler was found (%s)", missing)

@@ -1,4 +1,4 @@
-"""Estimate the memory and disk space of a run, check that it fits, and choose the default of resharding."""
+"""Estimate the memory and disk space of a run, check that the run fits, and choose the default for resharding."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ SAVED_STATE = HELD_STATE | {"adamw_8bit": 2}
 def saved_bytes(model: nn.Module, config: Config) -> int:
     """Return the approximate size of a checkpoint of `model` (on meta), in bytes.
 
-    It contains the weights, or only the trained ones with an adapter, and the optimizer state of trained weights.
+    It contains the weights (with an adapter, only trained weights) and the optimizer state of trained weights.
     """
     adapter = attached(model)
     return _bytes(model, config, SAVED_STATE, gradients=0, only=adapter.trained if adapter else None)
@@ -48,7 +48,7 @@ def _bytes(
     for name, parameter in model.named_parameters():
         if only is not None and name not in only:
             continue
-        copies = 1.0  # bytes, in multiples of the weight
+        copies = 1.0  # total bytes, in multiples of the size of the weight
         if parameter.requires_grad and not components.is_frozen(name):
             group = components.groups.get(name)
             kind = (group and group.kind) or optimizer.kind
@@ -61,7 +61,7 @@ def _bytes(
     return int(total)
 
 
-KEPT_OF_MEMORY = 16  # weights below 1 / KEPT_OF_MEMORY of the memory stay gathered until backward
+KEPT_OF_MEMORY = 16  # weights smaller than 1 / KEPT_OF_MEMORY of the memory stay gathered until backward
 
 
 def memory_per_rank(mesh: Mesh) -> int:

@@ -66,7 +66,7 @@ def parallelize_model(
     tile_tokens = config.parallel.tile_tokens
     if tile_tokens is not None:
         compute_in_tiles(model, facts, mesh, tile_tokens, config.train.precision, recomputation, kinds)
-    # Recomputation goes around the compiled blocks, because a graph with breaks cannot contain it. FSDP2 goes around
+    # Recomputation wraps the compiled blocks, because a graph with breaks cannot contain it. FSDP2 wraps
     # both and gathers the weights.
     if kinds is not None:
         compile_blocks(model, facts, kinds)
@@ -83,7 +83,7 @@ def parallelize_model(
 def dispatch_experts(
     model: nn.Module, facts: ModelFacts, media: MediaModel, mesh: Mesh, recomputation: Recomputation
 ) -> None:
-    """Compute experts with `dispatched`.
+    """Let the model compute its experts with `dispatched`.
 
     If `ep` is larger than 1, tokens are sent to the ranks that hold their experts.
     """

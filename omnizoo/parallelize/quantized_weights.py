@@ -15,12 +15,12 @@ class QuantizedWeight:
     """A quantized weight of a model."""
 
     module: nn.Module
-    name: str  # within `module`
+    name: str  # name of the weight within `module`
     packing: Packing
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Return the quantized weights, by their name in the files."""
+    """Return the quantized weights, keyed by their name in the files."""
     return {
         f"{prefix}.{name}": QuantizedWeight(module, name, packing)
         for prefix, module in model.named_modules()
@@ -29,7 +29,7 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def plain_names(model: nn.Module) -> set[str]:
-    """Return the names of all parameters; quantized weights have their original name."""
+    """Return the names of all parameters. Quantized weights are listed under their original name."""
     quantized_names = set(quantized_weights(model))
     codes_and_scales = {packed_name for name in quantized_names for packed_name in packed_names(name)}
     parameter_names = {name for name, _ in model.named_parameters()}
@@ -37,7 +37,7 @@ def plain_names(model: nn.Module) -> set[str]:
 
 
 def load_and_quantize(model: nn.Module, load: Callable[[], set[str]]) -> set[str]:
-    """Run `load` with unquantized parameters in place of quantized ones, then quantize what it loaded.
+    """Run `load` with unquantized parameters in place of quantized parameters, then quantize the loaded weights.
 
     `load` fills parameters of `model` from files and returns the names that the files lack. Until it returns, a rank
     holds its local shards unquantized.
@@ -51,7 +51,10 @@ def load_and_quantize(model: nn.Module, load: Callable[[], set[str]]) -> set[str
 
 
 def _unpack_parameter(weight: QuantizedWeight) -> tuple[nn.Parameter, ...]:
-    """Replace codes and scales by an unquantized parameter on meta with the same sharding, and return them."""
+    """Replace codes and scales with an unquantized parameter on meta with the same sharding.
+
+    Return codes and scales.
+    """
     names = packed_names(weight.name)
     codes_and_scales = tuple(weight.module.get_parameter(name) for name in names)
     for name in names:
@@ -62,7 +65,7 @@ def _unpack_parameter(weight: QuantizedWeight) -> tuple[nn.Parameter, ...]:
 
 
 def _pack_parameter(weight: QuantizedWeight, codes_and_scales: tuple[nn.Parameter, ...]) -> None:
-    """Replace the unquantized parameter by codes and scales, quantizing its value if it was loaded."""
+    """Replace the unquantized parameter with codes and scales. If its value was loaded, quantize it."""
     plain = weight.module.get_parameter(weight.name)
     delattr(weight.module, weight.name)
     values: Iterable[torch.Tensor] = codes_and_scales
@@ -74,7 +77,7 @@ def _pack_parameter(weight: QuantizedWeight, codes_and_scales: tuple[nn.Paramete
 
 
 def quantized(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield full tensors by name, with codes and scales in place of weights that `model` has quantized."""
+    """Yield (name, full tensor), with codes and scales in place of weights that are quantized in `model`."""
     quantized_by_name = quantized_weights(model)
     for name, tensor in weights:
         if name not in quantized_by_name:

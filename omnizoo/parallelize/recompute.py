@@ -42,10 +42,10 @@ class Switch:
         self, block: nn.Module, mode: str | None, precision: str, recomputation: Recomputation, offload: Offload | None
     ) -> None:
         self.mode = mode or "full"
-        self.is_chosen = mode is None  # a memory budget chooses the mode
+        self.is_chosen = mode is None  # whether a memory budget chooses the mode
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
         self.kind = (type(block).__name__, shapes)  # blocks of a kind have the same costs
-        self.measured: dict[str, Meter] | None = None  # by mode; None: costs are not being measured
+        self.measured: dict[str, Meter] | None = None  # keyed by mode; None while costs are not being measured
         self._forward = block.forward
         self._precision = precision
         self._recomputation = recomputation
@@ -54,11 +54,12 @@ class Switch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.measured is not None and not self.measured:
-            with torch.compiler.set_stance("force_eager"):  # a graph hides its operators, and saves no more
+            # A graph hides its operators, and does not save more tensors.
+            with torch.compiler.set_stance("force_eager"):
                 self._measure(self.measured, args, kwargs)
         forward = self._forward.current() if isinstance(self._forward, Compiled) else self._forward
-        # In a compiled graph, the compiler keeps matmuls and recomputes what is between them. torch does not support
-        # selective recomputation around a graph, nor inside a graph with breaks.
+        # In a compiled graph, the compiler keeps matmuls and recomputes the operators between them. torch does not
+        # support selective recomputation around a graph, nor inside a graph with breaks.
         by_compiler = forward is not self._eager and self.mode == "selective"
         return self._run("none" if by_compiler else self.mode, forward, args, kwargs)
 
@@ -87,7 +88,7 @@ class Switch:
         args, kwargs = tree_map_only(torch.Tensor, as_leaf, (args, kwargs))
         device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         with torch.no_grad():
-            self._eager(*args, **kwargs)  # warm up: gather weights inside, load kernels
+            self._eager(*args, **kwargs)  # warm-up: gathers weights inside the block and loads kernels
         for mode in MODES:
             if mode == "selective" and self._forward is not self._eager:
                 meters[mode] = meters["none"]
@@ -112,7 +113,7 @@ def recompute(
     Args:
         block: The block; its forward is replaced.
         mode: `full` recomputes all activations. `selective` keeps the results of matmuls, attention and all-to-alls.
-            `none` keeps all of them. None: a memory budget chooses the mode later; until then it is `full`.
+            `none` keeps all activations. If None, a memory budget chooses the mode later. Until then, it is `full`.
         precision: The precision of the run.
         recomputation: State that the blocks of the model share.
         offload: CPU offload of activations.
@@ -122,7 +123,7 @@ def recompute(
 
 
 def switches(model: nn.Module) -> dict[str, Switch]:
-    """Return the switches whose mode a memory budget chooses, by block name, in order of execution."""
+    """Return the switches whose mode a memory budget chooses, keyed by block name, in order of execution."""
     result = {}
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
@@ -132,14 +133,17 @@ def switches(model: nn.Module) -> dict[str, Switch]:
 
 
 def set_modes(model: nn.Module, modes: Mapping[str, str]) -> None:
-    """Set the recompute modes of blocks, by name."""
+    """Set the recompute mode of each block in `modes`, which is keyed by block name."""
     for name, switch in switches(model).items():
         switch.mode = modes[name]
 
 
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[dict[Any, dict[str, Meter]]]:
-    """Context manager: measure the first block of each kind during forward passes. Yields costs by kind and mode."""
+    """Context manager: measure the first block of each kind during forward passes.
+
+    Yields costs, keyed by kind and mode.
+    """
     first_switches: dict[Any, Switch] = {}
     for switch in switches(model).values():
         first_switches.setdefault(switch.kind, switch)
@@ -193,7 +197,7 @@ def recompute_blocks(
     config: Config,
     recomputation: Recomputation,
 ) -> None:
-    """Set the recompute mode of every block, and offload activations if `parallel.offload` contains them."""
+    """Set the recompute mode of every block, and offload activations if `parallel.offload` requests it."""
     parallel = config.parallel
     offload = None
     if "activations" in parallel.offload:

@@ -62,17 +62,17 @@ def prefetch_experts(model: nn.Module, facts: ModelFacts, expert_units: Collecti
 
 
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the embedding and the head of a language model if they are plain layers with untied weights, else None.
+    """Return the embedding and the head of a language model.
 
-    They are the largest layers and needed only at the start and the end. Tied ones are needed together, so they belong
-    to the root unit.
+    Either is None unless it is a plain layer with untied weights. These are the largest layers, and they are needed
+    only at the start and the end. Tied layers are needed together, so they belong to the root unit.
     """
     if not isinstance(model, PreTrainedModel):
         return None, None
     owners = count_owners(model)
 
     def if_separate(module: Any, kind: type[nn.Module]) -> nn.Module | None:
-        """Return `module` if it is a plain layer of this kind with untied weights."""
+        """Return `module` if it is a plain layer of this kind with untied weights, otherwise None."""
         if not isinstance(module, kind):
             return None
         is_plain = {name for name, _ in module.named_parameters()} <= {"weight", "bias"}

@@ -1,7 +1,7 @@
-"""`parallel.tile_tokens`: which modules of a model run a few tokens at a time.
+"""Implements `parallel.tile_tokens`: selects the modules that process a few tokens at a time.
 
-They are detected by behavior, not by name: modules inside blocks that map each token separately and have at least two
-matmuls (a dense feed-forward layer, a shared expert), and the experts of MoE layers. Routers process all tokens at
+Modules are selected by behavior, not by name: modules inside blocks that map each token separately and have at least
+two matmuls (a dense feed-forward layer, a shared expert), and the experts of MoE layers. Routers process all tokens at
 once.
 """
 
@@ -81,7 +81,7 @@ def feed_forwards(module: nn.Module, excluded: Collection[nn.Module]) -> list[nn
 
 @graph_break
 def _tiled_forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Replacement for the forward of a feed-forward layer, which runs the original forward in tiles."""
+    """Run the original forward of a feed-forward layer in tiles. This function replaces the forward."""
     tiles: Tiles
     tiles, forward = module.tiled
     rows = hidden.reshape(-1, hidden.shape[-1])

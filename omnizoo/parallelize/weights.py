@@ -57,7 +57,7 @@ def fill_weights(model: nn.Module, origins: Iterable[WeightSource], mesh: Mesh, 
     for precision, names in (("fp32", missing - computed), ("fp64", computed)):
         initial = initial_weights(partial(build_drawn, config.model, precision), config.train.seed, names)
         fill(model, quantized(model, with_published_rows(initial, grown)))
-    if adapter is not None and load:  # start from DoRA's row norms, or from another adapter
+    if adapter is not None and load:  # initialize DoRA's magnitudes with row norms, or load another adapter
         set_magnitudes(model, adapter)
         if adapter.settings.path is not None:
             fill(model, read_factors(adapter))

@@ -18,7 +18,7 @@ from omnizoo.recipes.shared.gemma_encoders import PanAndScanEncoder
 def merge_image_features(
     model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
 ) -> dict[str, Any]:
-    """Insert features. Attention of transformers builds masks from token types; packed attention gets spans."""
+    """Insert features. transformers builds masks from token types; packed attention receives spans instead."""
     merged = merge_features(model, inputs, features)
     if attention_name(model) == PACKED:
         return merged

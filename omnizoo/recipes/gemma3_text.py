@@ -1,4 +1,4 @@
-"""Gemma 3 (text): five sliding-window layers per full one, with separate rotary bases; scaled embeddings."""
+"""Gemma 3 (text): five sliding-window layers per full-attention layer, separate rotary bases, scaled embeddings."""
 
 from omnizoo.models.recipe import Recipe
 

@@ -30,13 +30,13 @@ CONFIG_FIELDS = {"image": "vision_config", "video": "vision_config", "audio": "a
 def build_encoders(
     specs: Mapping[str, EncoderSpec], model: PreTrainedModel, folder: str | None, options: Options
 ) -> dict[str, Modality]:
-    """Build the encoders that this model has. Its config is None for the others: 26B-A4B and 31B have no audio."""
+    """Build the encoders of this model. Missing encoders have the config None: 26B-A4B and 31B have no audio."""
     available = {name: spec for name, spec in specs.items() if getattr(model.config, CONFIG_FIELDS[name]) is not None}
     return build_modalities(available, model, folder, options)
 
 
 def merge_media(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
-    """Insert media features. Placeholder tokens are looked up as padding, in the per-layer embeddings too."""
+    """Insert media features. Placeholders use the embedding of the padding token, also in per-layer embeddings."""
     config: Any = model.config
     input_ids = inputs["input_ids"]
     is_visual = (input_ids == config.image_token_id) | (input_ids == config.video_token_id)
@@ -47,7 +47,7 @@ def merge_media(model: PreTrainedModel, inputs: dict[str, Any], features: Mappin
     if getattr(config.text_config, "hidden_size_per_layer_input", 0):
         language_model: Any = model.get_submodule("model.language_model")
         extra_inputs["per_layer_inputs"] = language_model.get_per_layer_inputs(text_ids, embeddings)
-    if attention_name(model) != PACKED:  # transformers builds masks from token types; packed attention gets spans
+    if attention_name(model) != PACKED:  # transformers builds masks from token types; packed attention uses spans
         extra_inputs["mm_token_type_ids"] = is_visual.long()
     return merge_features(model, inputs | {"inputs_embeds": embeddings}, features) | extra_inputs
 

@@ -1,4 +1,4 @@
-"""InternVL: images as one square tile, or as several and a thumbnail, depending on the shape. Any language model."""
+"""InternVL: images as one square tile, or as several tiles and a thumbnail. The language model may be of any kind."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Janus: images in through a vision tower, images out as codes with a separate embedding and head."""
+"""Janus: reads images with a vision tower, generates images as codes with a separate embedding and head."""
 
 from transformers import JanusImageProcessorPil, PreTrainedModel
 

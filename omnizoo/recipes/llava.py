@@ -1,4 +1,4 @@
-"""LLaVA 1.5: square images, encoded by a CLIP tower without its last layer. Any language model."""
+"""LLaVA 1.5: square images, encoded by a CLIP tower without its last layer. The language model may be of any kind."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.7: a thumbnail and slices of an image share one canvas of positions; text model of Qwen3.5.
+"""MiniCPM-V 4.7: the thumbnail and slices of an image share one canvas of positions; language model of Qwen3.5.
 
 Videos, which its processor splits into slices and stacks of frames, are not supported.
 """
@@ -32,7 +32,7 @@ def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> 
 
 
 def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> Ids:
-    """Return positions `[4, L]`, like `visual_positions`, from `get_rope_index` of the model."""
+    """Return positions `[4, tokens]`, like `visual_positions`, from `get_rope_index` of the model."""
     sizes = []
     for item in items:
         slices, *shape = (int(size) for size in item.size.shape)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: dense, query, key and value projections with biases."""
+"""Qwen2 and Qwen2.5: dense; query, key and value projections with biases."""
 
 from omnizoo.models.recipe import Recipe
 

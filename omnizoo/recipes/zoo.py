@@ -10,7 +10,7 @@ from types import ModuleType
 
 from omnizoo.models.recipe import Recipe
 
-# Every family is a parameter of one of these tests. A capability is listed because such a test exists.
+# Every family is a parameter of one of these tests. A capability is listed only if such a test exists.
 PROOF = "tests/recipes/test_zoo.py::test_family_agrees_with_one_process_on_any_layout"
 OMNI_PROOF = "tests/recipes/test_zoo.py::test_omni_family_agrees_with_one_process_on_any_layout"
 # HSDP shards like FSDP, over half of the ranks, so that one layout tests both.
@@ -30,7 +30,7 @@ MANY = (
     *("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
 )
 
-# Families that cannot be trained, by the `model_type` of their config, with the reason. tests/recipes/test_zoo.py
+# Families that cannot be trained: `model_type` of the config -> reason. tests/recipes/test_zoo.py
 # checks that they raise an error.
 MAMBA_1 = "Mamba-1 layers are not supported: each channel of each state has a separate decay"
 INLINE = "the code of its recurrent layers is inline, so OmniZoo cannot replace it"
@@ -41,7 +41,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), INLINE),
     **dict.fromkeys(("glm5_next", "qwen4_exp_text"), INDEXED),
 }
-# Families without media support. With `model.text_only: true`, those that generate text can be trained on text.
+# Families without media support. If they generate text, `model.text_only: true` allows training on text.
 NO_MEDIA: dict[str, str] = {
     "phi4_multimodal": "its audio tower uses the global random generator of numpy in training",
     "higgs_audio_v2": "it generates only speech codes, of a codec that its folder does not contain",

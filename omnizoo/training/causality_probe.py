@@ -43,11 +43,11 @@ from omnizoo.models.user_module import is_own_module
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalSpans, BidirectionalTokens
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-LENGTHS = (19, 23, 13)  # tokens of the samples in the pack; longer than the attention windows of a small copy
+LENGTHS = (19, 23, 13)  # number of tokens of each sample in the pack; larger than the attention windows of a small copy
 BIDIRECTIONAL = (3, 6)  # bidirectional tokens in each sample (first, count), for models that have them
 VOCABULARY = 256
-LARGEST = 50_000_000  # weights of a small copy, to limit time and host memory
-ALONE = 1e-4  # relative tolerance for logits alone and in a pack: different shapes round differently
+LARGEST = 50_000_000  # maximum number of weights in a small copy, to limit time and host memory
+ALONE = 1e-4  # relative tolerance between logits alone and in a pack, whose rounding differs because of their shapes
 SHRINKINGS = (Shrinking(), Shrinking(widths=False), Shrinking(widths=False, depth=False))
 
 
@@ -57,7 +57,7 @@ class ProbeResult:
 
     shrinking: Shrinking  # scaling that works for this model family
     random: tuple[str, ...]  # settings that make the model use random numbers in training, with their values
-    stubborn: bool = False  # True if no setting of its config turns the random numbers off
+    stubborn: bool = False  # True if no config setting disables the random numbers
     unchecked: str = ""  # reason why the model could not be checked; empty if it was checked
 
 
@@ -116,7 +116,7 @@ def _probe(spec: ModelSection) -> ProbeResult:
 
 
 def active_dropout(model: nn.Module) -> dict[str, float]:
-    """Return the dropout probability of each dropout module with a nonzero one, by module name."""
+    """Return the nonzero dropout probabilities, keyed by module name."""
     return {name: module.p for name, module in model.named_modules() if isinstance(module, DROPOUT) and module.p > 0}
 
 
@@ -136,7 +136,7 @@ def dropout_of_media(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager: silence transformers, which has already logged the same about the full model."""
+    """Context manager: silence transformers, which has already logged the same messages about the full model."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
@@ -211,7 +211,7 @@ class _Run:
         self.random_index = np.random.default_rng(0).integers(0, len(self.tokens), sum(LENGTHS))
 
     def samples(self, shift: int = 0) -> list[np.ndarray[Any, Any]]:
-        """Return the token ids of each sample. Another `shift` changes all of them."""
+        """Return the token ids of each sample. A different `shift` changes all token ids."""
         ids = self.tokens[(self.random_index + shift) % len(self.tokens)]
         sample_ends = list(accumulate(LENGTHS))
         return np.split(ids, sample_ends[:-1])
@@ -258,7 +258,7 @@ class _Run:
             position_rows.append(sample_positions)
         position_ids = torch.as_tensor(np.concatenate(position_rows, axis=1))
         if len(position_ids) > 1:
-            position_ids = position_ids[:, None]  # [R, 1, T]
+            position_ids = position_ids[:, None]  # [rows per token, 1, tokens]
 
         lengths = [len(ids) for ids in samples]
         spans = None
@@ -280,7 +280,7 @@ class _Run:
         return not _same(first, second)
 
     def changed(self, sample: int | None = None, place: int = 0) -> list[np.ndarray[Any, Any]]:
-        """Return the samples with other tokens: all tokens of one sample, or the token at `place` of every sample."""
+        """Return the samples with changed tokens: all tokens of `sample`, or the token at `place` in every sample."""
         samples = self.samples()
         others = self.samples(shift=1)
         if sample is not None:
@@ -372,7 +372,7 @@ def _check_bidirectional(run: _Run, bidirectional: BidirectionalTokens) -> None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal, up to rounding: kernels of experts group rows depending on other rows."""
+    """Whether two tensors are equal, up to rounding. Expert kernels group rows differently if other rows change."""
     return not a.numel() or bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 

@@ -45,7 +45,7 @@ class LocalBatch:
         num_samples: Number of samples in the micro-batch.
         is_empty: Whether this rank has no tokens. It runs the model on a dummy token, which is excluded from losses.
         preferences: Roles and content hashes of the samples; None for a micro-batch without preferences.
-        samples_by_role: Numbers of the samples of each role. A rejected response follows its chosen response.
+        samples_by_role: Sample numbers, keyed by role. A rejected response follows its chosen response.
         likely: Log-likelihoods of the targets of each decoder in the last forward pass, if a loss needs them.
     """
 
@@ -70,12 +70,12 @@ class LocalBatch:
 
     @property
     def pack_of_token(self) -> torch.Tensor:
-        """Number of the pack of each token in the micro-batch, `[tokens]`; -1 for dummy packs."""
+        """Pack number of each token in the micro-batch, `[tokens]`; -1 for dummy packs."""
         return self.columns["pack_of_token"]
 
     @property
     def sample_of_target(self) -> torch.Tensor:
-        """Number of the sample of each target in the micro-batch, `[targets]`."""
+        """Sample number of each target in the micro-batch, `[targets]`."""
         return self.columns["sample_of_token"][self.inputs["logits_to_keep"]]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -103,12 +103,18 @@ class RoutedTransport:
     trains_followers: bool = True
 
     def exchange(self, features: Mapping[Port, torch.Tensor]) -> dict[Port, MediaFeatures]:
-        """Send features to the ranks of their tokens, and return those of this rank's tokens. Collective."""
+        """Send features to the ranks that have their tokens, and return the features of this rank's tokens.
+
+        Collective: all ranks must call it.
+        """
         received = exchange_features(features, self.routes, self.mesh.world_group)
         return {port: features_by_token(rows, self.routes.get(port)) for port, rows in received.items()}
 
     def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `states` that the modules of a port on this rank need. Collective."""
+        """Return the rows of `states` that the modules of `port` on this rank need.
+
+        Collective: all ranks must call it.
+        """
         return gather_rows(states, self.routes.get(port), self.mesh.world_group)
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
@@ -150,10 +156,10 @@ def localize(
     is_empty = not columns["input_ids"].shape[-1]
     is_target = columns["labels"][0] != IGNORE_INDEX
     target_index = is_target.nonzero().squeeze(1)
-    inputs["logits_to_keep"] = target_index  # logits are computed only where there is a target
+    inputs["logits_to_keep"] = target_index  # compute logits only for tokens that predict a target
     inputs["input_ids"] = columns.pop("input_ids")
     inputs["position_ids"] = columns.pop("position_ids")
-    if is_empty:  # models cannot run without tokens: add one that no other token attends to
+    if is_empty:  # models cannot run without tokens, so add a dummy token
         inputs["input_ids"] = torch.zeros_like(batch.columns["input_ids"][..., :1])
         inputs["position_ids"] = batch.columns["position_ids"][..., :1]
     for name, value in inputs.items():
@@ -215,7 +221,8 @@ def _local_tokens(
 class EmptyRankAttention:
     """Attention of a rank without tokens. It joins every collective and returns zeros for its dummy token.
 
-    The zeros depend on the results of the collectives, so that the rank also joins the collectives of backward.
+    The zeros depend on the results of the collectives, so that the rank also joins the collectives of the backward
+    pass.
     """
 
     sequence: SequenceParallel
@@ -243,7 +250,7 @@ def run_model(model: nn.Module, batch: LocalBatch) -> tuple[torch.Tensor, dict[s
         batch: This rank's part of the micro-batch.
 
     Returns:
-        The logits of the targets, `[targets, vocabulary]`, and the summed losses of decoders by name.
+        The logits of the targets, `[targets, vocabulary]`, and the summed losses of the decoders, keyed by name.
     """
     batch.likely.clear()
     out = model(**batch.inputs)

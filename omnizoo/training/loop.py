@@ -1,4 +1,4 @@
-"""The training loop: train a step, record it, evaluate and save once in a while, stop on request."""
+"""The training loop. It trains and records steps, evaluates and saves once in a while, and stops on request."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +34,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     clock: StartClock | None = None,
 ) -> int:
-    """Train with `config`, from the newest checkpoint if there is one.
+    """Train with `config`, starting from the newest checkpoint if there is one.
 
     Under torchrun, every rank must pass the same objects.
 
@@ -46,7 +46,7 @@ def train(
         tokenizer: Used in place of `model.tokenizer`.
         data: Used in place of `data.sources`: a list of dicts, a `datasets.Dataset` or a torch dataset.
         eval_data: Used in place of `data.eval_sources`.
-        callbacks: Callbacks in addition to those of `log.callbacks`. They are called after those, on rank 0 only.
+        callbacks: Callbacks in addition to those of `log.callbacks`. They are called last, on rank 0 only.
         clock: Measures the duration of the start-up (default: a clock that starts now).
 
     Returns:
@@ -64,7 +64,7 @@ def train(
     config = load_run_config(config, model=model, tokenizer=tokenizer, data=data, eval_data=eval_data)
     with joined_world(config, on_failure) as (config, mesh), ExitStack() as resources:
         run = prepare_run(config, mesh, callbacks, stop, clock, resources)
-        if run is None:  # the checkpoint is at the last step already
+        if run is None:  # the checkpoint is already at the last step
             return 0
         with (
             open_recorder(run, clock) as recorder,
@@ -112,7 +112,7 @@ def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> None:
 
 
 def stopped_at_start(run: RunContext, recorder: Recorder) -> bool:
-    """Whether a callback stopped the run in `on_start`, for example early stopping that is out of patience."""
+    """Whether a callback stopped the run in `on_start`, for example because early stopping was out of patience."""
     requests = run.callbacks.sync_requests(run.mesh)
     raise_failure(requests)
     if requests.stop:
@@ -124,7 +124,7 @@ def stopped_at_start(run: RunContext, recorder: Recorder) -> bool:
 
 
 def finish(run: RunContext, recorder: Recorder, is_stopped: bool) -> None:
-    """Call `on_end` of all callbacks, raise the error of a failed one, and print where the results are."""
+    """Call `on_end` of all callbacks, raise an error if a callback failed, and print where the results are."""
     callbacks = run.callbacks
     if callbacks.failure:
         callbacks.end("failed", callbacks.failure)

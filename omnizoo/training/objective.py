@@ -1,4 +1,4 @@
-"""The objective of a run: loss terms of a batch, each with a name, a weight, a sum and a count.
+"""The objective of a run: the loss terms of a batch, each with a name, a weight, a sum and a count.
 
 Loss counts are computed from the data before the forward pass, over all ranks and micro-batches of the step. Each term
 is therefore a plain mean over the whole step, for any layout.
@@ -43,12 +43,12 @@ class LossTerm:
 
     name: str
     weight: float
-    sum: torch.Tensor  # scalar with its graph, over this rank's part of a micro-batch
+    sum: torch.Tensor  # scalar with its autograd graph; the sum over this rank's part of a micro-batch
 
 
 @dataclass
 class LossSums:
-    """Loss terms of the micro-batches since the last optimizer step, by name."""
+    """Loss terms of the micro-batches since the last optimizer step, keyed by name."""
 
     counts: dict[str, float] = field(default_factory=dict)  # denominators, over all ranks and micro-batches
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # over this rank's micro-batches
@@ -88,7 +88,7 @@ class Objective:
         self._terms: Sequence[LossTerm] = ()  # terms of the loss that is passed to `backward` next
 
     def loss_counts(self, totals: StepTotals) -> dict[str, float]:
-        """Return the denominator of each loss term by name.
+        """Return the denominator of each loss term, keyed by name.
 
         Args:
             totals: Totals of the step over all ranks.
@@ -117,7 +117,9 @@ class Objective:
         """
 
     def micro_batches(self, data: StepData, step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of a step, and set loss counts, gradient synchronization and the dropout seed.
+        """Yield the micro-batches of a step.
+
+        Also set the loss counts, the gradient synchronization and the dropout seed.
 
         Args:
             data: The data of the step, from `next_step`.
@@ -205,12 +207,15 @@ class LanguageObjective(Objective):
         self.loss_counts(StepTotals(tokens=2, packs=1, targets=targets, weight=1, flops=0.0))
 
     def _find_head(self) -> Head | None:
-        """Return the head of the model if a loss uses hidden states, else None."""
+        """Return the head of the model if a loss uses hidden states, otherwise None."""
         hidden_losses = [loss for loss in self.token_losses if loss.input_kind == "from_hidden"]
         return Head(self.model, hidden_losses[0].who) if hidden_losses else None
 
     def _record_routers(self, media: MediaModel) -> RouterRecorder:
-        """Return a recorder of the model's routers, except those of followers. Warn if a loss needs missing routers."""
+        """Return a recorder of the model's routers, except those of followers.
+
+        Warn if a loss needs routers but none exist.
+        """
         is_needed = bool(self._router_losses or self.config.train.router_bias_rate)
         followers = [module.module for module in media.modules_of("follower")]
         recorder = RouterRecorder(self.model, is_needed, without=followers)
@@ -230,7 +235,7 @@ class LanguageObjective(Objective):
             self.token_losses = token_losses
 
     def loss_counts(self, totals: StepTotals) -> dict[str, float]:
-        """Return the denominator of each loss term and metric by name, given the totals of all ranks."""
+        """Return the denominator of each loss term and metric, keyed by name, given the totals of all ranks."""
         counts: dict[str, float] = {}
         for loss in self.token_losses:
             counts[loss.name] = loss.count(totals)
@@ -336,7 +341,7 @@ def build_objective(
         mesh: The mesh that the model is distributed over.
         config: The config of the run.
         losses: Losses to use in place of those of `train.losses`.
-        extra_losses: Losses to add to those of `train.losses`, by name, with weight 1.
+        extra_losses: Losses to add to those of `train.losses`, keyed by name. Their weight is 1.
 
     Returns:
         The objective, for `train_step` or for a custom loop.
@@ -376,7 +381,7 @@ def without_text(losses: Sequence[NamedLoss], model_class: str) -> list[NamedLos
 
 
 def _select_tokens(record: RouterRecord, index: torch.Tensor | slice) -> RouterRecord:
-    """Return the record of the tokens at `index`."""
+    """Return the part of a router record that belongs to the tokens at `index`."""
     return replace(record, logits=record.logits[index], index=record.index[index])
 
 

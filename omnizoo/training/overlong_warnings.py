@@ -1,4 +1,4 @@
-"""Warnings about over-long samples: a summary at start-up, then one when each kind first occurs."""
+"""Warnings about over-long samples: a summary at start-up, and one warning when each kind first occurs."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +13,7 @@ class OverlongWarnings:
     def __init__(self, config: Config, reader: Reader) -> None:
         overlong = f"rows longer than data.pack_tokens ({config.data.pack_tokens})"
         few_targets = f"samples with fewer than data.min_targets ({config.data.min_targets}) targets"
-        self._descriptions = {  # by counter
+        self._descriptions = {  # keyed by counter
             "truncated_overlong": f"{overlong} are truncated",
             "dropped_overlong": f"{overlong} are dropped",
             "split_overlong": f"{overlong} are split into several samples",
@@ -21,7 +21,7 @@ class OverlongWarnings:
             "beyond_positions": f"samples exceed the {reader.most_positions} positions of the model "
             "(max_position_embeddings)",
         }
-        self._reported: set[str] = set()  # counters that a warning was returned for
+        self._reported: set[str] = set()  # counters for which a warning was already returned
 
     def at_start(self, counters: Mapping[str, int]) -> dict[str, str]:
         """Return a row of the start-up table; empty if no warning applies to the first rows."""
@@ -35,7 +35,10 @@ class OverlongWarnings:
         return {"lengths": f"of the first {counters[ROWS_READ]:,} rows:\n" + "\n".join(lines)}
 
     def new_warnings(self, counters: Mapping[str, int]) -> Iterator[str]:
-        """Yield a warning for each kind that occurs for the first time. Metrics contain all later occurrences."""
+        """Yield a warning for each kind that occurs for the first time.
+
+        Later occurrences are only counted in metrics.
+        """
         for name, description in self._descriptions.items():
             if counters.get(name) and name not in self._reported:
                 self._reported.add(name)

@@ -43,8 +43,8 @@ def lock_folders(folder: RunFolder, checkpoint_dir: Path, mesh: Mesh, resources:
     Args:
         folder: The run folder (`log.dir`).
         checkpoint_dir: The checkpoint folder. It may be the run folder or lie inside it.
-        mesh: Only rank 0 takes the locks.
-        resources: Releases the locks when it is closed.
+        mesh: The mesh of the run. Only rank 0 takes the locks.
+        resources: Exit stack that releases the locks when it is closed.
 
     Raises:
         UserError: If another run uses one of the folders, or one of them cannot be written.
@@ -98,7 +98,7 @@ def check_model(model: nn.Module, config: Config, mesh: Mesh, checkpoint_dir: Pa
 
 
 def check_same_model(config: Config, mesh: Mesh) -> None:
-    """Check that a model passed from Python has the same parameters on all ranks. Their values may differ.
+    """Check that a model passed from Python has the same parameters on all ranks. The parameter values may differ.
 
     Raises:
         UserError: If names, shapes, dtypes or `requires_grad` differ, or if the model of rank 0 has no weights.
@@ -167,7 +167,7 @@ def warn_about_probe(result: ProbeResult, model: nn.Module, layout: Layout, micr
 
 
 def check_disk_space(model: nn.Module, config: Config, checkpoint_dir: Path) -> None:
-    """Check that one checkpoint fits on the disk, and warn if the disk is too small for all that will be kept.
+    """Check that one checkpoint fits on the disk. Warn if the disk is too small for all checkpoints that will be kept.
 
     Raises:
         UserError: If not even one checkpoint fits.
@@ -203,5 +203,5 @@ def check_disk_space(model: nn.Module, config: Config, checkpoint_dir: Path) -> 
 
 
 def _nearest_existing(path: Path) -> Path:
-    """Return `path`, or its nearest parent that exists."""
+    """Return `path` if it exists, otherwise its nearest existing parent."""
     return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())

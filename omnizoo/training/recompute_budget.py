@@ -1,6 +1,6 @@
 """Choose which blocks recompute their activations, for `parallel.recompute: {budget: ...}`.
 
-The choice minimizes the recomputation time while activations fit in the memory budget. One block of each kind is
+The choice minimizes recomputation time, subject to the memory budget for activations. One block of each kind is
 measured on packs of the run: the bytes that it keeps for backward, and the time to recompute them. All ranks use the
 largest values of any rank. Checkpoints store the choice, so a resumed run continues with the same one.
 """
@@ -32,8 +32,8 @@ GIB = 2**30
 class Cost:
     """Cost of one block of a kind in one micro-batch, for each of `MODES`."""
 
-    kept: Sequence[int]  # bytes kept between forward and backward, by mode
-    seconds: Sequence[float]  # recomputation time, by mode
+    kept: Sequence[int]  # for each mode: bytes kept between forward and backward
+    seconds: Sequence[float]  # for each mode: recomputation time
 
     def transient(self, counts: tuple[int, int, int]) -> int:
         """Return the additional bytes that are needed while a block is recomputed.
@@ -58,7 +58,7 @@ class RecomputePlan:
     """Number of blocks of each kind in each mode, and the cost of this choice."""
 
     counts: tuple[tuple[int, int, int], ...]  # for each kind, the number of blocks in each of `MODES`
-    kept: int  # bytes between forward and backward
+    kept: int  # bytes kept between forward and backward
     transient: int  # additional bytes while a block is recomputed
     seconds: float  # recomputation time per micro-batch
 
@@ -76,14 +76,14 @@ def apply_recompute_budget(
     Args:
         objective: The objective of the run. Without a budget in its config, nothing is changed.
         data: The data of a step, to measure blocks on.
-        saved: The choice in the checkpoint that the run resumes from, from `saved_choice`; None for a new run.
+        saved: The result of `saved_choice` in the checkpoint that the run resumes from; None for a new run.
         memory: Device memory per rank in bytes (default: that of the device).
 
     Returns:
         A description of the choice, for the start-up table.
 
     Raises:
-        UserError: If activations exceed the budget even if all blocks recompute.
+        UserError: If activations exceed the budget even with all blocks recomputed.
     """
     model, config, mesh = objective.model, objective.config, objective.mesh
     if not isinstance(config.parallel.recompute, RecomputeBudgetSettings):
@@ -110,7 +110,8 @@ def apply_recompute_budget(
 
     modes = dict.fromkeys(blocks, "full")
     for kind, counts in zip(kinds, plan.counts, strict=True):
-        # Blocks that keep most come last: backward frees their memory before the first blocks are recomputed.
+        # Blocks that keep the most memory come last: backward frees their memory before the first blocks are
+        # recomputed.
         for name, mode in zip(names_by_kind[kind], modes_in_order(counts), strict=True):
             modes[name] = mode
     set_modes(model, modes)
@@ -127,7 +128,10 @@ def saved_choice(model: nn.Module, config: Config, mesh: Mesh) -> dict[str, Any]
 
 
 def conditions(config: Config, mesh: Mesh) -> str:
-    """Return a description of the settings that a choice depends on. A saved choice is used only if it is equal."""
+    """Return a description of the settings that a choice depends on.
+
+    A saved choice is used only if its description is equal.
+    """
     budget = config.parallel.recompute
     assert isinstance(budget, RecomputeBudgetSettings)
     sizes = f"{config.data.pack_tokens} tokens x {config.train.micro_batch}, tiles {config.parallel.tile_tokens}"
@@ -135,7 +139,7 @@ def conditions(config: Config, mesh: Mesh) -> str:
 
 
 def measure(objective: Objective, data: StepData) -> dict[Any, Cost]:
-    """Measure the cost of each kind of block, the maximum over ranks. Collective: all ranks must call it.
+    """Measure the cost of each kind of block, as the maximum over ranks. Collective: all ranks must call it.
 
     Runs the forward pass of one micro-batch, and then resets router statistics and releases gathered parameters.
     """
@@ -220,7 +224,7 @@ def _best(plans: Iterable[RecomputePlan]) -> list[RecomputePlan]:
 
 
 def modes_in_order(counts: tuple[int, int, int]) -> list[str]:
-    """Return the mode of each block of a kind, given the number of blocks in each of `MODES`; `full` first."""
+    """Return the mode of each block of a kind, given the number of blocks in each of `MODES`. `full` comes first."""
     modes: list[str] = []
     for mode, count in zip(MODES[::-1], counts[::-1], strict=True):
         modes += [mode] * count

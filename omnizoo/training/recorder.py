@@ -1,4 +1,4 @@
-"""Records a run: files of the run folder, progress line and callbacks. Active on rank 0 only."""
+"""Record a run: write the run folder, show the progress line and call the callbacks. Active on rank 0 only."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ class Recorder:
     """
 
     def __init__(self, run: "RunContext", facts: dict[str, str], clock: StartClock) -> None:
-        """Write config and identity of the run, call `on_start` of callbacks, and print the start-up table.
+        """Write the config and identity of the run, call `on_start` of the callbacks, and print the start-up table.
 
         Args:
             run: The run.
@@ -46,7 +46,7 @@ class Recorder:
         self._callbacks = run.callbacks
         self._first_step = run.state.step + 1
         self._clock = clock
-        self._warned: set[str] = set()  # keys that a warning was printed for
+        self._warned: set[str] = set()  # keys for which a warning was already printed
         if self._active:
             self._start(run, facts)
 
@@ -97,12 +97,13 @@ class Recorder:
                 self._callbacks.end("failed", named_line(error))
             else:
                 self._callbacks.end("stopped")
-            if self._callbacks.failure != earlier_failure:  # only a warning: the error of the run is raised
+            # Only a warning, because the error of the run itself is raised.
+            if self._callbacks.failure != earlier_failure:
                 self.print(f"warning: {self._callbacks.failure}")
 
     @contextmanager
     def _despite_full_disk(self) -> Iterator[None]:
-        """Context manager: a file that cannot be written never ends the run. Warn once about it."""
+        """Context manager: if a file cannot be written, warn once and continue the run."""
         try:
             yield
         except OSError as error:
@@ -167,7 +168,7 @@ class Recorder:
 
 
 def _drop_after(file: Path, step: int) -> None:
-    """Remove the entries of later steps than `step` from a JSONL file."""
+    """Remove the entries of steps after `step` from a JSONL file."""
     if not file.exists():
         return
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Statistics on the load of experts in a step, and load balancing by correction biases."""
+"""Statistics on the expert load in a step, and load balancing by correction biases."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ class RouterStats:
         """Create empty statistics.
 
         Args:
-            routers: The routers of the model by layer.
-            bias_rate: Change of a correction bias per call of `update_bias`; 0 disables it.
+            routers: The routers of the model, keyed by layer.
+            bias_rate: Amount by which `update_bias` changes a correction bias; 0 disables the update.
         """
         self._routers = routers
         self._bias_rate = bias_rate
@@ -52,7 +52,7 @@ class RouterStats:
         The bias of experts with a load below the mean is raised. Routers without a correction bias are not changed.
 
         Args:
-            total: The sums over all ranks, layers concatenated, so that the biases stay equal on all ranks.
+            total: The sums over all ranks, with layers concatenated. They keep the biases equal on all ranks.
         """
         if not self._bias_rate:
             return
@@ -65,7 +65,7 @@ class RouterStats:
     def metrics(self, total: Sequence[float]) -> dict[str, float]:
         """Return metrics of each layer, and their means over layers.
 
-        `max_over_mean` is the load of the busiest expert relative to the mean. `entropy` is that of the mean
+        `max_over_mean` is the load of the busiest expert relative to the mean. `entropy` is the entropy of the mean
         probabilities; its maximum is the logarithm of the number of experts.
 
         Args:

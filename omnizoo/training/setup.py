@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelBundle:
-    """A model without weights and its tokenizer. Builds data readers for the model."""
+    """A model without weights, and its tokenizer. The bundle builds data readers for the model."""
 
     config: Config
     tokenizer: Any  # None if no tokenizer is needed
@@ -166,10 +166,11 @@ def joined_world(
     Args:
         config: The config of the run.
         on_failure: Called with the rank and the error when a rank fails.
-        has_loader: Whether a loader reads the steps. Without one, the size of a step is set to match the ranks.
+        has_loader: Whether a loader reads the steps. Without a loader, the size of a step is set to match the number of
+            ranks.
 
     Yields:
-        The config, with settings that depend on the device, and the mesh.
+        The config, including settings that depend on the device, and the mesh.
     """
     with process_group(on_failure=on_failure) as process:
         config = resolve_precision(config, process.device)
@@ -177,14 +178,14 @@ def joined_world(
             batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
             config = config.changed(train=batch)
         elif worker_count(config.data.workers):
-            start_server()  # starting takes seconds, in parallel with the set-up
+            start_server()  # it starts in parallel with the set-up, because it takes seconds
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         yield config, mesh
 
 
 def resolve_precision(config: Config, device: torch.device) -> Config:
-    """Return `config` with precision bf16 on accelerators, unless the config sets a precision."""
+    """Return `config` with its precision set. If the config sets none, accelerators use bf16."""
     if "precision" not in config.train.model_fields_set and not is_host(device):
         config = config.changed(train={"precision": "bf16"})
     if config.train.precision == "bf16":
@@ -293,12 +294,12 @@ def prepare_run(
         config: The config of the run.
         mesh: The mesh, from `joined_world`.
         callbacks: The callbacks that were passed to `train`.
-        stop: Stop signals to this process.
+        stop: Records stop signals to this process.
         clock: Measures the duration of each part of the start-up.
         resources: Unlocks folders and ends prefetching when it is closed.
 
     Returns:
-        The parts of the run; None if the checkpoint is at the last step already.
+        The parts of the run; None if the checkpoint is already at the last step.
 
     Raises:
         UserError: If the run cannot start.
@@ -363,7 +364,7 @@ def prepare_run(
 
 
 def _open_data(bundle: ModelBundle, mesh: Mesh) -> tuple[Loader, Reader | None, dict[str, list[Pack]]]:
-    """Return the loader, the reader of held-out data, and this rank's held-out packs by source."""
+    """Return the loader, the reader of held-out data, and this rank's held-out packs, keyed by source."""
     loader = sync_errors(mesh, lambda: bundle.loader(mesh))
     held_out_reader = sync_errors(mesh, bundle.held_out_reader)
     check_rows([loader.reader, held_out_reader], mesh)
@@ -383,7 +384,7 @@ def _restore_loader(loader: Loader, saved: Mapping[str, Any], start: StartingPoi
 
 
 def _print_nothing_to_do(config: Config, mesh: Mesh, start: StartingPoint, state: TrainState) -> None:
-    """Print, on rank 0, that the checkpoint is at the last step already."""
+    """Print, on rank 0, that the checkpoint is already at the last step."""
     if mesh.is_first:
         hint = "" if config.train.epochs else ". Raise train.steps to continue"
         print(f"nothing to do: {start.checkpoint} is at step {state.step} of {config.train.steps}{hint}")

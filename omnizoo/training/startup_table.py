@@ -26,7 +26,9 @@ MIB = 2**20
 
 
 def open_recorder(run: RunContext, clock: StartClock) -> Recorder:
-    """Print the start-up table and start recording. Collective: an error on rank 0 is raised on all ranks.
+    """Print the start-up table and start recording. Collective: all ranks must call it.
+
+    An error on rank 0 is raised on all ranks.
 
     Args:
         run: The run.
@@ -37,7 +39,7 @@ def open_recorder(run: RunContext, clock: StartClock) -> Recorder:
 
 
 def describe_run(run: RunContext) -> dict[str, str]:
-    """Return the rows of the start-up table: label -> text."""
+    """Return the rows of the start-up table as a mapping from label to text."""
     config, optimizer = run.config, run.config.optimizer
     optimizer_kinds = [optimizer.kind, *(group.kind for group in optimizer.groups if group.kind)]
     save_interval = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"
@@ -115,7 +117,7 @@ def _describe_start(start: StartingPoint) -> str:
 
 
 def closing_message(run: RunContext, stopped_by: str | None) -> str:
-    """Return a message with the locations of the results, and with a hint how to continue.
+    """Return a message with the locations of the results and a hint on how to continue.
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""Counters of a run that change with each step. Checkpoints store them next to weights and data position."""
+"""Counters of a run that change with each step. Checkpoints store them along with the weights and the data position."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from omnizoo.training.step import StepResult
 
 @dataclass
 class TrainState:
-    """Counters of a run, up to and including its last finished step. Checkpoints store them by these names."""
+    """Counters of a run, up to and including its last finished step. Checkpoints store them under these names."""
 
     step: int = 0
     tokens_seen: int = 0
@@ -21,11 +21,14 @@ class TrainState:
 
     @classmethod
     def from_checkpoint(cls, saved: Mapping[str, Any]) -> "TrainState":
-        """Return the counters in `saved`, the `state.json` of a checkpoint. It is empty for a new run."""
+        """Return the counters in `saved`, the content of `state.json` of a checkpoint.
+
+        For a new run, `saved` is empty.
+        """
         return cls(**{counter.name: saved.get(counter.name, 0) for counter in fields(cls)})
 
     def advance(self, data: StepData, result: StepResult) -> None:
-        """Count a finished step."""
+        """Update the counters after a finished step."""
         self.step += 1
         self.tokens_seen += data.tokens
         if result.finite:

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward for each micro-batch, one reduction over all ranks, clip, update.
+"""One optimizer step: forward and backward for each micro-batch, one all-reduce, gradient clipping, weight update.
 
 The loss of a step is (sum over all targets on all ranks) / (number of targets on all ranks). The number of targets is
 available before the first forward pass, so the loss depends neither on the layout nor on the number of micro-batches.
@@ -95,12 +95,12 @@ def train_step(
 def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step: int, stop: bool = False) -> StepResult:
     """Update the weights from the gradients of the micro-batches so far. Collective: all ranks must call it.
 
-    One all-reduce sums losses and gradient norm. Then gradients are clipped and the optimizer updates its parameters,
-    unless the norm or a loss is not finite.
+    One all-reduce sums the losses and the gradient norm. Then gradients are clipped and the optimizer updates its
+    parameters, unless the norm or a loss is not finite.
 
     Args:
         objective: Has run `loss` and `backward` on all micro-batches of the step.
-        optimizer: Updates its parameters. Gradient norm and clipping apply to these only, so that several optimizers
+        optimizer: Updates its parameters. Gradient norm and clipping apply only to them, so that several optimizers
             can take turns.
         step: Number of this step, counted from 1. Determines the learning rate.
         stop: Whether to stop after this step.
@@ -142,7 +142,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[n
 
 
 def _sum_over_ranks(objective: Objective, parameters: Sequence[nn.Parameter], losses: LossSums, stop: bool) -> StepSums:
-    """Sum gradient norm, losses, stop flag and router statistics over ranks, in one all-reduce without a host sync."""
+    """Sum the norm, losses, stop flag and router statistics over ranks, in one all-reduce without a host sync."""
     local_norm = squared_norm(parameters, objective.mesh.device)
     dtype = local_norm.dtype
     checked = torch.stack([local_norm, *(loss_sum.to(dtype) for loss_sum in losses.sums.values())])
@@ -161,8 +161,8 @@ def _update_weights(
 ) -> tuple[list[float], bool]:
     """Clip gradients and update the weights, unless the norm or a loss is not finite.
 
-    The fused optimizer clips, and skips a non-finite step, on the device. It is launched before the host reads the
-    sums, so the device does not idle. Other optimizers run after the host has read them.
+    A fused optimizer clips gradients and skips a non-finite step on the device. It is launched before the host reads
+    the sums, so the device does not idle. Other optimizers run after the host has read them.
 
     Returns:
         The values of `sums` on the host, and whether the weights were updated.

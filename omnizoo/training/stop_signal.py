@@ -5,7 +5,7 @@ from types import FrameType
 
 
 class StopSignal:
-    """Truthy after the first SIGTERM or SIGINT. A SIGINT after that raises `KeyboardInterrupt` immediately."""
+    """Truthy after the first SIGTERM or SIGINT. A later SIGINT raises `KeyboardInterrupt` immediately."""
 
     def __init__(self) -> None:
         self.signal: str | None = None

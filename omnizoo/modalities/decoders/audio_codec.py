@@ -1,6 +1,6 @@
-"""Audio as codes: a frozen neural codec gives several codebook indices per frame, predicted with the delay pattern.
+"""Audio as codes. A frozen neural codec produces several codes per frame, which are predicted with a delay pattern.
 
-Codebook k is delayed by k positions, so that no code depends on another code of the same position:
+Codebook k is delayed by k positions, so that no code depends on another code at the same position:
 
     position    0    1    2    3    4        K = 3 codebooks, T = 3 frames: T + K - 1 positions
     codebook 0  a0   a1   a2  stop   .       stop: end of the audio, learned as an additional code
@@ -42,7 +42,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
     Args:
         width: Width of the foundation.
         config: Config of the codec.
-        folder: Unused: the weights of the codec are loaded through `pretrained`.
+        folder: Not used, because the weights of the codec are loaded through `pretrained`.
         codebooks: Number of codebooks to use, coarsest first. Defaults to all codebooks of the codec.
         max_seconds: Longest audio that is accepted or generated, in seconds.
     """
@@ -94,7 +94,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return MediaSize(num_placeholders, cost=self.codec.work.flops(frames), targets=frames * self.codebooks + 1)
 
     def prepare(self, media: Media) -> Inputs:
-        """Return whole frames of int16 samples. Floats would be cast to the precision of the run."""
+        """Return whole frames of int16 samples. Float samples would be cast to the precision of the run."""
         wave = read_audio(media, self.sample_rate, self.max_seconds)
         wave = np.pad(wave.clip(-1, 1), (0, -len(wave) % self.codec.hop))
         return {"wave": torch.from_numpy((wave * 32767).round().astype(np.int16))}
@@ -108,7 +108,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return torch.cat([delay(codes, self.stop, self.none) for codes in codes_by_item])
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        first_entry = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)  # of each codebook
+        first_entry = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)  # one per codebook
         embedded: torch.Tensor = self.table(targets + first_entry).sum(1)
         return embedded
 
@@ -148,7 +148,10 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return likelihood, num_codes.to(likelihood.dtype)
 
     def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of codebook 0 `[N, V + 1]`, the last one for stop, and of the others `[N, K - 1, V]`."""
+        """Return the logits of codebook 0, `[N, codes + 1]`, and of the others, `[N, codebooks - 1, codes]`.
+
+        The last logit of codebook 0 is for stop.
+        """
         coarse, fine = self.head(hidden).split([self.stop + 1, (self.codebooks - 1) * self.stop], -1)
         return coarse, fine.unflatten(-1, (self.codebooks - 1, self.stop))
 
@@ -167,7 +170,8 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         elif position == self.max_frames:
             codes[0] = self.stop
 
-        frame = position - torch.arange(self.codebooks, device=codes.device)  # of each codebook, because of the delay
+        # One frame per codebook, because of the delay.
+        frame = position - torch.arange(self.codebooks, device=codes.device)
         end = position + 1 if frames is None else frames
         is_outside = (frame < 0) | (frame >= end)
         is_outside[0] = False
@@ -187,7 +191,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
 
 
 def delay(codes: torch.Tensor, stop: int, none: int) -> torch.Tensor:
-    """Convert codes `[K, T]` to targets `[T + max(K - 1, 1), K]`. A single codebook also needs a position for stop."""
+    """Convert codes `[K, T]` to targets `[T + max(K - 1, 1), K]`. Even a single codebook needs a position for stop."""
     codebooks, frames = codes.shape
     targets = codes.new_full((frames + max(codebooks - 1, 1), codebooks), none)
     for k in range(codebooks):
@@ -210,7 +214,7 @@ def _frames_before_stop(targets: torch.Tensor, stop: int) -> int | None:
 
 
 class Codec(Frozen):
-    """A codec of transformers, between waveforms of whole frames `[T * hop]` and codes `[codebooks, T]`."""
+    """A codec of transformers that converts between waveforms `[frames * hop]` and codes `[codebooks, frames]`."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         count = next((name for name in ("num_quantizers", "n_codebooks") if hasattr(config, name)), None)
@@ -256,7 +260,7 @@ class Codec(Frozen):
     def encode(self, wave: torch.Tensor) -> torch.Tensor:
         options = {}
         if "bandwidth" in inspect.signature(self.model.encode).parameters:
-            # Codecs with several bit rates use the lowest, with the fewest codebooks, by default.
+            # By default, codecs with several bit rates use the lowest rate, with the fewest codebooks.
             options["bandwidth"] = max(self.model.config.target_bandwidths)
         codes: torch.Tensor = self.model.encode(wave.to(self.like)[None, None], **options).audio_codes
         codes = codes.view(-1, codes.shape[-1])

@@ -38,7 +38,7 @@ class FlowHead(CustomFlops, Decoder):
     Args:
         width: Width of the foundation.
         size: Size of all images (one number, or height and width), or the length of a series as a list of one number.
-        config: Config of a diffusers autoencoder whose latents are the data. Its weights come from elsewhere.
+        config: Config of a diffusers autoencoder whose latents are the data. Its weights are loaded separately.
         folder: Folder of a diffusers autoencoder, instead of `config`.
         patch: Side of a patch, in pixels or latents.
         channels: Channels of the image or series.
@@ -70,7 +70,7 @@ class FlowHead(CustomFlops, Decoder):
         self.scale = PixelScale()
         cell = patch  # pixels per patch
         if config or folder:
-            # with a config, the weights are loaded from elsewhere
+            # with a config, the weights are loaded separately
             self.autoencoder = Autoencoder(config) if config else Autoencoder(read_settings(folder), folder)
             cell = patch * self.autoencoder.factor
 
@@ -229,7 +229,7 @@ class FlowHead(CustomFlops, Decoder):
 
 
 class VelocityNetwork(nn.Module):
-    """An MLP on the noisy patch. Hidden state and time scale and shift its layer norms."""
+    """An MLP on the noisy patch. Its layer norms are scaled and shifted by the hidden state and the time."""
 
     def __init__(self, dim: int, width: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class VelocityNetwork(nn.Module):
 def waves(time: torch.Tensor, count: int) -> torch.Tensor:
     """Return sines and cosines `[N, count]` of the time `[N, 1]`.
 
-    The highest frequency has 100 periods in 0..1, so the computation is in fp32 or wider.
+    The highest frequency has 100 periods in 0..1, so fp32 or wider is needed.
     """
     time = time.to(torch.promote_types(time.dtype, torch.float32))
     exponent = torch.linspace(0, 1, (count + 1) // 2, dtype=time.dtype, device=time.device)
@@ -269,7 +269,7 @@ def waves(time: torch.Tensor, count: int) -> torch.Tensor:
 class Layer(nn.Module):
     """A residual layer, x + gate(c) * MLP(norm(x) * (1 + scale(c)) + shift(c)).
 
-    With `residual=False`, the last layer, it is one linear map without gate and without the addition of x.
+    The last layer has `residual=False`: it is one linear map, without the gate and without adding x.
     """
 
     def __init__(self, hidden: int, out: int, residual: bool = True) -> None:
@@ -326,7 +326,7 @@ def _scheduler(name: str) -> Any:
 
 
 class Autoencoder(Diffusers):
-    """`AutoencoderKL` of diffusers, between images and latents of about unit variance.
+    """`AutoencoderKL` of diffusers, which converts between images and latents of about unit variance.
 
     It uses the mean of the latents.
     """

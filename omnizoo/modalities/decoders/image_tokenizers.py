@@ -26,7 +26,7 @@ Grid = tuple[int, int]
 
 
 class Tokenizer(Frozen):
-    """Base class of tokenizers between images of one `size` and a `grid` of codes."""
+    """Base class of tokenizers that convert between images of a fixed `size` and a `grid` of codes."""
 
     config: PreTrainedConfig | dict[str, Any]
     size: Grid  # (height, width) of the images in pixels
@@ -211,10 +211,10 @@ def fit_patch_codebook(images: Sequence[Array], patch: int, codes: int, seed: in
 
 
 def _initial_centers(points: Array, counts: Array, num_centers: int, seed: int) -> Array:
-    """Sample centers with k-means++, which prefers points far from the centers so far.
+    """Sample centers with k-means++, which prefers points that are far from all centers chosen so far.
 
     Args:
-        points: Different patches `[N, values]`.
+        points: Distinct patches `[N, values]`.
         counts: Number of occurrences of each patch.
         num_centers: Number of centers.
         seed: Seed of the random generator.

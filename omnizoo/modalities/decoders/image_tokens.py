@@ -140,7 +140,7 @@ class ImageCodes(LikelihoodDecoder, Decoder):
 def code_loss(logits: torch.Tensor, codes: torch.Tensor, ignore: int = -100) -> torch.Tensor:
     """Return the sum of cross entropies, in fp32 or wider, without codes equal to `ignore`.
 
-    Without targets, it is 0 and still part of the autograd graph.
+    Without targets, the sum is 0 but still part of the autograd graph.
     """
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise, codes, reduction="sum", ignore_index=ignore)
@@ -149,8 +149,8 @@ def code_loss(logits: torch.Tensor, codes: torch.Tensor, ignore: int = -100) -> 
 def _tokenizer(
     config: PreTrainedConfig | dict[str, Any] | None, folder: str | None, size: int | Sequence[int] | None
 ) -> Tokenizer:
-    """Build the tokenizer that a config, or else the config.json of a folder, describes."""
-    weights = folder if config is None else None  # with a config, the weights are loaded from elsewhere
+    """Build the tokenizer that `config` or, if it is None, the config.json of a folder describes."""
+    weights = folder if config is None else None  # with a config, the weights are loaded separately
     if config is None:
         config = read_settings(folder)
     if isinstance(config, dict) and "model_type" in config:

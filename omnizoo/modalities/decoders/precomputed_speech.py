@@ -1,4 +1,4 @@
-"""Spoken responses as codec codes, frames x codebooks, and the voices of models that store them in a file.
+"""Spoken responses as codec codes, `[frames, codebooks]`, and the voices of models that store voices in a file.
 
 Codes come from lists of numbers, from files, or from audio by a codec plugin.
 """
@@ -34,8 +34,8 @@ class Voice:
     """A voice of a model that stores its voices in a file."""
 
     token: int  # id of the text token that precedes the speech
-    conditioning: torch.Tensor  # [1, C], for the codec
-    reference: torch.Tensor  # [1, T, M], mel spectrogram for the codec
+    conditioning: torch.Tensor  # [1, width], for the codec
+    reference: torch.Tensor  # [1, frames, mel bins], mel spectrogram for the codec
 
 
 def read_codes(media: Media, sizes: Sequence[int], max_frames: int, codec: Codec | None, rate: int) -> Codes:
@@ -127,7 +127,7 @@ def _shape(array: npt.NDArray[Any]) -> str:
 
 
 def read_voices(content: bytes, sizes: Mapping[str, int], what: str) -> dict[str, Voice]:
-    """Return the voices in the content of a file, by name in lower case.
+    """Return the voices in the content of a file, keyed by lower-case name.
 
     Args:
         content: Content of a safetensors file.

@@ -1,4 +1,4 @@
-"""Audio encoder around any Whisper-type Hugging Face encoder, which takes log-mel windows of a fixed length.
+"""Audio encoder that wraps any Whisper-type Hugging Face encoder, which takes log-mel windows of a fixed length.
 
 Audio is split into whole windows, the last one padded with silence, as in pretraining. Only features of real audio are
 kept: padding costs FLOPs in the tower, but no placeholder tokens in the pack.
@@ -39,10 +39,10 @@ class AudioEncoder(Encoder):
         config: Config of the tower, or of a model that contains it.
         folder: Model folder, whose preprocessor config provides the defaults of the spectrogram.
         projector: `kind` and options of the projector.
-        max_seconds: Maximum length in seconds. Longer audio raises an error. A row can select a part by `start` and
+        max_seconds: Maximum length in seconds. Longer audio raises an error. A row can select a part with `start` and
             `end`.
         sample_rate: Sampling rate in Hz.
-        hop_length: Distance of spectrogram frames, in samples.
+        hop_length: Distance between spectrogram frames, in samples.
         n_fft: Length of the Fourier transform, in samples.
     """
 
@@ -136,7 +136,7 @@ class AudioEncoder(Encoder):
         return audio_player(start, self.sample_rate, title) + self._spectrogram(media)
 
     def _spectrogram(self, media: Media) -> str:
-        """Return HTML with the input of the tower, without the silence at the end."""
+        """Return HTML that shows the input of the tower, without the silence at the end."""
         from PIL import Image  # an optional package, used by previews only
 
         inputs = self.prepare(media)

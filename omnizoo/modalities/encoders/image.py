@@ -1,6 +1,6 @@
-"""Image encoder around any Hugging Face vision tower, with images of a fixed size or of variable resolution.
+"""Image encoder that wraps any Hugging Face vision tower, for images of a fixed size or of variable resolution.
 
-The arguments of a tower's forward determine how it takes images (`TowerInput`). An image is a video of one frame, so
+The arguments of a tower's forward determine its input format (`TowerInput`). An image is a video of one frame, so
 the video encoder shares all code here except the times of its frames.
 """
 
@@ -59,7 +59,7 @@ class PixelFormat:
 
 
 class TowerInput:
-    """Base class: how a tower takes images. Videos are tensors whose first dimension is time."""
+    """Base class of tower input formats. Videos are tensors whose first dimension is time."""
 
     pixel_format: PixelFormat
     width: int  # width of the features
@@ -248,7 +248,7 @@ class PatchGrid(TowerInput):
             )
 
     def grid(self, height: int, width: int) -> Grid:
-        """Return the grid of the size rounded to multiples of `unit`, scaled into the pixel budget if necessary."""
+        """Return the grid. The size is rounded to multiples of `unit`, and scaled to the pixel budget if necessary."""
         nearest = (round(height / self.unit), round(width / self.unit))
         area = math.prod(nearest) * self.unit**2
         if area > self.max_pixels:
@@ -272,7 +272,8 @@ class PatchGrid(TowerInput):
         """Return `[t, h, w, values of the patches of a feature]`, whose shape contains the grid."""
         h, w = grid
         values = super().frame_values(images, grid)
-        repeated_last = values[-1:].expand(-len(values) % self.frames, -1, -1, -1)  # fills the last step
+        # Copies of the last frame that fill the last step.
+        repeated_last = values[-1:].expand(-len(values) % self.frames, -1, -1, -1)
         values = torch.cat([values, repeated_last])
         values = values.view(
             -1, self.frames, self.pixel_format.channels, h, self.merge, self.patch, w, self.merge, self.patch
@@ -297,14 +298,14 @@ class PatchGrid(TowerInput):
 class VisionEncoder(Encoder):
     """Encoder for images.
 
-    Unset options come from the preprocessor config of the folder, or from the config of the tower.
+    The defaults of options come from the preprocessor config of the folder, or from the config of the tower.
 
     Args:
         width: Width of the foundation.
         config: Config of the tower, or of a model that contains it.
         folder: Model folder with the preprocessor config.
         projector: `kind` and options of the projector.
-        image_size: Height and width in pixels, or one number. Only for towers of a fixed size.
+        image_size: Height and width in pixels, or one number for square images. Only for towers of a fixed size.
         fit: `stretch`, `crop` or `pad`. Only for towers of a fixed size.
         min_pixels: Minimum number of pixels after resizing. Only for towers with `grid_thw`.
         max_pixels: Maximum number of pixels after resizing. Only for towers of variable resolution.
@@ -382,7 +383,10 @@ class VisionEncoder(Encoder):
 
 
 def _tower_input(skeleton: PreTrainedModel, settings: dict[str, Any], options: dict[str, Any]) -> TowerInput:
-    """Return how the tower takes images, from the options, else the settings of the folder, else the tower's config."""
+    """Return the input format of the tower.
+
+    Options override the folder's settings, which override the tower's config.
+    """
     config = skeleton.config
     pixel_format = _pixel_format(config, settings, options)
 
@@ -405,7 +409,7 @@ def _tower_input(skeleton: PreTrainedModel, settings: dict[str, Any], options: d
 
 
 def _pixel_format(config: Any, settings: dict[str, Any], options: dict[str, Any]) -> PixelFormat:
-    """Return the normalization and the filter for images, from the options, else the settings of the folder."""
+    """Return the normalization and the resizing filter. Options take precedence over the settings of the folder."""
     channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
     if settings.get("do_normalize", True):
         mean = settings.get("image_mean", [0.5] * channels)
@@ -445,7 +449,7 @@ def _fixed_size(
 
 
 def _edges(size: Any) -> dict[str, int]:
-    """Return a size in processor settings as a mapping by name. A number is the edge of a square."""
+    """Return a size from processor settings as a mapping, keyed by edge name. A number is the edge of a square."""
     if isinstance(size, dict):
         return size
     return {"height": size, "width": size} if size else {}

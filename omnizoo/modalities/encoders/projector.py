@@ -22,7 +22,7 @@ MAX_OPTION = 2**16  # maximum of the options `factor`, `rows` and `heads`
 
 
 class Projector(nn.Module):
-    """The projector `linear`, and base class of the others."""
+    """The projector `linear`, and the base class of all other projectors."""
 
     def __init__(self, width_in: int, width_out: int, times: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Projector(nn.Module):
         return projected
 
     def flops(self, grid: Grid, trained: bool) -> float:
-        """Return the FLOPs of training on a grid. `trained`: whether gradients are also computed for the tower."""
+        """Return the FLOPs of training on a grid. `trained` is True if gradients are also computed for the tower."""
         counter = FlopCounter(trained)
         self.count(counter, grid)
         time_counter = FlopCounter()
@@ -61,7 +61,7 @@ class Projector(nn.Module):
         """Project all grids.
 
         Args:
-            features: `[N, width_in]`, all grids, concatenated.
+            features: `[N, width_in]`, the features of all grids, concatenated.
             grids: Size of each grid.
             milliseconds: `[len(grids)]`, time of each grid, for a projector built with `times`.
 

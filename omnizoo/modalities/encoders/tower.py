@@ -1,4 +1,4 @@
-"""The tower of an encoder: a Hugging Face model built from its config, the arguments it takes, and its FLOPs."""
+"""The tower of an encoder: how it is built from a Hugging Face config, the arguments it takes, and its FLOPs."""
 
 import copy
 import inspect
@@ -74,7 +74,7 @@ class TowerFlops:
     def of(cls, tower: PreTrainedModel, merging: Sequence[str] = (), merge: int | None = None) -> "TowerFlops":
         """Count the FLOPs of a tower that uses each matrix once per token, or once per `merge` tokens after merging.
 
-        Matrices after merging are those of submodules named mergers and of the submodules in `merging`.
+        The matrices after merging belong to submodules named mergers and to the submodules in `merging`.
         """
         config = tower.config
         counter = FlopCounter()

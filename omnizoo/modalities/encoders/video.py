@@ -1,4 +1,4 @@
-"""Video encoder: a vision tower encodes frames, sampled at a rate within a budget, together with their times."""
+"""Video encoder. A vision tower encodes frames, sampled at a given rate within a budget, together with their times."""
 
 import html
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ class VideoEncoder(VisionEncoder):
         return f'<div title="{html.escape(media.name)}">{strip}</div>'
 
     def _frames(self, media: Media) -> tuple[list[float], list[Any], Grid]:
-        """Return the times and images of the sampled frames, and the grid of each."""
+        """Return the times and images of the sampled frames, and the grid of each frame."""
         video = video_info(media, self.fps, self.max_seconds)
         times = sample_times(video.seconds, self.fps, self.max_frames)
         frames = read_frames(media, times, self.fps, self.kind.pixel_format.channels)

@@ -82,7 +82,7 @@ def _read_samples(media: Media, file: Any, first: int, last: int) -> Samples:
 
 
 def _is_video(media: Media) -> bool:
-    """Whether the file is a container for frames and audio. Containers with audio only, such as .m4a, count too."""
+    """Whether the file is a container for frames and audio. Containers with audio only, such as .m4a, also count."""
     with media.open() as raw:
         head = raw.read(16)
     is_mp4 = head[4:8] == b"ftyp"
@@ -197,7 +197,7 @@ def _check_header(media: Media, rate: Any, channels: int = 1) -> None:
 
 
 def _sample_range(media: Media, num_samples: int, rate: int, max_seconds: float) -> tuple[int, int]:
-    """Return the first sample that the row selects, and the end, which is not included."""
+    """Return the range of samples that the row selects, as (first, end). The end is not included."""
     if num_samples < 1:
         raise BadMedia(f"{media.name}: no samples")
     begin, end = time_range(media, num_samples / rate, max_seconds)
@@ -218,7 +218,7 @@ def resample(wave: Samples, rate: int, new_rate: int) -> Samples:
     common = math.gcd(rate, new_rate)
     old = rate // common
     new = new_rate // common
-    cutoff = 0.98 * min(1.0, new / old)  # relative to the old Nyquist frequency, below the new one: no aliasing
+    cutoff = 0.98 * min(1.0, new / old)  # relative to the old Nyquist frequency; below the new one, to prevent aliasing
     reach = math.ceil(48 / cutoff)  # 48 zero crossings on each side
     padded = np.pad(wave.astype(np.float64), reach)
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)

@@ -11,7 +11,7 @@ VIDEO_FORMATS = "mov,mp4,matroska,webm,avi,flv,mpeg,mpegts,gif,ogg,asf"
 
 
 def time_range(media: Media, seconds: float, max_seconds: float) -> tuple[float, float]:
-    """Return the begin and end of an item in seconds, from the options `start` and `end` of its row.
+    """Return the start and end of an item in seconds, from the options `start` and `end` of its row.
 
     Items longer than `max_seconds` raise `BadMedia` instead of being cut, because the text of a row refers to the whole
     item.

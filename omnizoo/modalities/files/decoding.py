@@ -12,8 +12,8 @@ from typing import Any
 from omnizoo.config.errors import UserError
 from omnizoo.modalities.media import BadMedia, Media
 
-MAX_PIXELS = 1 << 26  # maximum of one image or frame, 8192 x 8192; checked before decoding
-# Keys of `Media.options` that are read, by kind of media.
+MAX_PIXELS = 1 << 26  # maximum number of pixels in one image or frame (8192 x 8192), checked before decoding
+# Keys of `Media.options` that each kind of media reads.
 IMAGE_OPTIONS: tuple[str, ...] = ()
 AUDIO_OPTIONS = ("start", "end", "sampling_rate")
 VIDEO_OPTIONS: tuple[str, ...] = ("start", "end", "fps")

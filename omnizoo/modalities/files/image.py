@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
-PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of channels by color type
+PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # color type -> number of channels
 ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 # Excludes formats that run another program (PostScript) or open other files.
@@ -32,7 +32,7 @@ def image_size(media: Media) -> tuple[int, int]:
 
 
 def read_image(media: Media, channels: int = 3) -> "Image":
-    """Return the upright image in RGB, or in gray for one channel. An animation gives its first frame."""
+    """Return the upright image in RGB, or in gray for one channel. For an animation, return its first frame."""
     transpose = optional("PIL.Image").Transpose
     upright = {2: transpose.FLIP_LEFT_RIGHT, 3: transpose.ROTATE_180, 4: transpose.FLIP_TOP_BOTTOM}
     upright |= {5: transpose.TRANSPOSE, 6: transpose.ROTATE_270, 7: transpose.TRANSVERSE, 8: transpose.ROTATE_90}
@@ -77,7 +77,7 @@ def _image(media: Media) -> Iterator[tuple["Image", int]]:
 def _check_file_size(media: Media, image: "Image", raw: BinaryIO) -> None:
     """Raise `BadMedia` if the file is too small for the image size in its header.
 
-    Decoding such an image takes long and returns mostly black pixels.
+    Decoding such an image takes a long time and returns mostly black pixels.
     """
     position = raw.tell()
     file_size = raw.seek(0, 2)

@@ -1,6 +1,6 @@
 """Conversions between image bytes, model inputs and patches.
 
-Image decoders use them, and encoders whose processors take tensors.
+They are used by image decoders, and by encoders whose processors take tensors.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def from_patches(patches: torch.Tensor, grid: Sequence[int], patch: int) -> torc
 
 
 def read_pixels(media: Media, size: Sequence[int], channels: int) -> torch.Tensor:
-    """Return bytes `[C, H, W]`: the image, center-cropped to the aspect ratio of `size` and scaled to it."""
+    """Return the image as bytes `[C, H, W]`, center-cropped to the aspect ratio of `size` and resized to `size`."""
     height, width = size
     fitted = optional("PIL.ImageOps").fit(read_image(media, channels), (width, height))
     return torch.from_numpy(np.atleast_3d(np.array(fitted, np.uint8))).permute(2, 0, 1)
@@ -87,8 +87,8 @@ def read_pixels(media: Media, size: Sequence[int], channels: int) -> torch.Tenso
 def resize(pixels: torch.Tensor, height: int, width: int, resample: int) -> torch.Tensor:
     """Resize bytes `[C, H, W]` with torch's filters for bytes.
 
-    This equals torchvision on CPU tensors. Compared to Pillow, rounding differs by one level, or by more where a sharp
-    filter overshoots black or white.
+    The result equals that of torchvision on CPU tensors. Compared to Pillow, rounding differs by one level, or by more
+    where a sharp filter overshoots black or white.
     """
     if pixels.shape[1:] == (height, width):
         return pixels

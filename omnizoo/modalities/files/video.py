@@ -28,7 +28,10 @@ def sample_times(seconds: float, fps: float, max_frames: int) -> list[float]:
 
 
 def _upright_size(media: Media, container: Any, stream: Any) -> tuple[int, int]:
-    """Return (height, width) of the rotated first frame, because only frames contain the rotation."""
+    """Return (height, width) of the first frame after rotation.
+
+    The frame is decoded, because only frames have a rotation.
+    """
     first = next(container.decode(stream), None)
     if first is None:
         raise BadMedia(f"{media.name}: no frames")
@@ -37,7 +40,7 @@ def _upright_size(media: Media, container: Any, stream: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """Length and size of a video, or of the part that its row selects, from the header."""
+    """Length and size, from the header, of a video or of the part that its row selects."""
 
     name: str  # for error messages
     seconds: float  # duration
@@ -96,7 +99,7 @@ def read_frames(media: Media, times: Sequence[float], fps: float, channels: int 
 
 
 def _frame_list(media: Media, fps: float) -> tuple[list[Media], float]:
-    """Return the frames of a video that is a list or an array, and their rate; `fps` is the default rate."""
+    """Return the frames of a video that is a list or an array, and their frame rate (default: `fps`)."""
     value = media.value
     rate = media.options.get("fps", fps)
     if not isinstance(rate, int | float) or not rate > 0:
@@ -141,11 +144,11 @@ class _FrameDecoder:
 
     @property
     def next_time(self) -> float:
-        """The first time whose frame is not decoded yet; infinite if there is none."""
+        """The first time whose frame has not been decoded yet; infinite if there is none."""
         return self.times[len(self.images)] if len(self.images) < len(self.times) else math.inf
 
     def decode(self, packet: Any) -> None:
-        """Decode a packet; None decodes the frames that the codec still holds."""
+        """Decode a packet, or the frames that remain in the codec if `packet` is None."""
         for frame in self.stream.codec_context.decode(packet):
             self._decoded_pixels += frame.height * frame.width
             if self._decoded_pixels > MAX_VIDEO_PIXELS:

@@ -20,14 +20,14 @@ from omnizoo.config.sections.model import ModelSection
 from omnizoo.models.read_config import read_model_config
 from omnizoo.models.user_module import given_model, is_own_module, tensors_of
 
-PIECES, PIECE = 64, 2**16  # pieces per file, and bytes per piece
+PIECES, PIECE = 64, 2**16  # hashed pieces per file, and bytes per piece
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
 def base_identity(config: Config) -> str:
     """Return the hash of the base model that `config` describes, independent of its location.
 
-    Only one rank needs it.
+    Only one rank needs the hash.
     """
     model = config.model
     digest = xxhash.xxh3_128()
@@ -53,7 +53,7 @@ def check_base_identity(adapter_base: str | None, model_base: str, adapter: str)
     """Check that an adapter was trained on the base model of the config.
 
     Args:
-        adapter_base: The hash of the base that the adapter was trained on. None: unknown.
+        adapter_base: The hash of the base that the adapter was trained on. None if it is unknown.
         model_base: The hash of the base that the config describes.
         adapter: Key and path of the adapter, for messages.
     """
@@ -82,7 +82,7 @@ def _weight_folders(model: ModelSection) -> list[Path]:
 
 
 def _pieces(file: Path) -> Iterator[bytes]:
-    """Yield bytes from the complete range of a file, including its header (names and shapes).
+    """Yield pieces from the complete range of a file, including its header (names and shapes).
 
     A small file is read in full.
     """

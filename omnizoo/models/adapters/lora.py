@@ -1,9 +1,9 @@
 """LoRA, DoRA and rsLoRA: small trained adapter matrices next to frozen weights.
 
 Adapters are attached to a model on meta, before it is sharded. The adapter matrices are ordinary parameters of their
-module, and so of its FSDP unit. They have PEFT's names (`q_proj.lora_A.default.weight`), but modules are not wrapped as
-in PEFT: base weights keep their names, so published weights, tied weights, recipes and checkpoints need no second set
-of names.
+module, and thus of its FSDP unit. They have PEFT's names (`q_proj.lora_A.default.weight`), but modules are not wrapped
+as in PEFT: base weights keep their names, so published weights, tied weights, recipes and checkpoints need no second
+set of names.
 """
 
 import math
@@ -38,14 +38,14 @@ KEY = "model.adapter"
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """An attached adapter. All names are full names; patterns are resolved."""
+    """An attached adapter. All names are full names, because patterns are already resolved."""
 
     settings: AdapterSettings
     modules: tuple[str, ...]  # linear layers and embeddings
     experts: tuple[str, ...]  # parameters of fused experts, `[experts, ...]`
     saved: tuple[str, ...]  # modules that are fully trained
-    trained: frozenset[str]  # parameters: all adapter matrices, and the parameters of `saved`
-    started: frozenset[str]  # adapter matrices, which have no value in the base
+    trained: frozenset[str]  # trained parameters: all adapter matrices, and the parameters of `saved`
+    started: frozenset[str]  # adapter matrices, for which the base has no value
     generates: bool = True  # whether the model has transformers' `generate`, which PEFT's task type requires
 
     def fields(self) -> dict[str, Any]:
@@ -55,13 +55,13 @@ class AdapterInfo:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "AdapterInfo":
-        """Return the adapter from the result of `fields`. The folder that it started from is dropped."""
+        """Return the adapter described by the result of `fields`, without the folder that it started from."""
         settings = fields["settings"] | {"path": None}
         return TypeAdapter(cls).validate_python({**fields, "settings": settings})
 
 
 def scaling_of(settings: AdapterSettings) -> float:
-    """Return the factor of the product of the adapter matrices."""
+    """Return the factor that scales the product of the adapter matrices."""
     if settings.kind == "rslora":
         return settings.alpha / math.sqrt(settings.rank)
     return settings.alpha / settings.rank
@@ -94,8 +94,8 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stored: torch.dtype) -> None:
     """Attach adapter matrices to `model`, and freeze everything else except `modules_to_save`.
 
-    A frozen weight needs no master copy: FSDP would round it to the precision of the run before every use. Must be
-    called under the device of the model.
+    Frozen weights need no master copy, because FSDP would round it to the precision of the run before every use. Must
+    be called under the device of the model.
 
     Args:
         model: The model, usually on meta.
@@ -169,14 +169,17 @@ def _adaptable(model: nn.Module) -> dict[str, str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether `pattern` matches `name`. With wildcards it must match the full name, otherwise its end, as in PEFT."""
+    """Whether `pattern` matches `name`.
+
+    A pattern with wildcards must match the full name, any other its end, as in PEFT.
+    """
     if re.search(r"[*?[]", pattern):
         return fnmatchcase(name, pattern)
     return name == pattern or name.endswith(f".{pattern}")
 
 
 def linear_of_blocks(model: nn.Module) -> list[str]:
-    """Return the linear layers in the language model's blocks, which are in a module list. Routers are excluded."""
+    """Return the linear layers in the language model's blocks (members of a module list). Routers are excluded."""
     prefix = ""
     if isinstance(model, PreTrainedModel):
         language = language_model(model)
@@ -190,7 +193,7 @@ def linear_of_blocks(model: nn.Module) -> list[str]:
 def _matching(
     key: str, patterns: Sequence[str], names: Collection[str], expected: str, all_linear: Collection[str] = ()
 ) -> set[str]:
-    """Return the `names` that the patterns of a config key match. Each pattern must match at least one.
+    """Return the `names` that the patterns of a config key match. Each pattern must match at least one name.
 
     `expected` describes the names, for messages.
     """
@@ -215,7 +218,7 @@ def _find_targets(model: nn.Module, settings: AdapterSettings, kinds: dict[str, 
 
 
 def _find_saved(model: nn.Module, settings: AdapterSettings, targets: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that are fully trained; only the outermost ones."""
+    """Return the outermost modules that are fully trained."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     saved = _matching("modules_to_save", settings.modules_to_save, modules, "module with weights")
     prefixes = tuple(f"{name}." for name in saved)
@@ -280,7 +283,8 @@ def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype
         module.lora_dropout = nn.ModuleDict({DEFAULT: nn.Dropout(settings.dropout)})
     if settings.kind == "dora":
         magnitude = nn.Module()
-        magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))  # set after loading the base
+        # `set_magnitudes` overwrites the ones after the base is loaded.
+        magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))
         module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
     # Set on the instance, where models/interfaces/lm_head.py detects that the head is not a plain linear layer. All
     # layers share one function: with a partial per layer, each layer would have a separate compiled graph.

@@ -34,7 +34,7 @@ UNIMPORTANT = {
 
 
 def adapter_settings(settings: AdapterSettings) -> AdapterSettings:
-    """Return `settings`, or the settings of the folder `settings.path`, with full names as targets."""
+    """Return `settings`, or the settings in the folder `settings.path` if it is set, with full names as targets."""
     if settings.path is None:
         return settings
     folder = Path(settings.path)
@@ -181,12 +181,12 @@ def _to_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.Ten
 
 
 def published_factor(name: str, tensor: torch.Tensor, adapter: AdapterInfo) -> tuple[str, torch.Tensor]:
-    """Return the name and the full tensor of a trained parameter as in PEFT's file."""
+    """Return the name and the full tensor of a trained parameter, as PEFT's file stores them."""
     return file_names(adapter)[name], _to_file(tensor, name, adapter)
 
 
 def _from_file(tensor: torch.Tensor, name: str, adapter: AdapterInfo) -> torch.Tensor:
-    """Return an adapter matrix from the layout of PEFT's file."""
+    """Convert an adapter matrix from the layout of PEFT's file to the layout of the model."""
     if name.rpartition("_lora_")[0] not in adapter.experts:
         return tensor
     rank = adapter.settings.rank

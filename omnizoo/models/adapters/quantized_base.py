@@ -1,7 +1,7 @@
 """A frozen base model in 4 or 8 bits (`model.adapter.base`): which weights are quantized, and how layers use them.
 
-Linear layers in the language model's blocks and fused experts are quantized; they are nearly all of a large model.
-Embeddings, heads, routers, norms, biases, encoders, decoders and trained weights keep their precision.
+Linear layers in the language model's blocks and fused experts are quantized. They contain most weights of a large
+model. Embeddings, heads, routers, norms, biases, encoders, decoders and trained weights keep their precision.
 """
 
 from collections.abc import Collection
@@ -18,7 +18,7 @@ from omnizoo.ops.quantization import PACKINGS, Nf4Table, Packed, Packing, multip
 
 
 def quantize_base(model: nn.Module, experts: Collection[str]) -> None:
-    """Replace the base weights of `model` by quantized parameters, as its adapter settings specify.
+    """Replace the base weights of `model` with quantized parameters, as its adapter settings specify.
 
     `model` is on meta and not sharded. `experts` are the paths of modules with fused experts.
     """
@@ -34,7 +34,7 @@ def quantize_base(model: nn.Module, experts: Collection[str]) -> None:
     table = Nf4Table()
 
     def quantize(module: nn.Module, attribute: str) -> bool:
-        """Replace a weight by empty quantized parameters. Return False if the weight keeps its precision."""
+        """Replace a weight with empty quantized parameters. Return False if the weight keeps its precision."""
         weight = module.get_parameter(attribute)
         if weight.requires_grad or owners[id(weight)] > 1 or id(weight) in in_fp32:
             return False
@@ -83,7 +83,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Forward of a linear layer with a quantized weight."""
+    """Compute the output of a linear layer with a quantized weight."""
     weight = packed_weight(module, "weight", is_transposed=True)
     assert weight is not None
     out = multiply(x, weight, torch.matmul)

@@ -1,11 +1,11 @@
 """Registers `ops.attention` in transformers' attention interface as `packed`, and as `packed_flash` for encoders.
 
-The name has no mask function, so models build no mask. Metadata of the pack is passed through the keyword arguments of
+No mask function is registered, so models build no mask. Metadata of the pack is passed through the keyword arguments of
 the model. `cu_seq_lens_q` contains the sample boundaries. With sequence parallelism, `attend` is a function that
 includes the tokens on other ranks. `mutual` contains bidirectional spans, which `attend` already includes.
 
-Some models do not pass these arguments on. For them, `carry_pack` stores a copy on each module. If both are missing,
-attention raises an error instead of mixing samples.
+Some models do not pass these arguments on. For these models, `carry_pack` stores a copy on each module. If both are
+missing, attention raises an error instead of mixing samples.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ CARRIED = ("attend", "states", "cu_seq_lens_q", "max_length_q", "mutual")
 def packed_inputs(
     cu_seqlens: torch.Tensor, max_seqlen: int, mutual: BidirectionalSpans | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments for a model that runs on a complete pack: sample boundaries, bidirectional spans."""
+    """Return the model's keyword arguments for a complete pack: sample boundaries and bidirectional spans."""
     boundaries = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     lengths = {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
     return NO_CACHE | boundaries | lengths | ({} if mutual is None else {"mutual": mutual})
@@ -82,7 +82,7 @@ def packed(
 def _check_chunks(module: nn.Module, longest_sample: int) -> None:
     """Raise a `UserError` if a layer attends within chunks and a sample is longer than one chunk.
 
-    transformers implements chunks by a mask, which packed attention does not build. Within one chunk, such layers are
+    transformers implements chunks with a mask, which packed attention does not build. Within one chunk, such layers are
     plain attention.
     """
     layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
@@ -144,7 +144,7 @@ def attend(
         query: Queries `[1, heads, tokens, width]`.
         key: Keys `[1, kv_heads, tokens, width]`.
         value: Values `[1, kv_heads, tokens, width]`.
-        scale: Factor of the scores. None: 1 / sqrt(width).
+        scale: Factor of the scores (default: 1 / sqrt(width)).
         **kwargs: The keyword arguments of the module's forward. They contain the sample boundaries and, with sequence
             parallelism, the function that includes tokens on other ranks.
 

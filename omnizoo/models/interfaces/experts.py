@@ -39,7 +39,10 @@ def use_dispatched(model: PreTrainedModel) -> None:
 def dispatched(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of `hidden_states [T, H]`: chosen experts `[T, K]` and their weights `[T, K]` -> `[T, H]`."""
+    """Run the chosen experts `[tokens, K]` on `hidden_states [tokens, width]`.
+
+    Returns the sum of their outputs, weighted by `top_k_weights [tokens, K]`: `[tokens, width]`.
+    """
     tiles: Tiles | None = getattr(module, "tiles", None)
     if tiles is not None:
         return tiles(module, partial(_routed, module), hidden_states, top_k_index, top_k_weights)
@@ -62,7 +65,7 @@ def _routed(
 
 
 def _compute(module: Any, rows: torch.Tensor, counts: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-    """Run `rows [N, H]`, sorted by local expert, and multiply the outputs by the routing weights `[N, 1]`: `[N, H]`."""
+    """Run the experts on `rows [N, width]`, sorted by local expert, and multiply the outputs by `routing [N, 1]`."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def weights(name: str) -> torch.Tensor | Packed:

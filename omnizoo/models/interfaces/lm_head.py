@@ -1,8 +1,8 @@
 """Run a loss in place of a language model's head, so that the full logits are never in memory.
 
 FSDP2 gathers the head's weights only during the model's forward pass, so the loss must run inside it. Config fields
-determine what the model does to logits after the head (softcap, scale). A test with known numbers in place of the
-logits checks that the model does nothing else.
+determine which operations the model applies after the head (softcap, scale). A test with known numbers in place of the
+logits checks that the model applies no other operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ from omnizoo.ops.loss.linear_cross_entropy import LinearHead
 
 @dataclass(frozen=True)
 class Logits:
-    """The head of a model: hidden states `[n, width]` -> logits `[n, V]`, including softcap and scale."""
+    """The head of a model: hidden states `[n, width]` -> logits `[n, vocabulary]`, including softcap and scale."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
-    linear: LinearHead | None  # weights, scale and cap of the same head; None: not a plain linear layer
+    linear: LinearHead | None  # weights, scale and cap of the head; None if it is not a plain linear layer
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.forward(hidden)
@@ -78,13 +78,13 @@ class Head:
 
     @contextmanager
     def replaced_by(self, work: HeadWork) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Context manager for one forward pass of the model: call `work` in place of its head.
+        """Context manager for one forward pass: call `work` instead of the model's head.
 
-        Yields a function to call with the model's logits afterwards. It returns 0, with a graph that the backward pass
-        must start from.
+        Yields a function that takes the logits returned by the model and returns a zero that is connected to the
+        autograd graph. Add it to the loss, so that the backward pass reaches the model.
         """
         original = self.module.forward
-        test_logits: list[torch.Tensor] = []  # one tensor [2, V] per call of the head
+        test_logits: list[torch.Tensor] = []  # one tensor [2, vocabulary] per call of the head
 
         def replacement(hidden: torch.Tensor) -> torch.Tensor:
             work(hidden.flatten(0, -2), self._logits(original))
@@ -111,7 +111,7 @@ class Head:
             self._raise_unsupported("changes the logits after its head, in a way that its config does not describe")
 
     def _raise_unsupported(self, reason: str) -> NoReturn:
-        """Raise the error that the model `reason`, a verb phrase."""
+        """Raise an `UnsupportedHeadError`. `reason` is a verb phrase whose subject is the model."""
         raise UnsupportedHeadError(
             f"{self.key}: this loss uses hidden states and the head, but {self.model} {reason}. "
             "Use a loss that is computed from logits."

@@ -1,4 +1,4 @@
-"""Recurrent layers in packs and across ranks: the layers' own code, with our functions in it.
+"""Recurrent layers in packs and across ranks: the code of each layer is kept, but calls our functions.
 
 Layers of transformers call a convolution and a recurrence by global names of the modeling file. `bind_states` gives
 each such layer of a model a `forward` with the same code, in which these names refer to our functions. Other models are
@@ -28,7 +28,7 @@ PACK_ARGUMENTS = ("states", "attend", *BOUNDARIES)
 
 
 class PackContext(Protocol):
-    """The tokens of a pack on this rank, and communication with ranks that have the others."""
+    """The tokens of a pack on this rank, and communication with the ranks that have its other tokens."""
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
@@ -170,7 +170,7 @@ def not_fused(module: nn.Module, original: Rule) -> Rule:
 REPLACEMENTS: dict[str, Callable[[nn.Module, Rule], Rule]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
-    "chunk_kimi_delta_attention": gated_delta_rule,  # with a separate decay for each channel
+    "chunk_kimi_delta_attention": gated_delta_rule,  # has a separate decay for each channel
     "mamba2_split_conv1d_scan_combined": not_fused,
     "mamba2_chunk_scan": state_space,
 }

@@ -19,8 +19,8 @@ class RouterRecord:
     """The output of one router in a forward pass."""
 
     layer: str  # name of the router module
-    logits: torch.Tensor  # [tokens, experts], with their graph
-    index: torch.Tensor  # [tokens, K]: experts of each token
+    logits: torch.Tensor  # [tokens, experts], with their autograd graph
+    index: torch.Tensor  # [tokens, experts per token], indices of the chosen experts
 
 
 class RouterRecorder:
@@ -53,7 +53,7 @@ class RouterRecorder:
 
     @graph_break
     def _record(self, name: str, logits_index: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Forward hook of the router `name`. Its chosen experts are the only integer tensor of its outputs."""
+        """Forward hook of the router `name`. The only integer tensor in its outputs contains the chosen experts."""
         if self._records is None:
             return
         indices = [out for out in outputs if isinstance(out, torch.Tensor) and not out.is_floating_point()]

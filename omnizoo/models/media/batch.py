@@ -28,7 +28,7 @@ class MediaTransport(Protocol):
         """Whether the losses of followers are computed."""
 
     def exchange(self, features: Mapping[Port, torch.Tensor]) -> dict[Port, MediaFeatures]:
-        """Send this rank's features of all ports to the ranks that have their tokens, and receive those of its tokens.
+        """Send this rank's features to the ranks that have their tokens, and return the features of this rank's tokens.
 
         Collective: all ranks must call it.
         """
@@ -61,7 +61,7 @@ class MediaBatch:
 
     @torch.no_grad()
     def targets(self, port: Port, decoder: Decoder) -> torch.Tensor:
-        """Return the targets `[n, K]` of this rank's items.
+        """Return the targets `[n, values per target]` of this rank's items.
 
         They are computed in at least fp32, because codes and losses are sensitive to rounding.
         """
@@ -75,7 +75,7 @@ class MediaBatch:
         dummy_input: Callable[[], Inputs],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return the rows that `compute` returns for all items. Without items, it runs on the dummy input."""
+        """Return the rows that `compute` returns for all items. Without items, `compute` runs on the dummy input."""
         inputs_to_run = items or [dummy_input()]
         rows = compute([to_compute(inputs, self.device, dtype) for inputs in inputs_to_run])
         return rows if items else rows[:0]  # an empty slice: the gradient of the dummy input is zero
@@ -83,7 +83,7 @@ class MediaBatch:
     def follower_losses(self, port: Port, follower: Follower, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the losses of a follower on this rank's items.
 
-        `states [tokens, width]` are those of this rank's tokens.
+        `states [tokens, width]` are the hidden states of this rank's tokens.
         """
         rows = self.transport.gather_rows(port, states)
         items = self.items[port]
@@ -103,7 +103,7 @@ def exchange_media(
     encoders: Mapping[Port, Encoder],
     decoders: Mapping[Port, Decoder],
 ) -> dict[Port, MediaFeatures]:
-    """Compute features and targets of this rank's items, with one call per module, and receive those of its tokens.
+    """Encode this rank's items, with one call per module, and return the features and targets of this rank's tokens.
 
     Collective: all ranks must call it.
     """

@@ -61,7 +61,7 @@ class OmniModel(MediaModel, PreTrainedModel):
         return [self.foundation, *(module.pretrained for module in modules if module.pretrained is not None)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave modules that are not Hugging Face models as their constructors initialize them."""
+        """Do nothing: modules other than Hugging Face models keep the weights that their constructors set."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save weights, config and the preprocessing settings of encoders and decoders in one folder."""
@@ -162,7 +162,7 @@ def save_model_config(model: PreTrainedModel, out: Path) -> None:
 
 
 def _portable(description: dict[str, Any], module: nn.Module, out: Path, name: str) -> dict[str, Any]:
-    """Return the fields of a component's `description` that replace paths which lead out of the folder `out`.
+    """Return replacements for fields of a component's `description` whose paths lead out of the folder `out`.
 
     Weights are saved with the model, and preprocessing settings are copied to the sub-folder `name`.
     """

@@ -75,7 +75,7 @@ class OmniConfig(PretrainedConfig):
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the foundation of a composed model, or else `config` unchanged."""
+    """Return the config of the foundation if `config` describes a composed model, otherwise `config` unchanged."""
     language: PretrainedConfig = config.get_text_config() if isinstance(config, OmniConfig) else config
     return language
 

@@ -54,7 +54,7 @@ class DecoderLosses:
             self.others = {}
 
     def finish(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return all losses by name, after the forward pass."""
+        """Return all losses, keyed by name. Called after the forward pass."""
         if self.at_head:
             # Backward gathers the head's weights when it reaches the logits. The anchor makes these losses depend on
             # the logits, so their backward does not start earlier.
@@ -69,13 +69,16 @@ class DecoderLosses:
         self._run(self.at_head, anchor=0 * args[0].sum())
 
     def _run(self, decoders: Mapping[Port, Decoder], anchor: torch.Tensor | None = None) -> None:
-        """Compute the losses of `decoders` and store them by name."""
+        """Compute the losses of `decoders` and store them under their names."""
         for port, decoder in decoders.items():
             for term, loss in self._losses(port, decoder, anchor).items():
                 self.losses[term_name(port.modality, term)] = loss
 
     def _losses(self, port: Port, decoder: Decoder, anchor: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the losses of one decoder by term, and report the likelihood of its targets if required."""
+        """Return the losses of one decoder, keyed by term.
+
+        Report the likelihood of its targets if the transport needs it.
+        """
         assert self.hidden is not None, "the trunk runs before the head"
         targets = self.received[port].predicted
         trained_rows = self.received[port].trained

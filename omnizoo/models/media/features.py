@@ -30,8 +30,8 @@ class MediaFeatures:
     """Features or targets that this rank received from one port."""
 
     placed: Features  # rows of the placeholder tokens
-    predicted: Features  # decoders: targets, with the tokens that predict them
-    trained: torch.Tensor | None = None  # rows of `predicted` that count in the decoder's loss; None: all
+    predicted: Features  # for decoders only: targets, with the tokens that predict them
+    trained: torch.Tensor | None = None  # rows of `predicted` that contribute to the decoder's loss; None for all
 
     @classmethod
     def unpredicted(cls, rows: torch.Tensor, index: torch.Tensor) -> "MediaFeatures":

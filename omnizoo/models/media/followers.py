@@ -22,7 +22,7 @@ States = dict[Port, list[torch.Tensor]]  # hidden states that `Follower.capture`
 
 
 def build_followers(model: nn.Module, modules: Sequence[MediaModule], spec: ModelSection) -> dict[str, Modality]:
-    """Build the followers by modality, with the options of `model.modalities.NAME.decoder`."""
+    """Build the followers, keyed by modality, with the options of `model.modalities.NAME.decoder`."""
     built = {}
     for module in modules:
         options = _follower_options(module.modality, spec)
@@ -65,7 +65,7 @@ def capture_states(followers: Mapping[Port, Follower]) -> Iterator[States]:
 def follower_losses(
     followers: Mapping[Port, Follower], states: States, input_ids: torch.Tensor, media: MediaBatch
 ) -> dict[str, torch.Tensor]:
-    """Return the losses by name, summed over targets."""
+    """Return the losses, summed over targets and keyed by name."""
     losses = {}
     for port, follower in followers.items():
         rows = follower.rows_from(states[port], input_ids.flatten())

@@ -44,7 +44,7 @@ class HFMediaModel(MediaModel):
     def __init__(self, model: nn.Module) -> None:
         self.model, self.recipe = model, recipe_for(model)
         self.built: dict[str, Modality] | None = None
-        self.forward: MultimodalForward | None = None  # set by `attach`
+        self.forward: MultimodalForward | None = None  # `attach` sets it
 
     @property
     def media_modules(self) -> Sequence[MediaModule]:

@@ -1,6 +1,7 @@
 """The media that a model reads and generates.
 
-A composed model describes them itself, an HF model in its recipe. Other code uses `MediaModel` for both.
+A composed model describes its media itself; the recipe describes the media of an HF model. Other code uses `MediaModel`
+for both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,8 @@ from omnizoo.modalities.item import Ids, MediaItem, Port, Role
 from omnizoo.models.media.batch import MediaBatch
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 
-Positions = Callable[[Ids, Sequence[MediaItem]], npt.NDArray[Any]]  # [R, L] for one sample
+# Returns the position ids of one sample, [rows per token, tokens]. M-RoPE has 4 rows: text, time, height and width.
+Positions = Callable[[Ids, Sequence[MediaItem]], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,9 @@ class MediaModule:
 
     modality: str
     role: Role
-    module: str  # path; "": a decoder that runs modules of the language model only
-    projectors: tuple[str, ...] = ()  # encoders: paths of modules between encoder and language model
-    follower: Callable[..., Follower] | None = None  # followers: the class
+    module: str  # path; empty for a decoder that runs only modules of the language model
+    projectors: tuple[str, ...] = ()  # for encoders only: paths of modules between encoder and language model
+    follower: Callable[..., Follower] | None = None  # for followers only: the class of the follower
 
     @property
     def port(self) -> Port:
@@ -53,7 +55,7 @@ class SpeakerFormat:
     after: str
     role: str  # regular expression that roles match
     expected: str  # description of valid roles, for messages
-    default: str  # role of a plain text
+    default: str  # role for plain text
 
 
 @dataclass
@@ -112,12 +114,12 @@ class MediaModel:
 
     @property
     def positions(self) -> Positions | None:
-        """Function that returns the positions of a sample's tokens. None: 0, 1, 2, ..."""
+        """The function that returns the positions of a sample's tokens. None if they are 0, 1, 2, ..."""
         return None
 
     @property
     def speaker_format(self) -> SpeakerFormat | None:
-        """The format of turns. None: conversations follow the chat template, and the model generates text."""
+        """The format of turns. None if conversations follow the chat template and the model generates text."""
         return None
 
     def embed(self, ids: torch.Tensor, media: MediaBatch) -> torch.Tensor:
@@ -126,11 +128,11 @@ class MediaModel:
 
     @property
     def bidirectional(self) -> BidirectionalTokens | None:
-        """The bidirectional tokens. None: all attention is causal."""
+        """The bidirectional tokens. None if all attention is causal."""
         return None
 
     def modalities(self, spec: ModelSection) -> dict[str, Modality]:
-        """Return modalities by name, with the modules of this model instance. They are built once."""
+        """Return the modalities, keyed by name, with the modules of this model instance. They are built once."""
         return {}
 
     def attach(self, spec: ModelSection) -> None:

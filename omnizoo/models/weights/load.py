@@ -36,7 +36,7 @@ from omnizoo.models.wrapper_models import use_inner_forward
 class WeightSource:
     """Published weights of a model, or of one Hugging Face model inside it."""
 
-    module: str  # path of the submodule; "": the complete model
+    module: str  # path of the submodule; empty for the complete model
     path: str
     key: str  # config key of the path, for messages
     mapping: list[Any]  # conversions from published keys to the model's names
@@ -62,7 +62,7 @@ def weight_origins(model: nn.Module, media: MediaModel, spec: ModelSection) -> l
         settings = getattr(spec.modalities.get(name), role, None)
         if settings is not None and settings.path is not None:
             inner = find_module(modalities, Port(name, role)).pretrained
-            if inner is not None:  # other components read their folder themselves
+            if inner is not None:  # components without an inner model read their folder themselves
                 paths[names[id(inner)]] = (f"model.modalities.{name}.{role}.path", settings.path)
 
     sources = []
@@ -90,10 +90,10 @@ def load_weights(
         source: The published weights.
         spec: The section `model` of the config.
         device: The device of the loaded shards.
-        new: Weights that are specific to the run and in no folder: adapter matrices and a resized vocabulary.
+        new: Weights that exist only in this run and in no folder: adapter matrices and a resized vocabulary.
 
     Returns:
-        The names that the files lack. `spec.allow_missing` or `new` contains all of them.
+        The names of weights that the files lack. Each of them is allowed by `spec.allow_missing` or `new`.
     """
     assert isinstance(model, PreTrainedModel)
     _check_not_quantized(model.config, f"{source.key}: {source.path}")
@@ -143,7 +143,7 @@ def _check_not_quantized(config: PretrainedConfig, folder: str) -> None:
 
 
 def grown_rows(model: nn.Module, sources: Iterable[WeightSource], spec: ModelSection) -> dict[str, PublishedRows]:
-    """Return the weights of a resized vocabulary, by name in `model`, with their published rows."""
+    """Return the published rows of the weights with a resized vocabulary, keyed by name in `model`."""
     grown: dict[str, PublishedRows] = {}
     for source in sources if may_grow(spec) else ():
         module: Any = model.get_submodule(source.module)
@@ -237,7 +237,7 @@ def _allowed(name: str, patterns: list[str]) -> bool:
 
 
 def _list_names(names: list[str]) -> str:
-    """Return the first three names and the number of the others, for messages."""
+    """Return the first three names and the number of remaining names, for messages."""
     listed = ", ".join(names[:3])
     return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed
 

@@ -1,4 +1,4 @@
-"""Random initialization of a model on meta, with a rule for every weight. Some families' rules omit weights."""
+"""Random initialization of a model on meta. Every weight has a rule, even if the rules of its family omit it."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ from omnizoo.models.weights.recording import NotSetError, Recording, recording
 def build_drawn(spec: ModelSection, precision: str) -> nn.Module:
     """Call `build_model`, and initialize the weights that the family's rules omit, as listed in its recipe.
 
-    They are sampled like the matrices of the family.
+    These weights are sampled like the matrices of the family.
     """
     model = build_model(spec, precision)
     uninitialized = recipe_for(model).uninitialized

@@ -52,13 +52,13 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]  # tensors are replaced by windows
     kwargs: dict[str, Any]
-    created: list[Window | None]  # for each output; None: an existing storage
+    created: list[Window | None]  # one entry per output; None if the output uses an existing storage
     is_random: bool
     overwrites: Window | None
 
     @property
     def reads(self) -> set[int]:
-        """The storages that the operation has as arguments."""
+        """The storages of the arguments of the operation."""
         return {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Window)}
 
 
@@ -93,7 +93,7 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         windows = [self.window(tensor) for tensor in _tensors_in(out)]
         created = [None if window.storage in input_storages else window for window in windows]
-        if any(created) or written:  # the others are views and queries
+        if any(created) or written:  # all other operations are views and queries
             name = func.name().partition(".")[0]
             call = Call(
                 name=name,
@@ -108,7 +108,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def opaque(self, name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Record a function that samples all of `tensor` as one call."""
+        """Record, as one call, a function that fills `tensor` with random values."""
         window = self.window(tensor)
         self._keep_outside_value(tensor)
         call = Call(

@@ -37,7 +37,7 @@ def may_grow(model: ModelSection) -> bool:
 
 def grow(config: Any, tokens: int, model: ModelSection) -> None:
     """Set the vocabulary size of the transformers config `config` so that it has rows for `tokens` tokens."""
-    text = config.get_text_config().get_text_config()  # a composed model: the config of its foundation
+    text = config.get_text_config().get_text_config()  # for a composed model, this is the config of its foundation
     rows = getattr(text, "vocab_size", None)
     if not isinstance(rows, int):
         raise UserError(
@@ -56,7 +56,7 @@ def grow(config: Any, tokens: int, model: ModelSection) -> None:
 
 
 def ends(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of `model`, by name, that have a row for each token; tied ones once."""
+    """Return the weights of `model` that have a row for each token, keyed by name. Tied weights are returned once."""
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     ids: set[int] = set()
     for module in modules:
@@ -66,7 +66,7 @@ def ends(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def rows_of_files(model: PreTrainedModel, files: list[Path], mapping: list[Any]) -> dict[str, PublishedRows]:
-    """Return the weights of embedding and head, by name, of which the files contain only the first rows.
+    """Return the embedding and head weights, keyed by name, of which the files contain only the first rows.
 
     Only headers are read, so all ranks get the same result.
     """

@@ -21,7 +21,7 @@ class BidirectionalTokens:
 
     tokens: tuple[int, ...]  # token ids
     modalities: tuple[str, ...] = ()  # modalities whose placeholder tokens have these ids
-    everywhere: bool = True  # in all layers; False: only in layers with a sliding window
+    everywhere: bool = True  # whether this applies in all layers, or only in layers with a sliding window
     over_windows: bool = False  # whether tokens also attend to earlier tokens of their span outside the window
 
     def pairs_ahead(self, runs: Iterable[tuple[str, int]]) -> int:
@@ -55,7 +55,7 @@ class BidirectionalSpans:
         self.spans = spans
         self.everywhere = everywhere
         self.over_windows = over_windows
-        self._blocks: dict[tuple[int | None, torch.device], Blocks] = {}  # cache, by window and device
+        self._blocks: dict[tuple[int | None, torch.device], Blocks] = {}  # cache, keyed by window and device
 
     def affects(self, causal: bool, window: int | None) -> bool:
         """Whether the spans change the attention of a layer with this `causal` flag and `window`."""
@@ -80,7 +80,7 @@ class BidirectionalSpans:
         return self._blocks[key]
 
     def visible(self, sample: int, device: torch.device) -> torch.Tensor:
-        """Return a bool mask `[length, length]` of a sample: the (query, key) pairs that its spans add."""
+        """Return a bool mask `[length, length]` of the (query, key) pairs that the spans of a sample add."""
         length = self.lengths[sample]
         is_visible = torch.zeros(length, length, dtype=torch.bool, device=device)
         for first, count in self.spans[sample]:

@@ -1,8 +1,8 @@
-"""Blockwise attention: ranges of queries against ranges of keys of a sample, merged exactly by log-sum-exp.
+"""Blockwise attention: ranges of queries attend to ranges of keys. Results are merged exactly, by log-sum-exp.
 
-A pack on one rank has one block per sample. Ring attention, where keys are sent between ranks, has a few more per
-sample. Tensors are token-major, `[tokens, heads, width]`, and accumulators are fp32 or better. Autograd does not record
-these functions: callers implement the backward pass with `attend_blocks_backward`.
+A pack on one rank has one block per sample. Ring attention, where keys are sent between ranks, has a few more blocks
+per sample. Tensors are token-major, `[tokens, heads, width]`, and accumulators are fp32 or better. Autograd does not
+record these functions: callers implement the backward pass with `attend_blocks_backward`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from omnizoo.ops.device import has_flash, is_host, to_device
 from omnizoo.ops.precision import at_least_fp32
 
 MAX_HEAD_WIDTH = 256  # largest head width that flash attention supports
-ROWS = 128  # rows of a band per kernel call, for kernels with a mask: fewer add overhead, more compute masked pairs
+ROWS = 128  # rows of a band per call of a kernel with a mask: fewer rows add overhead, more rows compute masked pairs
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def span_blocks(
         q: Queries of a sample.
         k: Keys of the same sample.
         spans: The bidirectional spans of the sample, as (first position, number of tokens).
-        outer_window: If set, blocks for earlier keys outside a window of this many tokens are added too, not only
+        outer_window: If set, also add blocks for earlier keys outside a window of this many tokens, not only
             blocks for later keys.
     """
     blocks = []
@@ -97,7 +97,7 @@ def pack_blocks(
     spans: Sequence[Sequence[tuple[int, int]]] | None = None,
     outer_window: int | None = None,
 ) -> list[AttentionBlock]:
-    """Return the blocks of a whole pack: one per sample, then those that bidirectional spans add.
+    """Return the blocks of a whole pack: one per sample, followed by the blocks that bidirectional spans add.
 
     `spans` has the spans of each sample, and `outer_window` is the window outside which spans still attend backward.
     """
@@ -116,7 +116,7 @@ def pack_blocks(
 
 
 def _distance_bound(q: TokenRun, k: TokenRun) -> int:
-    """Return a distance that is larger than that of any query in `q` to any key in `k`."""
+    """Return a distance that is larger than the distance between any query in `q` and any key in `k`."""
     return q.position + q.length + k.position + k.length
 
 
@@ -176,7 +176,7 @@ def fuse(blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel call: a single block, or several blocks with the same window and disjoint queries, by `cu_seqlens`."""
+    """One kernel call: one block or, with `cu_seqlens`, several blocks with the same window and disjoint queries."""
 
     rows: slice | torch.Tensor  # indices of the queries
     keys: slice | torch.Tensor  # indices of the keys
@@ -248,7 +248,7 @@ class Blocks:
 
 
 def _can_join(block: AttentionBlock, group: list[AttentionBlock]) -> bool:
-    """Whether `block` has the window of the blocks in `group`, and queries that none of them has."""
+    """Whether `block` has the same window as the blocks in `group`, and none of their queries."""
     representative = group[0]
     if (block.left, block.right, block.first) != (representative.left, representative.right, representative.first):
         return False
@@ -287,7 +287,7 @@ def _split_band(block: AttentionBlock) -> list[AttentionBlock]:
 
 
 def accumulator(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return zeros of this shape in fp32, or in float64 if `like` is."""
+    """Return zeros of this shape in fp32, or in float64 if `like` is float64."""
     return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -356,7 +356,7 @@ def attend_blocks_backward(
 
 
 def _calls(blocks: Blocks, q: torch.Tensor, softcap: float | None) -> list[KernelCall]:
-    """Return grouped calls if flash attention supports the heads of `q`, else one or more calls per block."""
+    """Return grouped calls if flash attention supports the heads of `q`, otherwise one or more calls per block."""
     return blocks.grouped if supports_flash(q) and softcap is None else blocks.per_block
 
 
@@ -406,7 +406,7 @@ def _attend_backward(
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Merge the sinks `[heads]` into the accumulators: one more logit per head, whose value is zero."""
+    """Merge the sinks `[heads]` into the accumulators. A sink is one more logit of a head, with a zero value vector."""
     with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
     out *= (lse - with_sinks).exp().unsqueeze(-1)
     lse.copy_(with_sinks)
@@ -465,7 +465,10 @@ def _outside_window(block: AttentionBlock, device: torch.device) -> torch.Tensor
 
 
 def _capped_logits(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Return the logits `[kv heads, query heads per kv head, n, m]` with scale and softcap, before the window mask."""
+    """Return the logits `[kv heads, query heads per kv head, n, m]` with scale and softcap, before the window mask.
+
+    The last dims are queries and keys.
+    """
     logits = _by_group(q, k.shape[1]) @ k[0].unsqueeze(1).transpose(2, 3)
     logits = at_least_fp32(logits).mul_(scale)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
@@ -479,7 +482,7 @@ def _by_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one block in plain torch, with all logits in memory. Shapes are those of `flash_cpu`."""
+    """Compute one block in plain torch, with all logits in memory. The shapes are the same as in `flash_cpu`."""
     logits = _capped_logits(q, k, scale, softcap)
     is_masked = _outside_window(block, q.device)
     if is_masked is not None:

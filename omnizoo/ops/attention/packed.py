@@ -32,7 +32,7 @@ class Boundaries:
 
     cu_seqlens: torch.Tensor  # [samples + 1], int32, from 0 to the number of tokens
     max_seqlen: int  # length of the longest sample
-    known: Sequence[int] | None = None  # [samples], lengths if they are on the host
+    known: Sequence[int] | None = None  # [samples], lengths on the host; None if they are only on the device
 
     def lengths(self) -> list[int]:
         """Return the lengths of the samples. Causes a host sync if they are only on the device."""
@@ -41,13 +41,13 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Options of attention. Names and meanings are those of transformers' attention interface."""
+    """Options of attention, with the names and meanings of transformers' attention interface."""
 
     causal: bool = True
     scale: float | None = None
     window: int | None = None  # a token attends to itself and to the `window - 1` tokens before it
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    sinks: torch.Tensor | None = None  # [heads], one more logit per head, whose value is zero
+    sinks: torch.Tensor | None = None  # [heads], one more logit per head, with a zero value vector
     dropout: float = 0.0
 
 
@@ -59,12 +59,12 @@ def packed_attention(
     pattern: Pattern,
     bidirectional: BidirectionalSpans | None = None,
 ) -> torch.Tensor:
-    """Compute attention within each sample of a pack, by the fastest kernel that supports the options.
+    """Compute attention within each sample of a pack, with the fastest kernel that supports the options.
 
     Args:
         query: `[1, heads, tokens, width]`.
         key: `[1, kv_heads, tokens, width]`, where `kv_heads` divides `heads`.
-        value: `[1, kv_heads, tokens, width]`; the width may differ from that of the keys.
+        value: `[1, kv_heads, tokens, width]`; the width may differ from the width of the keys.
         boundaries: Boundaries of the samples.
         pattern: Options of attention.
         bidirectional: Bidirectional spans of the pack.
@@ -147,7 +147,7 @@ def _one_sample(
 
 
 def _visible(length: int, pattern: Pattern, device: torch.device, span_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return a bool mask `[length, length]` of the pairs that attend by `pattern`, or are in the mask `span_mask`."""
+    """Return a bool mask `[length, length]` of the (query, key) pairs that `pattern` or `span_mask` allows."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -213,14 +213,14 @@ class _InBlocks(torch.autograd.Function):
 
 
 def scale_of(query: torch.Tensor, pattern: Pattern) -> float:
-    """Return the scale of the logits: that of `pattern`, or 1 / sqrt(width)."""
+    """Return the scale of the logits: `pattern.scale` if it is set, otherwise 1 / sqrt(width)."""
     return float(query.shape[-1] ** -0.5) if pattern.scale is None else pattern.scale
 
 
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: Boundaries, pattern: Pattern
 ) -> torch.Tensor:
-    """Compute attention by torch's flash attention over `cu_seqlens`: one launch per pack, without a host sync."""
+    """Compute attention with torch's flash attention over `cu_seqlens`: one launch per pack, without a host sync."""
     from torch.nn.attention.varlen import varlen_attn
 
     tokens_before = -1 if pattern.window is None else pattern.window - 1

@@ -3,8 +3,8 @@
 The latter covers state space duality (Dao and Gu, 2024) and lightning attention.
 
 A run is a range of consecutive tokens of one sample. Runs are concatenated, and `lengths` has the number of tokens of
-each. No state is passed from one run to the next: the caller gives the state before each run. There must be at least
-one token.
+each run. No state is passed from one run to the next: the caller passes the state before each run. There must be at
+least one token.
 
 Shapes: T tokens, N runs, H heads, G groups of heads, K width of keys, V width of values.
 """
@@ -28,7 +28,7 @@ CHUNK = 64  # tokens per chunk
 class Chunks:
     """Runs split into chunks, in the order of the recurrence: the first chunk of every run, then the second, etc."""
 
-    runs_per_round: list[int]  # number of runs that have a first chunk, a second chunk, and so on
+    runs_per_round: list[int]  # number of runs with a first chunk, with a second chunk, and so on
     rows: torch.Tensor  # [chunks, CHUNK], index of each token; T for padding
     flat_index: torch.Tensor  # [T], index of each token in the flattened `rows`
     order: torch.Tensor  # [N], runs from most to fewest chunks
@@ -164,8 +164,8 @@ def linear_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute linear attention with decay: S <- exp(decay) S + beta k v; out = q S.
 
-    `query` and `key` are `[T, G, K]`, shared by the heads of a group, and `decay` is `[T, H]`. All else is as in
-    `delta_rule`.
+    `query` and `key` are `[T, G, K]`, shared by the heads of a group, and `decay` is `[T, H]`. All other arguments are
+    as in `delta_rule`.
     """
     heads = value.shape[1]
     groups = key.shape[1]
@@ -201,7 +201,7 @@ def linear_rule(
 
 
 def _split_finished(state: torch.Tensor, num_active: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Split `state [N, ...]` into the states of the first `num_active` runs, and those of the others, if any."""
+    """Split `state [N, ...]` into the states of the first `num_active` runs and of the other runs, if any."""
     num_finished = len(state) - num_active
     if not num_finished:
         return state, []

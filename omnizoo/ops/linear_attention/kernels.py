@@ -33,7 +33,7 @@ Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def rule_kernel(value: torch.Tensor, key_width: int, is_delta: bool, by_channel: bool) -> Kernel | None:
-    """Return a kernel for states with `key_width` rows, with the signature of `_rule`, or None to use plain torch."""
+    """Return a kernel with the signature of `_rule` for states with `key_width` rows, or None to use plain torch."""
     if not has_triton(value.device) or value.dtype not in HALF or key_width > MAX_KEY_WIDTH:
         return None
     module, name = RULES[is_delta, by_channel]
@@ -44,7 +44,8 @@ def rule_kernel(value: torch.Tensor, key_width: int, is_delta: bool, by_channel:
 def convolution_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return a causal convolution kernel, or None to use plain torch.
 
-    Its signature is `(x [1, C, T], weight [C, K], bias) -> [1, C, T]`, with the channels of `x` contiguous in memory.
+    Its signature is `(x [1, channels, tokens], weight [channels, taps], bias) -> [1, channels, tokens]`, with the
+    channels of `x` contiguous in memory.
     """
     if not has_triton(x.device) or weight.shape[1] not in TAPS or x.shape[1] % 8:
         return None
@@ -54,7 +55,7 @@ def convolution_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., t
 
 @lru_cache
 def find_kernel(module: str, name: str, layers: str) -> Any:
-    """Return the function `name` of `module`, or None if it is not installed, and log the choice once.
+    """Return the function `name` of `module`, or None if the module is not installed. Log the choice once.
 
     `layers` describes the layers in the log line.
     """

@@ -2,7 +2,7 @@
 
 `run_recurrence` selects the kernel for the device (`kernels`). `chunked_rules` has the plain torch versions that the
 kernels are tested against. `run_without_states` computes runs before their initial states are available, as sequence
-parallelism needs it; parallel/sequence/recurrent_states.py joins the results.
+parallelism requires. parallel/sequence/recurrent_states.py joins the results.
 
 Shapes: T tokens, N runs, L tokens of a run, H heads, G groups of heads, K width of keys, V width of values.
 """
@@ -61,7 +61,7 @@ def run_recurrence(
         state: `[N, H, K, V]`, the state before each run; None for zeros.
 
     Returns:
-        The output `[T, H, V]` and the states after map_tensors run `[N, H, K, V]`, in fp32 or better.
+        The output `[T, H, V]` and the states after each run `[N, H, K, V]`, in fp32 or better.
     """
     kernel = rule_kernel(inputs.value, inputs.key.shape[2], inputs.is_delta, inputs.decay.dim() == 3)
     query, key, decay, beta = (x.to(inputs.wide_dtype) for x in (inputs.query, inputs.key, inputs.decay, inputs.beta))
@@ -83,7 +83,7 @@ def run_recurrence(
     if state is None:
         state = value.new_zeros(len(lengths), value.shape[1], key.shape[2], value.shape[2])
     if not len(value):
-        # Without tokens, the output must still depend on every input, so that each gets a gradient.
+        # Without tokens, the output must still depend on every input, so that every input gets a gradient.
         return (value + 0 * (query.sum() + key.sum() + decay.sum() + beta.sum())).to(inputs.value.dtype), state
     if inputs.is_delta:
         query = _to_heads(query, value.shape[1])
@@ -105,15 +105,16 @@ def _to_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StatelessRuns:
-    """Results of runs that were computed with initial states of zero, and how an initial state would change them."""
+    """Results of runs with initial states of zero, and the data to compute the effect of other initial states."""
 
     out: torch.Tensor  # [T, H, V], output without initial states
-    reads: Sequence[torch.Tensor]  # for each run [L, H or G, K]; times the initial state: its contribution to `out`
-    decay: Sequence[torch.Tensor] | None  # for each run [L, H], decay since its start; None if included in `reads`
+    reads: Sequence[torch.Tensor]  # one [L, H or G, K] per run; its product with the initial state is added to `out`
+    # One [L, H] per run: decay since the start of the run; None if `reads` already includes it.
+    decay: Sequence[torch.Tensor] | None
     effect: torch.Tensor  # [N, H, K, V + K or V + 1], final state, and the linear map or factor of an initial state
 
     def contribution(self, run: int, state: torch.Tensor) -> torch.Tensor:
-        """Return what an initial state `[H, K, V]` adds to the output of a run, `[L, H, V]`."""
+        """Return the contribution of an initial state `[H, K, V]` to the output of a run, `[L, H, V]`."""
         reads = self.reads[run].transpose(0, 1)  # [H or G, L, K]
         groups = len(reads)
         by_group = state.to(reads.dtype).reshape(groups, len(state) // groups, *state.shape[1:])
@@ -144,7 +145,7 @@ def run_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> State
 
 
 def _linear_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> StatelessRuns:
-    """Return `run_without_states` for linear attention with decay."""
+    """Compute `run_without_states` for linear attention with decay."""
     assert not inputs.is_unit, "only delta rules normalize queries and keys"
     out, states_after = run_recurrence(inputs, lengths)
 
@@ -161,7 +162,7 @@ def _linear_without_states(inputs: RecurrentInputs, lengths: Sequence[int]) -> S
 
 
 def advance(effect: torch.Tensor, state: torch.Tensor | None, value_width: int) -> torch.Tensor:
-    """Return the state after a run, given its `effect` and the state before it (None: zeros)."""
+    """Return the state after a run, given its `effect` and the state before it (None for zeros)."""
     written = effect[..., :value_width]
     transition = effect[..., value_width:]
     if state is None:

@@ -1,7 +1,7 @@
 """A short causal depthwise convolution over runs of tokens.
 
 A run is a range of consecutive tokens of one sample. Runs are concatenated, and `lengths` has the number of tokens of
-each. Runs are independent: the caller gives the last tokens before each run.
+each run. Runs are independent: the caller passes the last tokens before each run.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def convolve(
     """
     taps = weight.shape[1]
     if not len(x):
-        # Without tokens, the output must still depend on every input, so that each gets a gradient.
+        # Without tokens, the output must still depend on every input, so that every input gets a gradient.
         bias_sum = 0 if bias is None else bias.sum()
         return x + 0 * (weight.sum() + before.sum() + bias_sum)
 
@@ -52,7 +52,7 @@ def convolve(
 
 @lru_cache(maxsize=64)
 def _padded_order(lengths: tuple[int, ...], padding: int) -> tuple[Indices, Indices]:
-    """Return the row order that places the `padding` preceding rows in front of each run, and the outputs to keep.
+    """Return the row order that puts the `padding` preceding rows before each run, and the indices of outputs to keep.
 
     The rows index the tokens followed by the preceding rows of all runs. The second array has the indices of the tokens
     in the output of a convolution without padding.

@@ -19,7 +19,7 @@ IN_CACHE = 2**18  # logits that stay in the cache of a CPU between elementwise o
 
 
 def max_logits(device: torch.device) -> int:
-    """Return the maximum number of logits of a chunk on `device`."""
+    """Return the maximum number of logits in a chunk on `device`."""
     return CHUNK_ON_HOST if is_host(device) else CHUNK
 
 
@@ -47,7 +47,7 @@ def linear_cross_entropy_sum(
 ) -> torch.Tensor:
     """Return the sum over rows of weight x (cross entropy + z_loss x log-sum-exp squared).
 
-    The matmul of the head is in the dtype of `hidden`; everything after it, and sums over chunks, are in fp32 or
+    The matmul of the head is in the dtype of `hidden`. All later operations, including sums over chunks, are in fp32 or
     better. Backward can run only once.
 
     Args:
@@ -76,7 +76,7 @@ class _Settings:
 
     label_smoothing: float
     z_loss: float
-    scale: float  # of the logits
+    scale: float  # factor of the logits
     softcap: float | None
     chunk_rows: int  # rows whose logits are in memory at a time
 
@@ -105,7 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, len(hidden), settings.chunk_rows):
             chunk = slice(first, first + settings.chunk_rows)
             chunk_hidden = hidden[chunk]
-            # The logits in the dtype of the head get no name, nor do views of `grad`: a name would keep them in memory.
+            # Do not assign the logits in the dtype of the head, or views of `grad`, to a name: it would keep them in
+            # memory.
             grad = _head_output(chunk_hidden, weight, bias).to(wide_dtype)
             chunk_weights = None if weights is None else weights[chunk].to(wide_dtype)
             _add_chunk_loss(total, grad, targets[chunk], chunk_weights, settings)

@@ -1,4 +1,4 @@
-"""The cost of a forward pass: the bytes it keeps for backward, and the time of its operators.
+"""The cost of a forward pass: the bytes that it keeps for backward, and the time that its operators take.
 
 Time is measured on real devices. On the device of a dry run it is estimated from FLOPs and bytes, so that plans are
 deterministic.
@@ -15,7 +15,7 @@ import torch
 from omnizoo.ops.device import PLANNED, is_host
 from omnizoo.ops.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
-# Per second, roughly those of a current accelerator.
+# FLOPs and bytes per second, roughly those of a current accelerator.
 FLOPS = 5e14
 BYTES = 2e12
 

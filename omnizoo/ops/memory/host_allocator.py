@@ -4,8 +4,8 @@ import ctypes
 import os
 import sys
 
-# Parameters of `mallopt` in glibc's malloc.h: the amount of free memory at the top of the heap beyond which it returns
-# to the system, and the size from which each allocation is mapped separately.
+# Parameters of `mallopt` in glibc's malloc.h: the amount of free memory at the top of the heap above which it is
+# returned to the system, and the size from which each allocation is mapped separately.
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 NEVER = -1
@@ -16,8 +16,8 @@ SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
 def keep_freed_memory() -> bool:
     """Configure malloc to keep freed memory in this process.
 
-    By default each tensor of some MB is mapped again in every step, and the system clears it page by page, which takes
-    a seventh of a step on a CPU (docs/project/experiments.md).
+    By default, each tensor of several MB is mapped again in every step, and the system clears it page by page. This
+    takes a seventh of a step on a CPU (docs/project/experiments.md).
 
     Returns:
         Whether the setting was changed. It is not changed without glibc, or if the user has set one of `SETTINGS`.

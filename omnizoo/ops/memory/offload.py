@@ -21,7 +21,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.ops.device import available_memory, is_host
 from omnizoo.ops.torch_private import storage_key
 
-MIN_BYTES = 2**18  # for smaller tensors the launch takes as long as the copy
+MIN_BYTES = 2**18  # for smaller tensors, the launch takes as long as the copy
 
 
 @dataclass
@@ -73,7 +73,7 @@ class HostBuffers:
         tensor.record_stream(self._stream)  # so that its memory is not reused before the copy is complete
 
     def put_back(self, host_tensor: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy `host_tensor` into `tensor` on the compute stream, where whatever uses `tensor` next is enqueued."""
+        """Copy `host_tensor` into `tensor` on the compute stream, which also runs all later uses of `tensor`."""
         if self._module is not None:
             # The copy stream fills `host_tensor` in `refill`, and the compute stream has not waited for it since.
             self._module.current_stream().wait_stream(self._stream)
@@ -98,7 +98,7 @@ class OffloadedTensor:
         self._host_tensor = host.copy_to_host(tensor)
 
     def fetch(self) -> None:
-        """Start the copy to the device, unless it was started before."""
+        """Start the copy to the device, unless it has already been started."""
         if self._copy is None:
             self._copy = self._host.copy_to_device(self._host_tensor)
 
@@ -122,7 +122,7 @@ class BlockActivations:
 
     def __init__(self, previous: "BlockActivations | None") -> None:
         self.items: dict[Any, tuple[weakref.ref[OffloadedTensor], weakref.ref[torch.UntypedStorage]]] = {}
-        self.previous = None if previous is None else weakref.ref(previous)  # those of the block before this one
+        self.previous = None if previous is None else weakref.ref(previous)  # activations of the block before this one
         self.bytes = 0
 
     def fetch(self) -> None:
@@ -203,7 +203,7 @@ class Offload:
         self._check_host_memory(activations)
 
     def _check_host_memory(self, activations: BlockActivations) -> None:
-        """Check that the activations of all blocks fit in host memory, by the size of the first offloaded block."""
+        """Check that the activations of all blocks fit in host memory, judging by the first offloaded block."""
         if self._is_checked or not activations.bytes:
             return
         self._is_checked = True

@@ -34,13 +34,15 @@ class Tiles:
     recomputation: Recomputation
     precision: str  # train.precision
     max_over_ranks: Callable[[int], int] | None = (
-        None  # for work with collectives: local number of tiles -> maximum over ranks
+        None  # maps the local number of tiles to the maximum over ranks; only for work with collectives
     )
 
     def __call__(
         self, module: nn.Module, compute: Callable[..., torch.Tensor], rows: torch.Tensor, *others: torch.Tensor
     ) -> torch.Tensor:
-        """Return `compute(rows, *others)`, computed tile by tile. Collective if `max_over_ranks` is set.
+        """Return `compute(rows, *others)`, computed tile by tile.
+
+        If `max_over_ranks` is set, this is a collective: all ranks must call it.
 
         Args:
             module: Contains the weights that `compute` uses.

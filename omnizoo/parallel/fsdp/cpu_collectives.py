@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter of FSDP2 on CPU, implemented with point-to-point messages.
 
 gloo's collectives (torch 2.13) copy their data several times. For 25 MB on two ranks they take 16 and 22 ms of CPU
-time, while these take 6 ms (benchmarks/gloo.py). On accelerators, FSDP2 uses the backend's collectives.
+time, while the functions here take 6 ms (benchmarks/gloo.py). On accelerators, FSDP2 uses the backend's collectives.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +42,7 @@ class DirectAllGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Send `input_tensor` to all ranks and receive theirs into `output_tensor`."""
+        """Send `input_tensor` to all ranks, and receive their tensors into `output_tensor`."""
         shards = output_tensor.chunk(group.size())
         work = _exchange([input_tensor] * len(shards), shards, group, GATHERING)
         local_shard = shards[group.rank()]

@@ -13,14 +13,14 @@ from omnizoo.parallel.mesh import Mesh
 
 
 def allocate(model: nn.Module, device: torch.device, of_shards: torch.device | None = None) -> None:
-    """Replace every parameter and buffer on the meta device by uninitialized memory. Tied weights stay tied.
+    """Replace every parameter and buffer on the meta device with uninitialized memory. Tied weights stay tied.
 
     Args:
-        model: Changed in place.
+        model: The model. It is changed in place.
         device: Device of the tensors.
-        of_shards: Device of sharded tensors, if it is a different one, as with CPU offload.
+        of_shards: Device of sharded tensors, if it differs from `device`, as with CPU offload.
     """
-    allocated: dict[int, torch.Tensor] = {}  # by id of the tensor on meta
+    allocated: dict[int, torch.Tensor] = {}  # keyed by the id of the tensor on meta
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if not tensor.is_meta:
@@ -34,7 +34,7 @@ def allocate(model: nn.Module, device: torch.device, of_shards: torch.device | N
 
 
 def move(model: nn.Module, device: torch.device, of_shards: torch.device | None = None) -> None:
-    """Move all tensors of `model` to `device`, and sharded ones to `of_shards` if it is set.
+    """Move all tensors of `model` to `device`. If `of_shards` is set, move sharded tensors there instead.
 
     FSDP2 re-reads its parameters whenever a module is moved, so this also registers tensors that were replaced after
     sharding. With CPU offload, FSDP2 pins the shards in host memory.

@@ -15,7 +15,8 @@ from omnizoo.parallel.fsdp.sharded_tensors import local_shard
 from omnizoo.parallel.traffic_tag import sent_along
 
 ROW = 1024  # elements that `sum_of_squares` sums in the dtype of the tensor
-GradientGroups = dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[nn.Parameter]]  # None: not sharded
+# The key None is for unsharded parameters.
+GradientGroups = dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[nn.Parameter]]
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def sum_replicated_gradients(parameters: Iterable[nn.Parameter]) -> None:
     if not unsharded or dist.get_world_size() == 1:
         return
     for parameter in unsharded:
-        if parameter.grad is None:  # this rank did not use the parameter, but others may have
+        if parameter.grad is None:  # this rank did not use the parameter, but other ranks may have used it
             parameter.grad = torch.zeros_like(parameter)
     grads = [p.grad for p in unsharded if p.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
@@ -42,7 +43,8 @@ def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> to
     """Return this rank's part of the squared L2 norm of all gradients, on `device`.
 
     The sum over all ranks is the squared norm that one process would compute. Ranks that hold copies of a shard have
-    the same gradient, because HSDP all-reduces it in backward, so each of them counts an equal fraction of the square.
+    the same gradient, because HSDP all-reduces it in backward, so each of these ranks counts an equal fraction of the
+    square.
     """
     squares = []
     for mesh_and_placements, group in _by_placement(parameters).items():

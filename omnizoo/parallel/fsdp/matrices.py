@@ -53,12 +53,12 @@ def on_full_matrices(tensors: Sequence[torch.Tensor], function: Function) -> lis
     """Apply `function` to the matrices in the last two dims of each tensor. Collective: all ranks must call it.
 
     A rank that holds full matrices, such as whole experts, processes them locally. Other matrices are assigned to the
-    ranks that share them, balanced by cost. One all-to-all sends the shards there and another returns the results, so
-    the communication and computation of a rank are in proportion to its shards.
+    ranks that share them, balanced by cost. One all-to-all sends the shards to these ranks and another returns the
+    results, so the communication and computation of a rank are in proportion to its shards.
 
     Args:
         tensors: Tensors `[..., m, n]`, sharded or not.
-        function: Maps `[B, m, n]` to `[B, m, n]`, each matrix independently.
+        function: Maps `[matrices, m, n]` to `[matrices, m, n]`, each matrix independently.
 
     Returns:
         This rank's shards of the results.
@@ -116,7 +116,7 @@ def _jobs(i: int, tensor: torch.Tensor, local: torch.Tensor, dim: int, group: di
 def _work(
     jobs: Sequence[_Job], local: Sequence[torch.Tensor], function: Function, group: dist.ProcessGroup, axis: str
 ) -> dict[int, torch.Tensor]:
-    """Run the jobs on the ranks of `group`. Return this rank's shards of the results, by index of the tensor."""
+    """Run the jobs on the ranks of `group`. Return this rank's shards of the results, keyed by tensor index."""
     rank = group.rank()
     ranks = range(group.size())
     jobs_by_owner = _assign_jobs(jobs, len(ranks))

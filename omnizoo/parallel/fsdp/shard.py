@@ -70,7 +70,7 @@ def shard(
     if units.embedding is not None:
         unit = make_unit(units.embedding, mesh.fsdp, reshard_after_forward=reshard, **options)
         unit.set_unshard_in_backward(False)  # the gradient of an embedding does not depend on its weights
-    # Backward needs the weights of head and root at once, so resharding them would only add all-gathers.
+    # Backward needs the weights of the head and the root immediately, so resharding them would only add all-gathers.
     if units.head is not None:
         cast_activations(units.head, policy.param_dtype)  # some models cast to the dtype of the sharded weights
         make_unit(units.head, mesh.fsdp, reshard_after_forward=False, **options)
@@ -87,7 +87,7 @@ def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
     for setter, order in zip(setters, (blocks, blocks[::-1]), strict=True):
         for i, (block, *inner_units) in enumerate(order):
             prefetched: list[nn.Module] = []
-            if i == 0:  # no earlier block prefetches the inner units of the first one
+            if i == 0:  # no earlier block prefetches the inner units of the first block
                 prefetched += inner_units
             if i + 1 < len(order):
                 prefetched += order[i + 1]
@@ -98,7 +98,7 @@ def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
 def cast_activations(block: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast the hidden states, which are the first argument of `block`, to `dtype`. Other arguments keep their dtype.
 
-    Most models already pass them in this dtype, but some add an fp32 buffer to them first. If `dtype` is None, nothing
+    Most models already pass hidden states in this dtype, but some first add an fp32 buffer. If `dtype` is None, nothing
     is cast.
     """
     if dtype is None:
@@ -126,7 +126,7 @@ def make_unit(module: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule
     """Shard `module` over `mesh` in place with `fully_shard` and `options`.
 
     Gradients are summed over the mesh, and on CPU point-to-point messages replace gloo's collectives. These settings
-    apply to this unit only, not to nested ones.
+    apply to this unit only, not to nested units.
     """
     unit = fully_shard(module, mesh=mesh, **options)
     set_collectives(unit, mesh.get_group(mesh.ndim - 1))
@@ -150,9 +150,9 @@ def set_gradient_sync(model: nn.Module, last: bool, reduce_each: bool) -> None:
 
     Args:
         model: The root FSDP2 unit.
-        last: Whether this is the last micro-batch of the step. By default, only the last one reduces gradients.
-        reduce_each: Reduce-scatter the gradients of every micro-batch, so that only local shards are kept. HSDP still
-            all-reduces once per step.
+        last: Whether this is the last micro-batch of the step. By default, only the last micro-batch reduces gradients.
+        reduce_each: Whether to reduce-scatter the gradients of every micro-batch, so that only local shards are kept.
+            HSDP still all-reduces once per step.
     """
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(last)

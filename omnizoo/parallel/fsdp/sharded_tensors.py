@@ -94,7 +94,7 @@ def sum_over_shards(
     Args:
         values: For each parameter, a tensor that this rank has computed from its local shard.
         parameters: The parameters that the values belong to.
-        dims: For each parameter, the dims whose splits are summed over (the last dim is -1); None for all dims.
+        dims: For each parameter, the dims to sum over if they are split (the last dim is -1); None for all dims.
     """
     members_by_groups: dict[tuple[tuple[dist.ProcessGroup, str], ...], list[int]] = defaultdict(list)
     for i, (parameter, summed_dims) in enumerate(zip(parameters, dims, strict=True)):

@@ -40,7 +40,7 @@ class Stretch:
     sample: int  # index of the sample in the pack
     position: int  # position of the first token in the sample
     first_token: int  # index of the first token among the tokens of its rank
-    length: int  # tokens
+    length: int  # number of tokens
 
 
 def find_stretches(slices: Sequence[Indices], lengths: Sequence[int]) -> list[list[Stretch]]:
@@ -105,15 +105,16 @@ class Recurrence:
         self.lengths = lengths
         self.device = device
         self.overlap = overlap
-        self.stretches = find_stretches(slices, lengths)  # those of each rank
+        self.stretches = find_stretches(slices, lengths)  # one list per rank
         self.local_stretches = self.stretches[rank]
 
-        self.chains: dict[int, list[Stretch]] = {}  # sample -> its stretches, by position
+        self.chains: dict[int, list[Stretch]] = {}  # sample -> its stretches, sorted by position
         all_stretches = [stretch for stretches in self.stretches for stretch in stretches]
         for stretch in sorted(all_stretches, key=lambda stretch: (stretch.sample, stretch.position)):
             self.chains.setdefault(stretch.sample, []).append(stretch)
         self.has_split_samples = any(len(chain) > 1 for chain in self.chains.values())
-        self._halos: dict[int, tuple[Sending, torch.Tensor]] = {}  # cache, by number of tokens before a stretch
+        # Cache, keyed by the number of tokens before a stretch.
+        self._halos: dict[int, tuple[Sending, torch.Tensor]] = {}
 
     @property
     def local_lengths(self) -> list[int]:
@@ -121,22 +122,25 @@ class Recurrence:
         return [stretch.length for stretch in self.local_stretches]
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the causal convolution of `x` `[T, C]` with `weight` `[C, K]`, as `[T, C]`. Collective."""
+        """Return the causal convolution of `x [tokens, channels]` with `weight [channels, taps]`, in the shape of `x`.
+
+        Collective: all ranks must call it.
+        """
         num_before = weight.shape[1] - 1
         before = x.new_zeros(len(self.local_stretches), num_before, x.shape[1])
         if self.has_split_samples and num_before:
             sending, row_index = self._halo(num_before)
             received = exchange_rows(x[sending.rows], sending.sent, sending.received, self.group, "sp")
             before = torch.cat([received, received.new_zeros(1, x.shape[1])])[row_index]
-            # The exchange in backward is a collective. Every rank reaches it only if its output depends on the received
+            # The exchange in backward is a collective. A rank reaches it only if its output depends on the received
             # rows, even if it uses none of them.
             before = before + 0 * received.sum()
         return convolve(x, weight, bias, self.local_lengths, before)
 
     def run_recurrence(self, inputs: RecurrentInputs, method: str | None = None) -> torch.Tensor:
-        """Return the output of the recurrence for this rank's tokens, `[T, H, V]`. Collective.
+        """Return the output of the recurrence for this rank's tokens, `[T, H, V]`. Collective: all ranks must call it.
 
-        `method` is `states` or `heads`. None selects the one with fewer bytes sent by the busiest rank.
+        `method` is `states` or `heads`. None selects the method for which the busiest rank sends fewer bytes.
         """
         if not self.has_split_samples:
             return ops.run_recurrence(inputs, self.local_lengths)[0]
@@ -146,11 +150,12 @@ class Recurrence:
         return self._by_heads(inputs) if method == "heads" else self._by_states(inputs)
 
     def bytes_sent(self, inputs: RecurrentInputs) -> dict[str, list[int]]:
-        """Return the bytes that each rank sends in a forward pass, for each method that is possible.
+        """Return the bytes that each rank sends in a forward pass, keyed by method. Impossible methods are omitted.
 
         By states: `H K (V + K)` fp32 numbers (delta rule), or `H K (V + 1)`, for each stretch and each rank that holds
-        later stretches of its sample. By heads: query, key, value and gates of each token are sent to the ranks of its
-        heads, and its output is sent back. `inputs` may have any number of tokens.
+        later stretches of its sample (H heads, K and V the widths of keys and values). By heads: query, key, value and
+        gates of each token are sent to the ranks of its heads, and its output is sent back. `inputs` may have any
+        number of tokens.
         """
         costs = {"states": self._bytes_by_states(inputs)}
         if inputs.value.shape[1] >= len(self.slices):
@@ -180,8 +185,8 @@ class Recurrence:
         ranks = range(len(self.slices))
         split = split_heads(heads, groups, len(ranks))
 
-        input_bytes = []  # bytes of one token's inputs for the heads of each rank
-        output_bytes = []  # bytes of one token's output for the heads of each rank
+        input_bytes = []  # for each rank: bytes per token of the inputs of its heads
+        output_bytes = []  # for each rank: bytes per token of the outputs of its heads
         for (first, last), (first_kv, last_kv) in zip(split.heads, split.kv_heads, strict=True):
             num_heads = last - first
             num_kv_heads = last_kv - first_kv
@@ -212,7 +217,7 @@ class Recurrence:
                     outputs[stretch.index] = outputs[stretch.index] + stateless.contribution(stretch.index, state)
                 if stretch in received_row:
                     state = ops.advance(effects[received_row[stretch]], state, value_width)
-        # The exchange in backward is a collective. Every rank reaches it only if its output depends on `received`.
+        # The exchange in backward is a collective. A rank reaches it only if its output depends on `received`.
         return torch.cat([stateless.out[:0], *outputs]) + 0 * received.sum().to(stateless.out.dtype)
 
     def _by_heads(self, inputs: RecurrentInputs) -> torch.Tensor:
@@ -255,8 +260,9 @@ class Recurrence:
             The rows to send and receive, and for each row that this rank needs, its index among the received rows.
         """
         ranks = range(len(self.slices))
-        sent_rows: list[list[int]] = [[] for _ in ranks]  # by destination
-        received_needs: list[list[int]] = [[] for _ in ranks]  # by source: indices into the rows that this rank needs
+        sent_rows: list[list[int]] = [[] for _ in ranks]  # one list per destination rank
+        # One list per source rank: indices into the rows that this rank needs.
+        received_needs: list[list[int]] = [[] for _ in ranks]
         num_needed = 0
         for destination, owner, row in needed_rows:
             if owner == self.rank:
@@ -310,7 +316,7 @@ class Recurrence:
 
     @cached_property
     def _pair_rows(self) -> tuple[Sending, dict[Stretch, int]]:
-        """Exchange of (M, U) pairs for `_by_states`, and the received row of each stretch whose pair is needed here."""
+        """The exchange of (M, U) pairs for `_by_states`, and the received row of each pair that this rank needs."""
         later_ranks = [entry for chain in self.chains.values() for entry in _later(chain)]
         sending, received_index = self._plan_sending(
             (destination, stretch.rank, stretch.index)
@@ -322,7 +328,7 @@ class Recurrence:
 
     @cached_property
     def _order(self) -> tuple[torch.Tensor, ...]:
-        """Permutation from tokens sorted by rank to tokens in pack order, and its inverse."""
+        """The permutation from tokens sorted by rank to tokens in pack order, and its inverse."""
         tokens = np.concatenate(self.slices)
         order = np.argsort(tokens, kind="stable")
         return tuple(to_device(torch.from_numpy(index), self.device) for index in (order, tokens))

@@ -26,13 +26,13 @@ from omnizoo.parallel.traffic_tag import sent_along
 
 @dataclass(frozen=True)
 class Ring:
-    """The ring as seen from one rank: token counts of all ranks, and the attention blocks for its queries."""
+    """The ring from the perspective of one rank: token counts of all ranks, and attention blocks for its queries."""
 
     group: dist.ProcessGroup
     rank: int
     tokens: Sequence[int]  # tokens of each rank
     blocks: Sequence[Blocks]  # for each rank, the blocks between this rank's queries and that rank's keys
-    kv_repeats: Sequence[int] | None  # query heads of each kv head; None if all kv heads have the same number
+    kv_repeats: Sequence[int] | None  # number of query heads of each kv head; None if it is the same for all kv heads
 
     @property
     def size(self) -> int:
@@ -128,7 +128,8 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             transfer = ring.pass_on(current, width, step) if step < ring.size - 1 else None
             keys, values = (repeat_kv(x, ring.kv_repeats) for x in _unflatten(current, k.shape[1:], v.shape[1:]))
-            step_grads = accumulator(k, keys.numel() + values.numel())  # one buffer for both, as they are sent together
+            # One buffer for both gradients, because they are sent together.
+            step_grads = accumulator(k, keys.numel() + values.numel())
             dk, dv = _unflatten(step_grads, keys.shape[1:], values.shape[1:])
             blocks = ring.blocks[(ring.rank - step) % ring.size]
             attend_blocks_backward(grad_out, q, keys, values, out, lse, blocks, ctx.scale, ctx.softcap, dq, dk, dv)
@@ -148,12 +149,15 @@ class _RingAttention(torch.autograd.Function):
 
 @sent_along("ring")
 def _message(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return keys and values in one buffer, so that one message carries both."""
+    """Return keys and values in one buffer, so that they are sent in one message."""
     return torch.cat([k.flatten(), v.flatten()])
 
 
 def _unflatten(flat: torch.Tensor, k_shape: torch.Size, v_shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a buffer of `_message` into views of keys and values. The shapes are those of one token."""
+    """Split a buffer of `_message` into views of keys and values.
+
+    `k_shape` and `v_shape` are the shapes of one token.
+    """
     tokens = flat.numel() // (k_shape.numel() + v_shape.numel())
     k, v = flat.split([tokens * k_shape.numel(), tokens * v_shape.numel()])
     return k.view(tokens, *k_shape), v.view(tokens, *v_shape)

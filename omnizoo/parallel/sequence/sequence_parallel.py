@@ -90,7 +90,7 @@ class SequenceParallel:
         cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         self.boundaries = Boundaries(to_device(cumulative, mesh.device), max(lengths, default=0), lengths)
         self.runs = ring_runs(lengths, layout.ring)
-        self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # cache, by (causal, window)
+        self.blocks: dict[tuple[bool, int | None], list[Blocks]] = {}  # cache, keyed by (causal, window)
 
     @property
     def longest(self) -> int:
@@ -104,15 +104,21 @@ class SequenceParallel:
         return Recurrence(mesh.group("sp"), mesh.sp_rank, self.slices, self.lengths, mesh.device, self.overlap)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the causal convolution of this rank's tokens, see `Recurrence.convolve`. Collective."""
+        """Return the causal convolution of this rank's tokens (see `Recurrence.convolve`).
+
+        Collective: all ranks must call it.
+        """
         return self.recurrence.convolve(x, weight, bias)
 
     def run_recurrence(self, inputs: RecurrentInputs) -> torch.Tensor:
-        """Return the output of a recurrence for this rank's tokens, see `Recurrence.run_recurrence`. Collective."""
+        """Return the output of a recurrence for this rank's tokens (see `Recurrence.run_recurrence`).
+
+        Collective: all ranks must call it.
+        """
         return self.recurrence.run_recurrence(inputs)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-        """Return the attention output for this rank's tokens, `[1, T, H, Dv]`. Collective.
+        """Return the attention output for this rank's tokens, `[1, T, H, Dv]`. Collective: all ranks must call it.
 
         `query` `[1, H, T, Dk]`, `key` `[1, KV, T, Dk]` and `value` `[1, KV, T, Dv]` contain all heads of these tokens.
         """

@@ -31,15 +31,15 @@ def ring_runs(lengths: Sequence[int], ring: int) -> list[list[list[TokenRun]]]:
     """Return, for each ring rank and sample, the runs of tokens that the rank holds, in order.
 
     A sample is cut into 2 x ring chunks, and rank r holds chunk r from the start and chunk r from the end. In causal
-    attention, early tokens attend to few tokens and late ones to many, so this balances the work within every sample.
+    attention, early tokens attend to few tokens and late tokens to many, so this balances the work within every sample.
     """
-    num_tokens = [0] * ring  # of each rank
+    num_tokens = [0] * ring  # number of tokens of each rank
     num_chunks = 2 * ring
     runs: list[list[list[TokenRun]]] = [[] for _ in range(ring)]
     for length in lengths:
         base, remainder = divmod(length, num_chunks)
         sizes = [base] * num_chunks
-        # The remainder goes to the ranks with the fewest tokens, so that counts differ by at most 1.
+        # Assign the remainder to the ranks with the fewest tokens, so that counts differ by at most 1.
         order = sorted(range(ring), key=num_tokens.__getitem__)
         chunk_order = order + [num_chunks - 1 - rank for rank in order]
         for chunk in chunk_order[:remainder]:

@@ -1,4 +1,4 @@
-"""Ulysses: an all-to-all turns all heads of some tokens into some heads of all tokens, and another one reverses it.
+"""Ulysses: an all-to-all exchanges all heads of some tokens for some heads of all tokens, and another reverses this.
 
 Buffers are token-major, `[tokens, heads, width]`. The pieces received from the ranks are contiguous along the token
 dim, so they need no copy.
@@ -25,12 +25,12 @@ Start = Callable[[torch.Tensor, Ranges], Callable[[], torch.Tensor]]
 class HeadSplit:
     """The query heads and kv heads of each Ulysses rank. Several ranks may need the same kv head."""
 
-    heads: Ranges  # (first, end) of each rank
-    kv_heads: Ranges  # (first, end) of each rank; ranges may overlap
+    heads: Ranges  # (first, end) of the query heads of each rank
+    kv_heads: Ranges  # (first, end) of the kv heads of each rank; ranges may overlap
     group_size: int  # query heads per kv head
 
     def kv_repeats(self, rank: int) -> list[int] | None:
-        """Return the number of local query heads of each local kv head, or None if all have the same number."""
+        """Return the number of local query heads of each local kv head, or None if it is the same for all kv heads."""
         first, end = self.heads[rank]
         repeats = []
         for kv_head in range(*self.kv_heads[rank]):
@@ -61,7 +61,10 @@ def check_heads(layout: Layout, heads: int, kv_heads: int) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The two collectives of Ulysses, gather and scatter. Each is one all-to-all, and the gradient of the other."""
+    """The two collectives of Ulysses, gather and scatter.
+
+    Each is one all-to-all, and each is the backward of the other.
+    """
 
     group: dist.ProcessGroup
     axis: str  # mesh axis of `group`
@@ -94,7 +97,7 @@ class Exchange:
 
         Returns:
             A function that waits for the collective and returns all heads of this rank's tokens,
-            `[local tokens, heads, width]`. A head that several ranks have is summed.
+            `[local tokens, heads, width]`. Heads that several ranks have are summed.
         """
         local_tokens = self.tokens[self.rank]
         local_heads, width = x.shape[1:]
@@ -133,7 +136,10 @@ def _after(work: dist.Work | None, received: torch.Tensor) -> torch.Tensor:
 
 
 class GatherTokens(torch.autograd.Function):
-    """Turn all heads of this rank's tokens into all tokens of this rank's heads; `ranges` has one entry per tensor."""
+    """Exchanges all heads of this rank's tokens for all tokens of this rank's heads.
+
+    `ranges` has one entry per tensor.
+    """
 
     @staticmethod
     def forward(
@@ -150,7 +156,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterTokens(torch.autograd.Function):
-    """Turn the attention output of this rank's heads into the output of this rank's tokens."""
+    """Exchanges the attention output of this rank's heads for the output of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, split: HeadSplit, out: torch.Tensor) -> torch.Tensor:

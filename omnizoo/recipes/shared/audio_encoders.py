@@ -15,10 +15,10 @@ STRIDE = 2  # stride of the convolutions before the layers of a Whisper tower
 
 
 class MaskedWindowEncoder(AudioTowerEncoder):
-    """Encoder for audio as log-mel windows of the one length that the tower accepts.
+    """Encoder that splits audio into log-mel windows of the fixed length that the tower accepts.
 
-    Windows do not attend to each other. Qwen2-Audio has one window. Its padding is masked in the tower and has no
-    placeholder tokens.
+    Windows do not attend to each other. Qwen2-Audio accepts a single window per clip. Padding within a window is masked
+    in the tower and gets no placeholder tokens.
     """
 
     max_windows: ClassVar[int] = 1  # maximum number of windows of an audio clip
@@ -26,7 +26,7 @@ class MaskedWindowEncoder(AudioTowerEncoder):
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float | None = None) -> None:
         super().__init__(model, TOWER, PROJECTOR)
-        # The tower forms a batch of windows with attention within each, so there is nothing to pack.
+        # The tower processes a batch of windows, with attention within each window, so there is nothing to pack.
         self.tower.config._attn_implementation = "sdpa"
         audio = model.config.audio_config
         self.extractor = load_processor(WhisperFeatureExtractor, folder, {}, feature_size=audio.num_mel_bins)
@@ -132,7 +132,7 @@ class MultiWindowEncoder(MaskedWindowEncoder):
 
 
 class FullWindowEncoder(MaskedWindowEncoder):
-    """Encoder of Voxtral: full windows, because the model was trained with placeholder tokens for padding too."""
+    """Encoder of Voxtral: full windows, because the model was trained with placeholder tokens for padding, too."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 1800.0) -> None:
         super().__init__(model, folder)

@@ -38,7 +38,7 @@ def generate_arguments(sampling: Sampling) -> dict[str, Any]:
 
 @contextmanager
 def seeded(sampling: Sampling) -> Iterator[None]:
-    """Context manager: seed torch's global random generator, which transformers uses, from that of `sampling`."""
+    """Context manager: seed torch's global generator, which transformers uses, from the generator of `sampling`."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         # The penalty is meant to apply to codes only.
         warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")

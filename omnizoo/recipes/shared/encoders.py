@@ -141,7 +141,7 @@ class EncoderSpec:
 def build_modalities(
     specs: Mapping[str, EncoderSpec], model: PreTrainedModel, folder: str | None, options: Options
 ) -> dict[str, Modality]:
-    """Build the encoders of a model and return them by modality."""
+    """Build the encoders of a model. Returns the modalities, keyed by name."""
     modalities = {}
     for name, spec in specs.items():
         encoder = build_with_options(spec.encoder, options, name, model, folder)
@@ -172,7 +172,7 @@ def build_with_options(build: Callable[..., Any], options: Options, name: str, *
         name: A modality for its encoder, or "MODALITY/decoder".
 
     Raises:
-        UserError: If `build` does not have an option. The message contains its key.
+        UserError: If `build` does not have one of the options. The message contains the key of this option.
     """
     user_options = options.get(name, {})
     try:
@@ -184,7 +184,7 @@ def build_with_options(build: Callable[..., Any], options: Options, name: str, *
 
 
 def check_positive(key: str, **options: float | None) -> None:
-    """Raise a `UserError` for options that are set, but not above 0. `key` is the config key of the options."""
+    """Raise a `UserError` if an option is set but not above 0. `key` is the config key of the options."""
     for name, value in options.items():
         if value is not None and not value > 0:
             raise UserError(f"{key}.{name}: {value!r} must be above 0")
@@ -264,7 +264,7 @@ def boundaries(segments: Sequence[tuple[int, int]], device: torch.device) -> tor
 
 
 def interpolation_inputs(grid: torch.Tensor, table: Any, **options: Any) -> Inputs:
-    """Return indices and weights with which patches of `grid [1, 3]` interpolate the tower's table of positions.
+    """Return the indices and weights that interpolate the tower's position table for the patches of `grid [1, 3]`.
 
     Weights are stored as integers, because floats would be cast to the dtype of the model. They keep the precision of
     fp32.

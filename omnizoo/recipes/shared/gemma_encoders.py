@@ -1,4 +1,4 @@
-"""Encoders for images and audio of Gemma 3 and 4.
+"""Image and audio encoders of Gemma 3 and 4.
 
 Gemma 3 encodes square tiles. Gemma 4 encodes patches of images of any shape and pools them into placeholder tokens;
 four mel frames of audio become one placeholder token. Models without towers (12B, "unified") project raw pixels or raw
@@ -52,8 +52,8 @@ SOFT_TOKENS = (70, 140, 280, 560, 1120)  # numbers of placeholder tokens per ima
 class PanAndScanEncoder(TileEncoder):
     """Image encoder of Gemma 3, with optional pan and scan.
 
-    With `pan_and_scan`, a long image is encoded as a whole and then as crops. None uses the setting of the folder's
-    preprocessor.
+    With `pan_and_scan`, an elongated image is encoded as a whole and then as crops. None uses the setting of the
+    folder's preprocessor.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, pan_and_scan: bool | None = None) -> None:
@@ -385,7 +385,7 @@ def image_patches(
 
 
 def check_soft_tokens(kind: str, max_soft_tokens: int, position_limit: int = SOFT_TOKENS[-1]) -> None:
-    """Raise a `UserError` for a `max_soft_tokens` that the model was not trained with, or has no positions for."""
+    """Raise a `UserError` if the model was not trained with `max_soft_tokens`, or has too few positions for it."""
     allowed = [str(count) for count in SOFT_TOKENS if count <= position_limit]
     if str(max_soft_tokens) not in allowed:
         key = f"model.modalities.{kind}.encoder.options"

@@ -1,4 +1,4 @@
-"""Encoders for videos of Gemma 4.
+"""Video encoders of Gemma 4.
 
 Each frame is an image with fewer placeholder tokens, preceded by its time as text. Frames attend to each other only in
 the language model.
@@ -20,7 +20,7 @@ from omnizoo.recipes.shared.tensor_images import BICUBIC, TensorImageProcessor
 
 PUBLISHED = {"max_soft_tokens": 70, "resample": BICUBIC, "image_mean": [0.0], "image_std": [1.0]}
 PUBLISHED_FRAMES = 32
-RATE = 24.0  # assumed frames per second of frames that come without a rate
+RATE = 24.0  # assumed frames per second of frame lists without a rate
 FRAMES_PER_PART = 8  # frames per part: longer videos are split, so that several ranks can encode them
 
 

@@ -28,12 +28,12 @@ from omnizoo.recipes.shared.decoders import head_loss
 from omnizoo.recipes.shared.encoders import UsesModel
 from omnizoo.recipes.shared.image_encoders import TileEncoder
 
-SIZE_END, FRAME_END = "<|image token|>", "<|extra_201|>"  # tokens before and after the codes of an image of Emu3
+SIZE_END, FRAME_END = "<|image token|>", "<|extra_201|>"  # tokens before and after the image codes in Emu3
 PUBLISHED_AREA = 720 * 720  # pixels of images that Emu3 generates by default
 
 
 class SquareImageEncoder(TileEncoder):
-    """Encoder for images resized to the one size that the tower accepts."""
+    """Encoder for images that are resized to the fixed size of the tower."""
 
     def __init__(self, model: PreTrainedModel, processor: Any, tower: str, projector: str) -> None:
         vision: Any = model.get_submodule(tower).config
@@ -69,7 +69,7 @@ class ImageCodesDecoder(UsesModel, CustomFlops, Decoder):
 
     @property
     def vq(self) -> Any:
-        """The VQ model, always in eval mode: some have norms that would update their statistics."""
+        """The VQ model, always in eval mode, because some VQ models have norms that would update their statistics."""
         return self.model.model.vqmodel.eval()
 
     def prepare(self, media: Media) -> Inputs:
@@ -270,7 +270,7 @@ class LineCodes(VocabularyCodes):
     def generate(
         self, hidden: torch.Tensor, advance: Callable[[torch.Tensor], torch.Tensor], sampling: Sampling
     ) -> torch.Tensor:
-        """Generate the codes of an image, after tokens for its size; then advance over the end of the frame."""
+        """Generate tokens for the size of an image, then its codes. Finally, advance past the end of the frame."""
         lines, columns = self.generated_grid
         tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
 
@@ -293,7 +293,7 @@ class LineCodes(VocabularyCodes):
 
 
 def merge_token_ids(model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]) -> dict[str, Any]:
-    """Replace placeholder tokens by the token ids of codes, which the model embeds with the text."""
+    """Replace placeholder tokens with the token ids of codes, which the model embeds along with the text."""
     ids = inputs["input_ids"]
     for media_features in features.values():
         index = (torch.zeros_like(media_features.index), media_features.index)

@@ -1,4 +1,7 @@
-"""Encoder for images of Kimi K2.5 and later: never enlarged, padded to a whole number of placeholder tokens."""
+"""Image encoder of Kimi K2.5 and later.
+
+Images are never enlarged. They are padded to a whole number of placeholder tokens.
+"""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +46,7 @@ class NativeSizeEncoder(PatchEncoder):
         self.max_edge = side * self.patch  # pixels
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width, scaled down if an image has too many patches in total or along a side."""
+        """Return the height and width, scaled down if an image has too many patches in total or along a side."""
         max_patches = self.processor.settings["max_patches"]
         max_edge: int = self.max_edge
         patches = max(1, height // self.patch) * max(1, width // self.patch)

@@ -1,4 +1,4 @@
-"""Encoder for images of Llama 4: square tiles that are encoded separately, then the whole image as one more tile."""
+"""Image encoder of Llama 4: square tiles that are encoded separately, then the whole image as one more tile."""
 
 import math
 from typing import Any
@@ -49,8 +49,8 @@ class CanvasEncoder(TileEncoder):
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles of the canvas for an image.
 
-        Among canvases that an image fits without shrinking, choose the one with the least enlargement, or with the most
-        if `resize_to_max_canvas` is set. If there is none, choose the one with the least shrinking.
+        Among canvases that an image fits without shrinking, choose the canvas with the least enlargement, or with the
+        most if `resize_to_max_canvas` is set. If there is none, choose the canvas with the least shrinking.
         """
         max_tiles = self.processor.settings["max_patches"]
         prefers_large = self.processor.settings["resize_to_max_canvas"]

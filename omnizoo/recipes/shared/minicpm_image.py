@@ -1,4 +1,4 @@
-"""Encoder for images of MiniCPM-V 4.7: a downscaled copy of the whole image, and slices of it.
+"""Image encoder of MiniCPM-V 4.7: a downscaled copy of the whole image, and slices of the image.
 
 Crops do not attend to each other in the tower. Its first layers process all patches; the tower then merges them, and
 later layers process a quarter of them.

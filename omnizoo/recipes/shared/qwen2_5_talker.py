@@ -1,7 +1,7 @@
 """Talker of Qwen2.5-Omni, which has one codebook.
 
 Its context is the whole conversation before the response. Each token is the sum of the thinker's last hidden state and
-its embedding; media have no embedding. The text of the response follows, one token per frame.
+its embedding. Media have no embedding. The text of the response follows, one token per frame.
 
 Inputs are built as the model's own `generate` builds them for a prompt that is padded on the left. For a prompt without
 padding, transformers 5.22.2 drops the mask before it calls the talker. The talker then adds no codec marks before the
@@ -59,7 +59,7 @@ class Qwen25Talker(Talker):
         self.end_id = settings.tts_codec_end_token_id
 
     def _read_voices(self, file: str | None) -> None:
-        """Read the voices of the model's folder, or of `file`."""
+        """Read the voices from the model's folder, or from `file`."""
         key = f"{OPTIONS}.speakers: {file}" if file else VOICES
         if file is not None:
             also_carry(self.model, VOICES, file, f"{OPTIONS}.speakers")  # exports then contain the file

@@ -1,8 +1,8 @@
 """Talker of Qwen3-Omni.
 
-Its context is the user's turns: text as the thinker's embeddings, and media as hidden states of a middle layer of the
-thinker. The text of the response follows, one token per frame of speech. The talker predicts the first codebook, and
-its code predictor all others.
+Its context consists of the user's turns: text as the thinker's embeddings, and media as hidden states of a middle layer
+of the thinker. The text of the response follows, one token per frame of speech. The talker predicts the first codebook,
+and its code predictor all others.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Encoders for audio of Qwen models: audio clips, and the audio of videos, interleaved with their frames."""
+"""Audio encoders of Qwen models, for audio clips and for the audio of videos, which is interleaved with frames."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -119,7 +119,7 @@ class QwenAudioEncoder(AudioTowerEncoder):
         return chunks
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        """Split audio between windows, because attention is within each window."""
+        """Split audio between windows, because positions attend only within their window."""
         parts: list[tuple[MediaSize, Inputs]] = []
         for mels in inputs["mels"].split(WINDOWS_PER_PART * self.window_frames):
             placeholders = self.count_placeholders({"mels": mels})
@@ -157,7 +157,7 @@ class QwenAudioEncoder(AudioTowerEncoder):
 
 
 def first_rows(lengths: Sequence[int], counts: Sequence[int], device: torch.device, step: int = 1) -> torch.Tensor:
-    """Return the indices of the first `counts` rows of items that have `lengths` rows, or of every `step`-th."""
+    """Return the indices of every `step`-th of the first `counts` rows of items that have `lengths` rows."""
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
     rows = []
     for start, count in zip(starts, counts, strict=True):
@@ -241,7 +241,7 @@ class PooledAudioEncoder(QwenAudioEncoder):
         device = items[0]["mels"].device
         chunk_rows = self.chunk // 2
         padded = [self.chunks_of(item["mels"]) for item in items]
-        rows = [(len(item["mels"]) - 1) // 2 + 1 for item in items]  # after the convolutions
+        rows = [(len(item["mels"]) - 1) // 2 + 1 for item in items]  # number of rows after the convolutions
         # Only the last chunk of an item has rows that are padding.
         lengths = [len(chunks) * chunk_rows for chunks in padded]
         out = self.tower(
@@ -296,8 +296,8 @@ class ChunkedAudioEncoder(QwenAudioEncoder):
 class VideoWithAudioEncoder(QwenVideoEncoder):
     """Video encoder that can also encode the audio of videos.
 
-    The option `use_audio_in_video` of a video in its row, or of all videos of a run, turns it on. Placeholder tokens of
-    frames and audio are then interleaved as in the model's processor. `build_thinker` sets `audio_modality`.
+    The option `use_audio_in_video`, of one video in its row or of all videos of a run, turns this on. Placeholder
+    tokens of frames and audio are then interleaved as in the model's processor. `build_thinker` sets `audio_modality`.
     """
 
     item_options = (*VIDEO_OPTIONS, AUDIO_IN_VIDEO)
@@ -381,7 +381,7 @@ def build_thinker(
 
 
 def thinker_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> npt.NDArray[Any]:
-    """Return positions `[4, L]`: the position in the text, which separates samples, then time, height and width."""
+    """Return positions `[4, tokens]`: position in the text, which separates samples, then time, height and width."""
     tokens = torch.from_numpy(ids).long()[None]
     has_audio = {bool(item.size.inside) for item in items if item.port.modality == "video"}
     if len(has_audio) > 1:

@@ -1,4 +1,4 @@
-"""Encoders for images of Qwen models, their positions, and the insertion of features into the text.
+"""Image encoders of Qwen models, positions of images, and the insertion of features into the text.
 
 Features of deepstack models are concatenated over levels along the width, so that they are sent once.
 `merge_visual_features` splits them again.
@@ -120,8 +120,8 @@ class QwenImageEncoder(ImageTowerEncoder):
     def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """Return the inputs with the positions of patches.
 
-        Everything that depends on the grid is computed here: on the device, the tower would read it, which is a host
-        sync.
+        Everything that depends on the grid is computed here. The tower would read the grid from the device, which is a
+        host sync.
         """
         positions = get_vision_position_ids(grid[None], self.vision.spatial_merge_size).int()
         # [steps, patches, 2]: `tower_inputs` reads both counts from the shape, without a host sync.
@@ -228,7 +228,7 @@ def media_shapes(items: Sequence[MediaItem]) -> dict[str, torch.Tensor | None]:
 
 
 def visual_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem], **extra_inputs: Any) -> Ids:
-    """Return positions `[4, L]`: the position in the text, which separates samples, then time, height and width.
+    """Return positions `[4, tokens]`: the position in the text, which separates samples, then time, height and width.
 
     Args:
         extra_inputs: Further arguments of the model's `get_rope_index`.
@@ -246,7 +246,7 @@ def visual_positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem
 
 
 def token_kinds(ids: Ids, items: Sequence[MediaItem]) -> torch.Tensor:
-    """Return `[1, L]`: 0 for text, or the value in `KINDS` for placeholder tokens of images and videos."""
+    """Return `[1, tokens]`: 0 for text, or the value in `KINDS` for placeholder tokens of images and videos."""
     kinds = torch.zeros(1, len(ids), dtype=torch.int64)
     for item in items:
         for first, count in item.spans:
@@ -255,7 +255,7 @@ def token_kinds(ids: Ids, items: Sequence[MediaItem]) -> torch.Tensor:
 
 
 def with_text_positions(axes: torch.Tensor) -> torch.Tensor:
-    """Prepend the positions in the text to M-RoPE positions: `[3, 1, L]` -> `[4, L]`."""
+    """Prepend the positions in the text to M-RoPE positions: `[3, 1, tokens]` -> `[4, tokens]`."""
     return torch.cat([torch.arange(axes.shape[-1])[None], axes[:, 0]])
 
 
@@ -292,8 +292,8 @@ def merge_audio_visual_features(
 def deepstack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs of the language model, with deepstack features as long as the text.
 
-    They are added to the whole sequence. Where the model expects a mask of placeholder tokens, it gets the index of the
-    only row of the batch.
+    These features are added to the whole sequence. In place of a mask of placeholder tokens, the model receives the
+    index of the only row of the batch.
     """
     inputs = dict(inputs)
     levels = inputs.pop(LEVELS, None)

@@ -40,7 +40,7 @@ OPTIONS = "model.modalities.speech.decoder.options"
 
 
 class Talker(UsesModel, TalkerFollower):
-    """Base class of talkers, which speak with the voices that the model has.
+    """Base class of talkers. They speak with the voices of the model.
 
     Args:
         speaker: Voice for rows that do not name one.
@@ -53,7 +53,7 @@ class Talker(UsesModel, TalkerFollower):
     speakers: Mapping[str, int]  # token id of each speaker
     no_speakers: ClassVar[str] = "It has no speakers."  # advice in the error message if there are no speakers
     end_id: int  # code that follows the last frame
-    depth: int | None = None  # thinker layer whose hidden states are used; None: after the final norm
+    depth: int | None = None  # thinker layer whose hidden states are used; None for those after the final norm
 
     def __init__(self, model: PreTrainedModel, speaker: str | None, codec: str | None, max_frames: int) -> None:
         super().__init__(model)
@@ -244,7 +244,7 @@ class Talker(UsesModel, TalkerFollower):
 
     @cached_property
     def work(self) -> tuple[float, float, float, float]:
-        """FLOPs per thinker row, per position, per pair of positions, and in addition per frame."""
+        """FLOPs per thinker row, per position and per pair of positions, and additional FLOPs per frame."""
         raise NotImplementedError
 
     def count_layers(self, position: FlopCounter) -> FlopCounter:
@@ -260,7 +260,7 @@ class Talker(UsesModel, TalkerFollower):
         return pair
 
     def flops(self, rows: int, positions: int, frames: int) -> float:
-        """Return the FLOPs of a response, from its numbers of thinker rows, talker positions and frames."""
+        """Return the FLOPs of a response, given its number of thinker rows, talker positions and frames."""
         per_row, per_position, per_pair, per_frame = self.work
         pairs = causal_pairs(positions)
         return rows * per_row + positions * per_position + pairs * per_pair + frames * per_frame

@@ -1,4 +1,4 @@
-"""Encoders for videos of Qwen and similar models: frames are selected as each family's video processor selects them.
+"""Video encoders of Qwen and similar models. Frames are selected as each family's video processor selects them.
 
 The rule of a family computes frame indices from the header of a video. Its parameters are settings in the model's
 folder. If a video is too short for the rule to select a frame, the first frame is used.
@@ -54,7 +54,7 @@ class QwenVideoEncoder(QwenImageEncoder):
     item_options = VIDEO_OPTIONS
     # Options that `choose` reads.
     sampling_options: ClassVar[tuple[str, ...]] = ("fps", "num_frames", "min_frames", "max_frames")
-    supports_audio: ClassVar[bool] = False  # whether the audio of videos can be encoded too
+    supports_audio: ClassVar[bool] = False  # whether the audio of videos can also be encoded
     published_video: ClassVar[dict[str, Any]] = {
         "size": {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2},
         "fps": 2.0,
@@ -94,7 +94,10 @@ class QwenVideoEncoder(QwenImageEncoder):
         self.frames_per_step: int = self.vision.temporal_patch_size
 
     def sampling_settings(self, model: PreTrainedModel, folder: str | None, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings: options first, then the folder, then the defaults of the family."""
+        """Return the settings.
+
+        Options take precedence over the folder, and the folder over the defaults of the family.
+        """
         for name in options:
             if name not in self.sampling_options:
                 family = type(model).__name__
@@ -157,7 +160,7 @@ class QwenVideoEncoder(QwenImageEncoder):
         frames = read_frames(media, video.display_times(steps.flatten().tolist()), self.fps)
         resized = [frame.resize((width, height), self.processor.resample) for frame in frames]
         out = self.processor(images=resized, do_resize=False, return_tensors="pt")
-        # The processor repeats every frame to form a step. Of the t-th frame of a step, keep only the t-th copy.
+        # The processor repeats every frame to form a step. Keep only the t-th copy of the t-th frame of a step.
         patch_shape = (self.vision.in_channels, self.frames_per_step, self.vision.patch_size**2)
         copies = out["pixel_values"].view(*steps.shape, -1, *patch_shape)
         patches = copies.diagonal(dim1=1, dim2=4).movedim(-1, 3).flatten(2).flatten(0, 1)

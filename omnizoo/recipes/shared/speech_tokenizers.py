@@ -126,7 +126,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
     def left_out(self, frames: int) -> int:
         """Return the number of frames that the depth decoder is not trained on.
 
-        It is rounded as in transformers' processor.
+        The number is rounded as in transformers' processor.
         """
         return int(frames * (1 - self.residual_frames))
 
@@ -139,7 +139,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
         return {"wave": torch.from_numpy(wave), "refined": self.refined(media, frames)}
 
     def refined(self, media: Media, frames: int) -> torch.Tensor:
-        """Return a 0/1 mask `[frames + 1]` of the frames, and the end, that the depth decoder is trained on."""
+        """Return a 0/1 mask `[frames + 1]` of the frames, including the end, that the depth decoder is trained on."""
         is_refined = torch.ones(frames + 1, dtype=torch.int64)
         random = np.random.Generator(np.random.PCG64(media.seed))
         is_refined[random.permutation(frames)[: self.left_out(frames)]] = 0
@@ -238,6 +238,6 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
 def merge_frame_embeddings(
     model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
 ) -> dict[str, Any]:
-    """Insert the embeddings of frames among those of the text, which have a separate table."""
+    """Insert the embeddings of frames among the text embeddings, which have a separate table."""
     embeddings = text_embedding(model)(inputs["input_ids"])
     return merge_features(model, inputs | {"inputs_embeds": embeddings}, features)

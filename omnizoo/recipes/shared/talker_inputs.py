@@ -1,7 +1,7 @@
 """Inputs of the talkers of Qwen omni models, computed in the data loader.
 
-They are the tokens of a conversation that a talker receives, the position of each in the talker's sequence, and the
-rotary positions. qwen3_talker.py and qwen2_5_talker.py have the differences between models.
+They are the tokens of a conversation that a talker receives, the position of each token in the talker's sequence, and
+the rotary positions. qwen3_talker.py and qwen2_5_talker.py implement the differences between models.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class TalkerFollower(Follower):
     prefix: ClassVar[Sequence[int]]  # special embeddings between the context and the first token of the response
 
     def spans_before(self, turns: list[tuple[int, int, int]], start: int) -> list[tuple[int, int]]:
-        """Return the spans that the talker reads of `turns` (first token, end, role) before the response at `start`."""
+        """Return the spans that the talker reads from `turns` (first token, end, role) before the token `start`."""
         raise NotImplementedError
 
     def check_item(self, item: MediaItem, what: str) -> None:
@@ -148,5 +148,5 @@ def _starts_within(item: MediaItem, spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def token_positions(ids: Ids, token: int | None) -> npt.NDArray[np.int64]:
-    """Return the positions of a token id; none if the id is None."""
+    """Return the positions of a token id; empty if the id is None."""
     return np.flatnonzero(ids == (-1 if token is None else token))

@@ -62,14 +62,14 @@ class TensorImageProcessor:
         return resize(pixels, height, width, self.settings["resample"])
 
     def tiles(self, pixels: torch.Tensor, size: tuple[int, int], grid: tuple[int, int], edge: int) -> torch.Tensor:
-        """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return them `[N, 3, edge, edge]`."""
+        """Resize uint8 pixels to `size`, pad with black to `grid` squares, and return these as `[N, 3, edge, edge]`."""
         height, width = size
         rows, columns = grid
         padded = pad(self.resize(pixels, height, width), (0, columns * edge - width, 0, rows * edge - height))
         return padded.view(3, rows, edge, columns, edge).permute(1, 3, 0, 2, 4).flatten(0, 1)
 
     def values(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 pixels to floats. Mean and deviation are scaled to uint8, as in torchvision."""
+        """Convert uint8 pixels to floats. Mean and standard deviation are scaled to uint8, as in torchvision."""
         factor: float = self.settings["rescale_factor"]
         if not self.settings["do_normalize"]:
             return pixels * factor

@@ -1,8 +1,8 @@
 """Callback base classes and the events that callbacks receive.
 
-Callbacks run on rank 0 at five events of a run. They receive plain data, and may request to stop the run or to save a
-checkpoint. Rank 0 shares requests and failures with all ranks: immediately after an evaluation, and otherwise with the
-stop flag of the next step (`train_step(stop=...)`), which needs no additional collective.
+Callbacks run on rank 0 at five events of a run. They receive plain data. A callback may request to stop the run or save
+a checkpoint. Rank 0 shares requests and failures with all ranks: immediately after an evaluation, and otherwise with
+the stop flag of the next step (`train_step(stop=...)`), which needs no additional collective.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class StartEvent:
     checkpoints: Path  # checkpoint folder
     config: Mapping[str, Any]  # copy of the complete config, as plain values
     step: int  # step of the checkpoint that the run resumes from; 0 for a new run
-    steps: int  # number of steps of the complete run
+    steps: int  # total number of steps in the run
     world: int  # world size
 
 
@@ -42,11 +42,11 @@ class StartEvent:
 class StepEvent:
     """A step is finished.
 
-    The metrics are those of `metrics.jsonl`. They include the metrics of an evaluation after this step.
+    The metrics are the same as in `metrics.jsonl`. If an evaluation follows this step, they include its metrics.
     """
 
     step: int
-    metrics: Metrics  # None for a value that is unknown
+    metrics: Metrics  # a value is None if it is unknown
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EvaluationEvent:
     """An evaluation is finished. This event follows the `StepEvent` of the same step."""
 
     step: int
-    metrics: Metrics  # `eval/loss`, `eval/loss/<term>` and the metrics of responses
+    metrics: Metrics  # `eval/loss`, `eval/loss/<term>` and the metrics on responses
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class EndEvent:
 
     step: int  # last finished step
     outcome: Literal["done", "stopped", "failed"]
-    error: str | None  # one-line message if the run failed, else None
+    error: str | None  # one-line message if the run failed, otherwise None
 
 
 class Callback:
@@ -84,7 +84,7 @@ class Callback:
     - `on_end`: when the run ends, even if it failed. It returns nothing.
 
     Return "stop" to end the run after the current step has been finished and saved. `on_evaluation` may also return
-    "save", to save a checkpoint of the evaluated step. An exception in a callback ends the run on all ranks.
+    "save" to save a checkpoint of the evaluated step. An exception in a callback ends the run on all ranks.
 
     Example:
         >>> class StopAtLoss(omnizoo.Callback):

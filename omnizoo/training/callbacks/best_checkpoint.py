@@ -1,6 +1,6 @@
-"""Callback that keeps the best checkpoint (`checkpoint.best`), and the comparison of metrics.
+"""The callback that keeps the best checkpoint (`checkpoint.best`), and the function that compares metric values.
 
-Lower values are better, unless `evaluation.metrics` sets the opposite.
+Lower values are better, unless `evaluation.metrics` specifies the opposite.
 """
 
 import math
@@ -46,7 +46,7 @@ class BestCheckpoint(Logger):
         """Prepare the callback.
 
         Args:
-            metric: Name of a metric of evaluations.
+            metric: Name of an evaluation metric.
             run: Id of the run.
             higher: Whether higher values are better.
         """
@@ -57,14 +57,14 @@ class BestCheckpoint(Logger):
         self._candidate: Best | None = None  # best evaluation whose checkpoint is not complete yet; saving may fail
 
     def on_start(self, event: StartEvent) -> None:
-        """Restore the record, unless the best checkpoint is in another folder, as in a branch of another run."""
+        """Restore the record, unless the best checkpoint is in another folder (after a branch from another run)."""
         if self._saved is not None and folder_of(event.checkpoints, self._saved.step).is_dir():
             write_best(event.checkpoints, self._saved)  # the run may have been killed before it wrote the record
         else:
             self._saved = None
 
     def on_step(self, event: StepEvent) -> None:
-        self._candidate = None  # still set only if saving it failed
+        self._candidate = None  # it is still set only if saving its checkpoint failed
 
     def on_evaluation(self, event: EvaluationEvent) -> Request:
         value = event.metrics[self._metric]
@@ -91,5 +91,5 @@ class BestCheckpoint(Logger):
 
 
 def is_better(value: float, threshold: float, higher: bool) -> bool:
-    """Whether `value` is above the threshold, if higher values are better, or else below it."""
+    """Whether `value` is better than `threshold`: above it if `higher`, otherwise below it."""
     return value > threshold if higher else value < threshold

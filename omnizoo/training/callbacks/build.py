@@ -48,7 +48,7 @@ def user_callbacks(config: Config, callbacks: Sequence[Callback]) -> list[Callba
 
 
 def _check(entry: CallbackEntry) -> None:
-    """Check names and arguments of the methods, so that a mistake is found at start-up and not at the end of a run."""
+    """Check the names and arguments of the methods, to find mistakes at start-up and not at the end of a run."""
     cls = type(entry.callback)
     methods = []
     for name in dir(cls):

@@ -30,8 +30,8 @@ class CallbackEntry:
 
     callback: Callback
     key: str  # config key, or argument of `train`
-    name: str  # class name as in the config; empty for built-in callbacks
-    failed: bool = False  # True: the callback is not called again
+    name: str  # class name, as in the config; empty for built-in callbacks
+    failed: bool = False  # if True, the callback is not called again
     stored_key: str = ""  # key of the state in checkpoints, if it differs from the config key
 
     def __str__(self) -> str:
@@ -102,15 +102,15 @@ class Callbacks:
         self._call("on_save", SaveEvent(step, path))
 
     def end(self, outcome: Literal["done", "stopped", "failed"], error: str | None = None) -> None:
-        """Call `on_end` once. Later calls, such as from the error handling of the loop, have no effect."""
+        """Call `on_end` once. Later calls, for example by the error handling of the loop, have no effect."""
         if not self._ended:
             self._ended = True
             self._call("on_end", EndEvent(self._step, outcome, error))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the non-empty states of callbacks by name.
+        """Return the non-empty states of the callbacks, keyed by callback name.
 
-        If a callback fails, the run ends. The checkpoint is complete except for the state of this callback.
+        If `state_dict` of a callback fails, the run ends. The checkpoint then lacks only the state of this callback.
         """
         states: dict[str, Any] = {}
         for entry, name in self._named():
@@ -124,7 +124,7 @@ class Callbacks:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore the states of callbacks from a checkpoint. Callbacks without a state in it start new."""
+        """Restore the states of callbacks from a checkpoint. Callbacks without a saved state start from scratch."""
         for entry, name in self._named():
             if name in states:
                 with self._storing_failure(entry, "load_state_dict"):

@@ -1,4 +1,4 @@
-"""Callback that stops a run without improvement (`evaluation.early_stop`)."""
+"""The callback that stops a run when a metric no longer improves (`evaluation.early_stop`)."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ class EarlyStop(Callback):
         """Prepare the callback.
 
         Args:
-            metric: Name of a metric of evaluations.
+            metric: Name of an evaluation metric.
             patience: Number of evaluations without improvement after which the run stops.
             min_delta: Minimum change that counts as an improvement.
             higher: Whether higher values are better.
@@ -39,7 +39,7 @@ class EarlyStop(Callback):
         return self._request()
 
     def _is_improvement(self, value: float) -> bool:
-        """Whether a value is finite, and the first one or better than the best one by more than `min_delta`."""
+        """Whether `value` is finite and improves on the best value by more than `min_delta`, or is the first value."""
         if not math.isfinite(value):
             return False
         if self._best is None:

@@ -35,7 +35,7 @@ class TensorBoardLogger(Logger):
     """Writes a TensorBoard event file with one event per step.
 
     torch's `SummaryWriter` is not used: its writer thread dies with a traceback if the disk is full, and it takes more
-    than 1 ms for a step with many values.
+    than 1 ms per step if there are many values.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,8 @@ class TensorBoardLogger(Logger):
         self._event = Event
         self._summary = Summary
         self._folder.mkdir(parents=True, exist_ok=True)
-        seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
+        # The time is part of the file name, because TensorBoard reads files in the order of their names.
+        seconds, rest = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{rest:09d}"
         self._file = AppendingFile(self._folder / name)
         self._records = RecordWriter(self._file)
@@ -74,7 +75,7 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Logs to a W&B run, which a resumed run continues under the same id. W&B ignores steps that it already has."""
+    """Logs to W&B. A resumed run continues the W&B run with the same id. W&B ignores steps that it already has."""
 
     def __init__(self, project: str, run: RunFolder) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Metrics on generated responses: `exact_match`, or a plugin that scores one response; the result is a mean."""
+"""Metrics on generated responses: `exact_match`, or a plugin that scores one response. Scores are averaged."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,10 @@ class Answer:
 
 
 def exact_match(answer: Answer) -> bool | None:
-    """Whether the response equals the expected one, ignoring white space around it. None without an expected one."""
+    """Whether the response equals the expected response, ignoring surrounding white space.
+
+    None if there is no expected response.
+    """
     return None if answer.expected is None else answer.text.strip() == answer.expected.strip()
 
 
@@ -52,7 +55,8 @@ class Metric:
         """Return the score of a response; None if the metric excludes it.
 
         Raises:
-            UserError: If the function fails or does not return a finite number. The message names metric and row.
+            UserError: If the function fails or does not return a finite number. The message names the metric and the
+                row.
         """
         kind = self.settings.kind
         try:
@@ -69,7 +73,7 @@ class Metric:
 
 
 def build_metrics(config: Config) -> list[Metric]:
-    """Build the metrics on responses of `evaluation.metrics`. Needs no model, so mistakes are found early.
+    """Build the response metrics in `evaluation.metrics`. No model is needed, so mistakes are found early.
 
     Raises:
         UserError: If a metric cannot be imported, or does not accept its options.
@@ -100,7 +104,7 @@ def measure(
         answers: Responses, each with its record.
 
     Returns:
-        The mean of each metric by name, None without scores; and one message for each metric that failed.
+        The mean of each metric, keyed by name, or None without scores; and one message for each metric that failed.
     """
     means: dict[str, float | None] = {}
     failures = []

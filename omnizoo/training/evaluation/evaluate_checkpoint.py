@@ -46,7 +46,7 @@ def evaluate_run(
     out: Path | None,
     on_failure: Callable[[int, BaseException], None] | None = None,
 ) -> int:
-    """Compute losses, metrics and responses of a checkpoint, print them, and write them to files.
+    """Compute the losses, metrics and responses of a checkpoint, print them, and write them to files.
 
     Args:
         config: The config of the run.

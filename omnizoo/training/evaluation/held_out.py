@@ -1,4 +1,4 @@
-"""Held-out losses, over all sources and for each source.
+"""Losses on held-out data, over all sources and for each source.
 
 Every evaluation uses the same packs. Losses are summed over ranks and divided by the global loss count.
 """
@@ -54,7 +54,7 @@ def token_metrics(config: Config) -> list[NamedLoss]:
 
 
 def sum_totals(totals: Sequence[StepTotals]) -> StepTotals:
-    """Return the sum of the totals of several parts of the held-out data."""
+    """Return the sum of `totals`, which belong to several parts of the held-out data."""
     sums: dict[str, Any] = {}
     for field in fields(StepTotals):
         values = [getattr(part, field.name) for part in totals]
@@ -67,7 +67,7 @@ def sum_totals(totals: Sequence[StepTotals]) -> StepTotals:
 
 
 def read_parts(reader: Reader, mesh: Mesh) -> dict[str, list[Pack]]:
-    """Return this rank's packs of held-out data by source. `reader` reads the held-out sources."""
+    """Return this rank's packs of held-out data, keyed by source. `reader` reads the held-out sources."""
     packs = {}
     for name, part_reader in held_out_parts(reader).items():
         packs[name] = read_held_out(part_reader, mesh.rank, mesh.layout.world)
@@ -90,7 +90,7 @@ class Evaluator:
         Args:
             objective: The model and its losses.
             balancer: Assigns packs to ranks.
-            packs: This rank's held-out packs by source, from `read_parts`.
+            packs: This rank's held-out packs, keyed by source, from `read_parts`.
             reader: Reads held-out rows; None if the run never evaluates.
             folder: The run folder, where generated media are written.
 
@@ -101,7 +101,7 @@ class Evaluator:
         self.folder = folder
         self.config = objective.config
         self.sampler: Sampler | None = None
-        # Short name of the source -> data; the name is empty if all sources are evaluated together.
+        # Data keyed by the short name of the source, which is empty if all sources are evaluated together.
         self.parts = {source: balancer(LoadedStep(loaded), micro_batch=1) for source, loaded in packs.items()}
         if reader is None:
             return
@@ -117,7 +117,7 @@ class Evaluator:
             self.sampler = Sampler(objective, reader)
 
     def run(self, step: int, recorder: Recorder) -> dict[str, float | None]:
-        """Return held-out losses and metrics on responses, and record the responses. Collective.
+        """Compute losses and response metrics, and record the responses. Collective: all ranks must call it.
 
         Args:
             step: The step after which the model is evaluated.
@@ -142,14 +142,14 @@ class Evaluator:
         return names
 
     def _loss_counts(self) -> dict[str, dict[str, float]]:
-        """Return the loss counts by source; under an empty name, those of all sources together."""
+        """Return the loss counts, keyed by source. The empty name stands for all sources together."""
         totals = {"": self.totals} | {source: part.totals for source, part in self.parts.items()}
         with self.objective.measuring(token_metrics(self.config)):
             return {source: self.objective.loss_counts(source_totals) for source, source_totals in totals.items()}
 
     @torch.no_grad()
     def losses(self) -> dict[str, float | None]:
-        """Return `eval/loss` and `eval/loss/<term>`; with several sources also `eval/<source>/loss...`.
+        """Return `eval/loss` and `eval/loss/<term>`, and with several sources also `eval/<source>/loss...`.
 
         Terms without held-out targets are left out. Collective: all ranks must call it.
         """

@@ -35,7 +35,7 @@ from omnizoo.reporting.run_folder import RunFolder
 from omnizoo.training.evaluation.answer_metrics import Answer, build_metrics, measure
 from omnizoo.training.objective import LanguageObjective
 
-SEARCHED_ROWS = 1000  # rows of each source that are searched for prompts, in addition to evaluation.samples
+SEARCHED_ROWS = 1000  # number of rows per source that are searched for prompts, in addition to evaluation.samples
 GIB = 2**30
 
 
@@ -114,7 +114,7 @@ class Sampler:
     def _respond_to(
         self, held_out: HeldOutRow, chat_model: ChatModel, run: RunFolder, media_folder: Path
     ) -> tuple[Answer | None, dict[str, Any]]:
-        """Return the response, None if it failed, and its record for samples.jsonl."""
+        """Return the response, or None if generation failed, and its record for samples.jsonl."""
         evaluation = self.config.evaluation
         record: dict[str, Any] = {"source": held_out.source_name, "row": held_out.where}
         generator = torch.Generator(chat_model.model.device).manual_seed(self.config.train.seed)
@@ -180,7 +180,7 @@ def choose_rows(reader: Reader) -> list[HeldOutRow]:
 
 
 def check_samples(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    """Check the settings of metrics and responses, before the model has weights.
+    """Check the settings of metrics and responses before the weights of the model are loaded.
 
     A full copy of the model must fit on the device of rank 0, next to its training state. On CPU, it must fit next to
     the training state of all ranks of the node.

@@ -1,4 +1,4 @@
-"""The contract of losses (`omnizoo.Loss`), for built-in losses and plugins, and the checks of it.
+"""The contract of built-in losses and loss plugins (`omnizoo.Loss`), and checks that a loss fulfills it.
 
 A loss returns a sum over this rank's part of a micro-batch. Its denominator, the loss count, is computed from the
 totals of the step before the first forward pass. Each loss is therefore a plain mean over the whole step, for any
@@ -62,10 +62,10 @@ class Loss:
     """Base class of losses.
 
     The constructor takes the `options` of the config. A subclass overrides exactly one of `from_logits`, `from_hidden`
-    and `from_routers`, which determines the inputs of the loss. This method returns the loss summed over this rank's
-    part of a micro-batch: a scalar tensor with its graph, 0 if the part has no targets.
+    and `from_routers`. The choice determines the inputs of the loss. The method returns the loss summed over this
+    rank's part of a micro-batch: a scalar tensor with its autograd graph, 0 if the part has no targets.
 
-    A rank may have any part of a pack. The result is the same for every layout only if it is a sum over targets or over
+    A rank may have any part of a pack. The result is independent of the layout only if it is a sum over targets or over
     tokens. `batch.sum(values)` returns such a sum, given one value per target.
 
     Example:
@@ -108,7 +108,7 @@ class Loss:
         return totals.weight
 
     def metric_count(self, metric: str, totals: StepTotals) -> float:
-        """Return the denominator of a metric. Default: that of the loss.
+        """Return the denominator of a metric. Default: the denominator of the loss.
 
         Args:
             metric: A name in `metrics`.
@@ -146,7 +146,7 @@ class Loss:
         raise NotImplementedError
 
     def from_hidden(self, hidden: torch.Tensor, head: Logits, batch: LocalBatch) -> torch.Tensor:
-        """Return the loss, given hidden states. For losses that compute only a few logits at a time.
+        """Return the loss, given hidden states. Intended for losses that compute a few logits at a time.
 
         Args:
             hidden: Hidden states of the targets, `[targets, width]`.
@@ -181,11 +181,11 @@ class NamedLoss:
     kind: str
     name: str  # name of the loss term
     weight: float
-    method: str  # the method `from_...` that the class overrides; the first if there are several
+    method: str  # `from_...` method that the class overrides; the first one if there are several
 
     @property
     def input_kind(self) -> str:
-        """Name of the method `from_...` to call. Built-in losses with several methods choose one in `set_up`."""
+        """Name of the `from_...` method to call. Built-in losses with several methods choose one in `set_up`."""
         return getattr(self.loss, "input_kind", self.method)
 
     @property
@@ -219,7 +219,7 @@ class NamedLoss:
         return count
 
     def metric_counts(self, totals: StepTotals) -> dict[str, float]:
-        """Return the denominator of each metric by name."""
+        """Return the denominator of each metric, keyed by name."""
         return {f"{self.name}/{metric}": self.loss.metric_count(metric, totals) for metric in self.loss.metrics}
 
     def sum(self, *inputs: Any) -> torch.Tensor:
@@ -237,7 +237,7 @@ class NamedLoss:
 
 
 def build_losses(config: Config) -> list[NamedLoss]:
-    """Build the losses of `train.losses`. Needs no model, so mistakes are found before anything is loaded.
+    """Build the losses of `train.losses`. No model is needed, so mistakes are found before anything is loaded.
 
     Raises:
         UserError: If a loss cannot be imported, or its options or methods do not match the contract.
@@ -263,7 +263,7 @@ def losses_of_rows(config: Config) -> list[NamedLoss]:
 
 
 def name_loss(name: str, loss: Loss) -> NamedLoss:
-    """Return a loss that was built in Python, with a name and weight 1."""
+    """Return a named loss with weight 1 for a loss that was built in Python."""
     return NamedLoss(
         loss=loss,
         key="extra_losses",
@@ -275,7 +275,7 @@ def name_loss(name: str, loss: Loss) -> NamedLoss:
 
 
 def _overridden(loss_class: type[Loss]) -> list[str]:
-    """Return the methods `from_...` that a class overrides."""
+    """Return the `from_...` methods that a class overrides."""
     return [method for method in INPUT_KINDS if getattr(loss_class, method) is not getattr(Loss, method)]
 
 

@@ -1,4 +1,4 @@
-"""KTO: a loss on labeled responses, relative to a baseline that estimates the divergence from the reference."""
+"""KTO, a loss on labeled responses relative to a baseline that estimates the divergence from the reference."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Losses on log-probabilities of targets: of single tokens, or of complete responses.
+"""Losses on the log-probabilities of single tokens or of complete responses.
 
 With sequence parallelism, several ranks have tokens of the same response. Each rank sums the values of its tokens, and
 an all-reduce adds these sums, one number per response. Losses and gradients therefore match those of one process.
@@ -29,7 +29,7 @@ class LogProbabilityLoss(HeadLoss):
         self.temperature = temperature
 
     def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        """Return the sum of the loss, given the log-probabilities `scores` of this rank's targets, `[targets]`."""
+        """Return the summed loss, given the log-probabilities `scores [targets]` of this rank's targets."""
         raise NotImplementedError
 
     def set_up(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
@@ -51,7 +51,7 @@ class LogProbabilityLoss(HeadLoss):
         return logits if self.temperature == 1 else logits / self.temperature
 
     def sum_by_sample(self, values: torch.Tensor, sample_of_value: torch.Tensor, num_samples: int) -> torch.Tensor:
-        """Sum `values [K, N]` by sample over the ranks of the sequence-parallel group. Returns `[K, samples]`.
+        """Sum `values [kinds, N]` by sample over the ranks of the sequence-parallel group. Returns `[kinds, samples]`.
 
         Collective: all ranks of the group must call it. Gradients reach only the values of this rank. The sums are
         computed in fp64, because they have many summands and losses depend on their differences.
@@ -79,7 +79,7 @@ class ResponseLoss(LogProbabilityLoss):
     def loss_of_tokens(self, scores: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """Return the sum of the loss, given the log-probabilities `scores` of this rank's text targets, `[targets]`.
 
-        Each rank of a sequence-parallel group returns an equal share of the loss of their responses.
+        The ranks of a sequence-parallel group share their responses. Each rank returns an equal share of the loss.
         """
         dtype = scores.dtype
         all_scores, samples = gather_scores(scores, batch)
@@ -92,7 +92,7 @@ class ResponseLoss(LogProbabilityLoss):
         self.metric_sums = {}
         for name, value in metric_sums.items():
             self.metric_sums[name] = value.detach().to(dtype) / self.num_sharing
-        # The value is an equal share of the total. The gradient is not divided: it has only this rank's tokens.
+        # The value is an equal share of the total. The gradient is not divided: it covers only this rank's tokens.
         share = total.detach().to(dtype) / self.num_sharing
         return share + (total - total.detach()).to(dtype)
 
@@ -107,7 +107,7 @@ class ResponseLoss(LogProbabilityLoss):
 
 
 def gather_scores(text_scores: torch.Tensor, batch: LocalBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of all targets of this rank, those of text and those of decoders.
+    """Return the log-probabilities of all targets on this rank, both text targets and decoder targets.
 
     Args:
         text_scores: Log-probabilities of the text targets.

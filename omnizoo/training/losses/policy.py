@@ -1,4 +1,4 @@
-"""Policy-gradient losses with clipped ratios on rollouts: GRPO with variants, and GSPO.
+"""Policy-gradient losses with clipped ratios on rollouts: GRPO with its variants, and GSPO.
 
 Each token of a response in a rollout (`omnizoo.Rollout`) has an advantage, the log-probability under the policy that
 generated it (`old`), and optionally the log-probability under a frozen reference (`reference`).
@@ -22,7 +22,7 @@ REFERENCE = "reference"
 class Policy(LogProbabilityLoss):
     """Base class of policy-gradient losses.
 
-    Metrics: the `ratio` of new to old probabilities, the share of them that is `clipped`, and estimates of the
+    Metrics: the `ratio` of new to old probabilities, the share of targets that are `clipped`, and estimates of the
     divergence from the old policy (`kl`) and from the reference (`reference_kl`, 0 for rollouts without a reference).
     """
 
@@ -71,13 +71,13 @@ class Policy(LogProbabilityLoss):
         raise NotImplementedError
 
     def lengths(self, batch: LocalBatch) -> torch.Tensor:
-        """Return the number of targets in the sample of each target, over all ranks that have them, `[targets]`."""
+        """For each target, return the number of targets in its sample, summed over ranks, `[targets]`."""
         ones = torch.ones_like(batch.columns[OLD])[None]
         lengths = self.sum_by_sample(ones, batch.sample_of_target, batch.num_samples)[0]
         return lengths[batch.sample_of_target]
 
     def clip_loss(self, ratio: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the clipped loss, and 1 where it is clipped and has no gradient, else 0."""
+        """Return the clipped loss, and a mask with 1 where the loss is clipped and has no gradient."""
         unclipped = ratio * advantage
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage
         is_clipped = clipped < unclipped
@@ -88,7 +88,7 @@ class GRPO(Policy):
     """Group relative policy optimization (Shao et al., 2024), with one ratio per token. The caller sets the advantages.
 
     The option `aggregation` is `token` for a mean over all tokens of the step (DAPO, Yu et al., 2025), `sample` for a
-    mean over responses of means over their tokens, as in the first publication, or `constant`, which divides the sum of
+    mean over responses of means over their tokens, as in the original paper, or `constant`, which divides the sum of
     a response by a fixed `length` (Dr. GRPO, Liu et al., 2025). `beta` is the weight of the divergence from the
     reference (Schulman's k3 estimate).
     """
@@ -124,7 +124,8 @@ class GRPO(Policy):
 class GSPO(Policy):
     """Group sequence policy optimization (Zheng et al., 2025), a mean over responses.
 
-    The ratio of a response is the geometric mean of the ratios of its tokens, and its advantage is the mean of theirs.
+    The ratio of a response is the geometric mean of its token ratios. Its advantage is the mean of its token
+    advantages.
     """
 
     def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> None:

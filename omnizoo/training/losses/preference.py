@@ -1,6 +1,6 @@
-"""Losses on preference pairs: DPO and variants, ORPO and SimPO.
+"""Losses on preference pairs: DPO and its variants, ORPO and SimPO.
 
-Both responses of a pair are in the same pack. With sequence parallelism, several ranks have tokens of them
+Both responses of a pair are in the same pack. With sequence parallelism, several ranks have tokens of a response
 (`training/losses/log_probability.py`).
 """
 
@@ -26,7 +26,7 @@ class PairLoss(ResponseLoss):
 
     metrics: ClassVar[Sequence[str]] = ("rewards/chosen", "rewards/rejected", "margin", "accuracy")
     is_normalized = True
-    reference_scores: torch.Tensor | float = 0.0  # [samples], log-probabilities by the reference; they are subtracted
+    reference_scores: torch.Tensor | float = 0.0  # [samples], log-probabilities under the reference, to be subtracted
 
     def __init__(self, beta: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
@@ -127,5 +127,5 @@ def _log_odds(log_probability: torch.Tensor) -> torch.Tensor:
 
 
 def preference_nll(margin: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Return the negative log-likelihood of the preferences, if the share `label_smoothing` of them is wrong."""
+    """Return the negative log-likelihood of the preferences, assuming that a share `label_smoothing` is wrong."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)

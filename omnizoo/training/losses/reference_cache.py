@@ -1,4 +1,4 @@
-"""Disk cache of the reference's log-probabilities of responses. If all of them are cached, no reference is built.
+"""Disk cache for log-probabilities of responses under the reference. If all are cached, no reference is built.
 
 There is one folder per reference and precision, with Arrow streams of (key, log-probability). Each rank that
 computes values writes a separate file, and all ranks read all files. A key is a hash of everything that the value
@@ -21,7 +21,7 @@ SUFFIX = ".arrows"
 
 
 class ReferenceCache:
-    """Log-probabilities by key, in memory and on disk.
+    """Log-probabilities in memory and on disk, keyed by response.
 
     Args:
         folder: The folder of all caches.
@@ -46,7 +46,7 @@ class ReferenceCache:
             ) from None
 
     def add(self, keys: Sequence[str], values: Sequence[float]) -> None:
-        """Add the finite values of new keys, and write them to disk if this rank writes."""
+        """Add the finite values of new keys. Ranks with `writes` also write them to disk."""
         new = {}
         for key, value in zip(keys, values, strict=True):
             if key not in self.values and math.isfinite(value):
@@ -82,7 +82,7 @@ def cache_name(identity: str, config: Config, is_base: bool) -> str:
 
 
 def read_file(file: Path) -> dict[str, float]:
-    """Return the values of a file. The end may be missing if the run that wrote it was killed."""
+    """Return the values in a file. Its end may be missing, because the run that wrote it was killed."""
     values: dict[str, float] = {}
     with file.open("rb") as stream:
         try:

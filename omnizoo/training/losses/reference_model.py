@@ -28,7 +28,7 @@ from omnizoo.training.losses.reference_cache import ReferenceCache, cache_name
 
 
 class ScoringModel:
-    """Computes log-probabilities of responses with a model, without gradients and dropout, for `loss`."""
+    """Computes log-probabilities of responses with a model, without gradients or dropout, for `loss`."""
 
     def __init__(self, model: nn.Module, loss: "ReferenceLoss") -> None:
         self.model = model
@@ -66,7 +66,7 @@ class ScoringModel:
             logits, _ = run_model(self.model, batch)
         try:
             anchor(logits)
-        except UnsupportedHeadError:  # in the first forward pass of a run
+        except UnsupportedHeadError:  # raised only in the first forward pass of a run
             if self.loss.chunked:
                 raise
             self.head = None
@@ -132,9 +132,10 @@ class Reference:
             _ = self.scorer
 
     def sums(self, batch: LocalBatch) -> torch.Tensor:
-        """Return the reference's log-probabilities of complete responses, `[samples]`. Collective.
+        """Return the log-probabilities of complete responses under the reference, `[samples]`.
 
-        Call it before the forward pass of the trained model: with an adapter, both may be the same module.
+        Collective: all ranks must call it. Call it before the forward pass of the trained model: with an adapter, both
+        may be the same module.
         """
         preferences = batch.preferences
         if self.cache is not None and self.is_step_cached:
@@ -189,7 +190,8 @@ class ReferenceLoss(ResponseLoss):
     """A loss on responses that compares the model with a reference."""
 
     kind: ClassVar[str]  # name in the config
-    reference_scores: torch.Tensor | float  # [samples], log-probabilities of the current micro-batch by the reference
+    # [samples], log-probabilities under the reference, for the current micro-batch.
+    reference_scores: torch.Tensor | float
 
     def __init__(self, reference: str | None = None, reference_cache: str | None = None, **options: Any) -> None:
         super().__init__(**options)

@@ -29,32 +29,34 @@ def balance_sum(
 ) -> torch.Tensor:
     """Return the balance loss, summed over packs.
 
-    With sequence parallelism, each rank has a part of the tokens of a pack and returns a part of the sum. The ranks
+    With sequence parallelism, each rank has some tokens of a pack and returns a part of the sum. The ranks
     communicate only the loads, `[packs, experts]`.
 
     Args:
         records: Router outputs for this rank's tokens, one record per layer.
-        pack_of_token: Number of the pack of each token, `[tokens]`, from 0 to `packs - 1`; -1 for dummy packs.
+        pack_of_token: Pack number of each token, `[tokens]`, from 0 to `packs - 1`; -1 for dummy packs.
         packs: Number of packs in the micro-batch.
         sum_shares: All-reduce over the sequence-parallel group.
     """
     pack_numbers = torch.arange(packs, device=pack_of_token.device)
-    is_in_pack = pack_of_token.unsqueeze(0) == pack_numbers.unsqueeze(1)  # [P, T]
+    is_in_pack = pack_of_token.unsqueeze(0) == pack_numbers.unsqueeze(1)  # [packs, tokens]
     choices_per_token = 0
     loads = []
     probabilities = []
     for record in records:
         logits = at_least_fp32(record.logits)
         membership = is_in_pack.to(logits.dtype)
-        is_chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)  # without a graph: counts have no gradient
+        # No autograd graph: counts have no gradient.
+        is_chosen = torch.zeros_like(logits).scatter_(1, record.index, 1.0)
         # Sums are matmuls: deterministic on every device, and exact for counts below 2^24.
         loads.append((membership @ is_chosen).to(torch.int64))
         probabilities.append(membership @ logits.softmax(1))
         choices_per_token = record.index.shape[1]
 
-    load = sum_shares(torch.stack(loads).sum(0))  # [P, E]
+    load = sum_shares(torch.stack(loads).sum(0))  # [packs, experts]
     probability = torch.stack(probabilities).sum(0)
-    num_tokens = load.sum(1, keepdim=True) / choices_per_token  # tokens of each pack times layers, over all ranks
+    # Tokens in each pack, times the number of layers, over all ranks.
+    num_tokens = load.sum(1, keepdim=True) / choices_per_token
     load_share = load / num_tokens.clamp(min=1)
     mean_probability = probability / num_tokens.clamp(min=1)
     return (load_share.to(mean_probability.dtype) * mean_probability).sum() * load.shape[1]

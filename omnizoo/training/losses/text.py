@@ -16,9 +16,9 @@ from omnizoo.training.losses.base import Loss
 
 
 class HeadLoss(Loss):
-    """Base class of losses that use logits, or hidden states if `chunked`, to compute a chunk of logits at a time.
+    """Base class of losses that use all logits or, if `chunked`, compute logits from hidden states chunk by chunk.
 
-    By default, a loss is chunked if the head is linear and the logits of a micro-batch exceed a limit of the device.
+    By default, a loss is chunked if the head is linear and the logits of a micro-batch exceed a device-dependent limit.
     """
 
     def __init__(self, chunked: bool | None = None) -> None:

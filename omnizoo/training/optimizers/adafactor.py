@@ -1,4 +1,4 @@
-"""Adafactor: the second moment of a matrix is stored as the product of a column and a row vector, to save memory.
+"""Adafactor. It stores the second moment of a matrix as the product of a column and a row vector, to save memory.
 
 The formulas are those of `torch.optim.Adafactor`, which fails on sharded parameters (torch 2.13): it squares a norm in
 place before the norm has been summed over ranks.
@@ -21,9 +21,9 @@ PIECE_ON_HOST = 2**18  # fits in the cache of a CPU
 class Adafactor(torch.optim.Optimizer):
     """Adafactor for parameters of any shape, sharded or not. Parameters `[..., m, n]` are stacks of matrices.
 
-    The arguments are those of torch: `lr` is the largest relative step, `eps` has the lower bounds of the root of the
-    second moment and of the scale of a parameter, and `d` is the clipping threshold of updates. The config checks their
-    values.
+    The arguments are the same as in torch: `lr` is the largest relative step, `eps` has the lower bounds of the root of
+    the second moment and of the scale of a parameter, and `d` is the clipping threshold of updates. The config checks
+    their values.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Adafactor(torch.optim.Optimizer):
             member.apply_update(update_norm, squared_norm)
 
     def _state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of a parameter, which is created in its first step."""
+        """Return the state of a parameter. Its first step creates the state."""
         state: dict[str, torch.Tensor] = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -190,7 +190,7 @@ def _square(parameter: torch.Tensor) -> torch.Tensor:
 def _pieces(matrix: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """Split a matrix, or a stack of matrices, by rows. Temporary tensors of a piece are much smaller than the weight.
 
-    The number of rows per piece is that of `like` (default: `matrix`), so that pieces of both tensors match.
+    The number of rows per piece is that of `like` (default: `matrix`), so that the pieces of both tensors match.
     """
     like = matrix if like is None else like
     num_rows = like.shape[-2]

@@ -1,6 +1,6 @@
-"""AdamW of torch on the local shards, as plain tensors.
+"""AdamW of torch, applied to the local shards as plain tensors.
 
-The update needs no communication. With lists of DTensors, torch (2.13) would resolve the placement of each of them,
+The update needs no communication. Given lists of DTensors, torch (2.13) would resolve the placement of each DTensor,
 which takes seconds in the first step and some time in every later one.
 """
 

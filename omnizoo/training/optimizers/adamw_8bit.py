@@ -1,4 +1,4 @@
-"""AdamW of torchao with 8-bit state, which also accepts a float as learning rate. Requires the package torchao."""
+"""AdamW of torchao with 8-bit state, extended to accept a float as learning rate. Requires the package torchao."""
 
 import torch
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit

@@ -15,13 +15,13 @@ from omnizoo.ops.device import is_host
 from omnizoo.ops.stochastic_rounding import round_to_bf16
 from omnizoo.parallel.fsdp.sharded_tensors import local_shard, offsets_of
 
-PIECE = 2**22  # elements per piece: temporary tensors are several fp32 copies of it
+PIECE = 2**22  # elements per piece; an update needs several temporary fp32 copies of a piece
 PIECE_ON_HOST = 2**15  # fits in the cache of a CPU
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW with bf16 moments. The arguments are those of torch, with `names` and `seed` in addition.
+    """AdamW with bf16 moments. The arguments are the same as in torch, plus `names` and `seed`.
 
     Stochastic rounding depends on the name of the parameter, the seed and the step.
     """
@@ -90,13 +90,13 @@ class AdamWBf16(torch.optim.Optimizer):
                 weight.copy_(round_to_bf16(wide_weight, piece_rows, columns, weight_key))
 
     def _key(self, name: str, step: int, tensor: str) -> int:
-        """Return the key of the random numbers that round a tensor (a moment or the weight) of a parameter."""
+        """Return the key of the random numbers for rounding a tensor (a moment or the weight) of a parameter."""
         digest = hashlib.blake2b(f"{self._seed}/{name}/{step}/{tensor}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big")
 
 
 def global_indices(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row and column indices, int32, of the local shard in the full tensor, viewed as a matrix.
+    """Return the int32 row and column indices of the local shard in the full tensor, viewed as a matrix.
 
     The columns are the last dim of the tensor, and the rows are all other dims.
     """

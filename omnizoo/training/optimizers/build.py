@@ -29,10 +29,11 @@ from omnizoo.parallel.fsdp.sharded_tensors import is_sharded, local_shard
 from omnizoo.training.optimizers.adamw import ShardAdamW
 
 BETAS = {"betas": (0.9, 0.95), "eps": 1e-8}
-BF16 = "adamw_bf16"  # `adamw` with `optimizer.moments: bf16`; not a kind that the config can set
+BF16 = "adamw_bf16"  # `adamw` with `optimizer.moments: bf16`; the config cannot set this kind directly
 COLLECTIVE_KINDS = ("muon", "adafactor")  # optimizers whose update needs collectives
 EXPECTED = "a torch.optim.Optimizer: Class(params, lr, weight_decay, **options)"
-ParameterGroups = dict[tuple[float, float, bool], list[nn.Parameter]]  # by (weight decay, relative rate, is sharded)
+# Keyed by (weight decay, relative rate, is sharded).
+ParameterGroups = dict[tuple[float, float, bool], list[nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Choice:
 
 
 class OptimizerGroup(torch.optim.Optimizer):
-    """Several optimizers as one, with a moving average of the weights and optional CPU offload of the state.
+    """Several optimizers combined into one, with a moving average of the weights and optional CPU offload of the state.
 
     Parameter groups and state are shared with the optimizers in `parts`, so schedules and checkpoints treat the group
     like a single optimizer.
@@ -105,7 +106,7 @@ class OptimizerGroup(torch.optim.Optimizer):
 
 
 def check_optimizer(config: Config) -> None:
-    """Check kinds and options of the optimizer, before anything is loaded.
+    """Check the kinds and options of the optimizer before anything is loaded.
 
     Raises:
         UserError: If a kind or an option is invalid, or cannot be combined with `parallel.offload`.
@@ -184,7 +185,7 @@ def _assign_parameters(model: nn.Module, config: Config) -> dict[Choice, Paramet
 
 @contextmanager
 def optimizer_state_offloaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager: offload optimizer state and averaged weights to the CPU, if `parallel.offload` sets it."""
+    """Context manager: offload optimizer state and averaged weights to the CPU, if `parallel.offload` requests it."""
     if not isinstance(optimizer, OptimizerGroup) or optimizer.offloaded_state is None:
         yield
         return
@@ -211,12 +212,12 @@ def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, grad_di
 
     Args:
         optimizer: The optimizer.
-        skip: Boolean tensor on the device. If true, weights and optimizer state stay as they are.
+        skip: Boolean tensor on the device. If true, weights and optimizer state do not change.
         grad_divisor: Divisor of the gradients on the device, for clipping. The fused kernel divides by it, which saves
             a separate pass over the gradients. None for no clipping.
 
     Returns:
-        False if the optimizer does not support this. Nothing is done then.
+        False if the optimizer does not support this. In this case, nothing is updated.
     """
     parts = optimizer.parts if isinstance(optimizer, OptimizerGroup) else [optimizer]
     if not all(type(part) is ShardAdamW and part.defaults["fused"] for part in parts):
@@ -266,7 +267,7 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _choices(config: Config) -> list[Choice]:
-    """Return the choice of the run, followed by that of each group in `optimizer.groups`."""
+    """Return the optimizer choice of the run, followed by the choice of each group in `optimizer.groups`."""
     settings = config.optimizer
     choices = [Choice(settings.kind, _to_json(settings.options), "optimizer")]
     for i, group in enumerate(settings.groups):
@@ -306,7 +307,7 @@ def _accepts_decay(optimizer_class: Any) -> bool:
 
 
 def _half_of_muon(choice: Choice, is_matrix: bool) -> Choice:
-    """Return the choice for a parameter under `muon`: Muon for matrices, AdamW for all others, with their options."""
+    """Return the choice for a parameter under `muon`, with its options: Muon for matrices, AdamW for all others."""
     options = {}
     for name, value in json.loads(choice.options).items():
         is_option_of_adamw = name in BETAS
@@ -325,7 +326,7 @@ def _build(
 
     Args:
         choice: The class and the options.
-        groups: The parameters by (weight decay, relative rate, is sharded).
+        groups: The parameters, keyed by (weight decay, relative rate, is sharded).
         config: The config of the run.
         names: The names of all parameters.
     """
@@ -378,7 +379,7 @@ def check_state(
         UserError: If a step changes the parameter groups, or the state is not made of suitable tensors.
     """
     parameters = [p for group in param_groups for p in group["params"]]
-    smallest: dict[int, nn.Parameter] = {}  # by number of dims, at most 2
+    smallest: dict[int, nn.Parameter] = {}  # keyed by the number of dims, at most 2
     for p in sorted(parameters, key=lambda p: -p.numel()):
         smallest[min(p.ndim, 2)] = p
     copies = [nn.Parameter(p.detach().clone()) for p in smallest.values()]

@@ -19,9 +19,9 @@ from omnizoo.parallel.fsdp.sharded_tensors import local_shard
 class Muon(torch.optim.Optimizer):
     """Muon for parameters `[..., m, n]`, sharded or not. Each matrix of the last two dims is updated separately.
 
-    `adjust_lr_fn` is that of torch: `match_rms_adamw` scales updates to the size of AdamW's, so that both can use the
-    same learning rate and weight decay; `original` scales with the square root of rows / columns. `dtype` is the dtype
-    of the orthogonalization, by default that of the gradients. The config checks all options.
+    `adjust_lr_fn` has the same values as in torch: `match_rms_adamw` scales updates to the size of AdamW's, so that
+    both can use the same learning rate and weight decay; `original` scales with the square root of rows / columns.
+    `dtype` is the dtype of the orthogonalization (default: the dtype of the gradients). The config checks all options.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Muon(torch.optim.Optimizer):
             shard.add_(update, alpha=-group["lr"] * self._scale(num_rows, num_columns))
 
     def _scale(self, rows: int, columns: int) -> float:
-        """Return the factor of the learning rate for matrices of this shape."""
+        """Return the factor that scales the learning rate for matrices of this shape."""
         if self._adjust == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))

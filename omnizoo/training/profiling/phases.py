@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Phases:
-    """Marks the phases of a step: `with phases("forward"): ...`. Without a profiler, which sets `enter`, a no-op."""
+    """Marks the phases of a step: `with phases("forward"): ...`. A no-op, unless a profiler sets `enter`."""
 
     def __init__(self) -> None:
         self.enter: Callable[[str], AbstractContextManager[Any]] = nullcontext

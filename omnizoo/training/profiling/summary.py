@@ -12,8 +12,8 @@ from torch.autograd import DeviceType
 STEP = "omnizoo::step "
 PHASE = "omnizoo::phase "
 MODULE = "omnizoo::module "
-LARGEST = 20  # entries of each kind in the summary
-PRINTED = 8  # entries of each kind in the printed table
+LARGEST = 20  # maximum number of entries of each kind in the summary
+PRINTED = 8  # maximum number of entries of each kind in the printed table
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Summary:
-    """Times per step. Times of phases and modules include nested calls, those of operators do not."""
+    """Times per step. Times of phases and modules include nested calls; times of operators do not."""
 
     steps: list[int]
     seconds: float
