@@ -10,6 +10,8 @@ pass of the model.
 
 A decoder only needs the methods of `Decoder`. Mixins add capabilities: `LikelihoodDecoder`, `MultiLossDecoder`,
 `HeadDecoder`, `VocabularyDecoder`, `ItemDecoder`, `CustomFlops`; and `SharedTower` for encoders.
+
+Shapes: N targets of a call, n targets of one item, K values per target.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

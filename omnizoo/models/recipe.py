@@ -44,11 +44,12 @@ class Recipe:
     small_config: Mapping[str, Any] = field(default_factory=dict)  # values of config fields for a small copy
     # Names of the config fields (query-key width, value width) of a head.
     attention_width: tuple[str, str] | None = None
-    state_size: tuple[str, str, str] | None = None  # recurrent layers: config fields of heads, rows, columns
+    # For recurrent layers: names of the config fields for heads, rows and columns.
+    state_size: tuple[str, str, str] | None = None
     # Experts that expert parallelism can distribute. True: some models of the family have them, but not with the
     # default config. False: the family has experts that do not use transformers' experts interface.
     has_experts: bool | None = None
-    # Multimodal families: (model, tokenizer folder, options) -> modalities by name. The model is on meta.
+    # Multimodal families: (model, tokenizer folder, options) -> modalities, keyed by name. The model is on meta.
     modalities: Callable[[PreTrainedModel, str | None, Options], dict[str, Modality]] | None = None
     positions: Callable[[PreTrainedModel, Ids, Sequence[MediaItem]], npt.NDArray[Any]] | None = (
         None  # returns the position ids of one sample, [rows per token, tokens], see `Positions`
@@ -60,7 +61,8 @@ class Recipe:
     # Changes the keyword arguments with which the model calls its language model.
     language_model_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     media_modules: tuple[MediaModule, ...] = ()
-    language: str = ""  # path of the module that maps embeddings to logits, `model` of the fields above; "": all
+    # Path of the module that maps embeddings to logits (`model` in the fields above); empty for the complete model.
+    language: str = ""
     speaker_format: SpeakerFormat | None = None  # for speech-only families: format of a turn
     idle: tuple[str, ...] = ()  # paths of modules that no training step runs
     # Classes whose weights the family's initialization omits or sets to equal values; `Class.name` is one buffer.

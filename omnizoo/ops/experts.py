@@ -21,7 +21,10 @@ NUM_CHUNKS = 8  # chunks in which the gradient of routing weights is computed
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """The adapter matrices of E experts with weights `[E, A, B]`. Their product is never computed."""
+    """The adapter matrices of E experts that map width A to width B (weights `[E, A, B]`).
+
+    Their product is never computed.
+    """
 
     first: torch.Tensor  # [E, A, rank]
     second: torch.Tensor  # [E, rank, B]
@@ -76,7 +79,10 @@ def by_expert(weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
 
 
 def multiply_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return `rows [N, C]` times `weights [N, 1]`, in the dtype of the rows. Weight gradients are summed in fp32."""
+    """Return `rows [N, width]` times `weights [N, 1]`, in the dtype of the rows.
+
+    Weight gradients are summed in fp32.
+    """
     products: torch.Tensor = _MultiplyRows.apply(rows, weights)  # type: ignore[no-untyped-call]
     return products
 

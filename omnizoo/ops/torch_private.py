@@ -324,7 +324,7 @@ class Varlen:
 
     @property
     def is_causal(self) -> bool:
-        """Whether queries attend to all earlier keys, and to no later ones."""
+        """Whether queries attend to all earlier keys and to no later keys."""
         return (self.left, self.right) == (-1, 0)
 
 

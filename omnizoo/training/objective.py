@@ -294,7 +294,7 @@ class LanguageObjective(Objective):
             return [LossTerm(loss.name, loss.weight, loss.sum(records, local)) for loss in self._router_losses]
 
     def _forward(self, local: LocalBatch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Run the model. Returns the sums of the losses on tokens, and of the losses of decoders, by name."""
+        """Run the model. Returns the summed losses on tokens and the summed losses of decoders, both keyed by name."""
         if self._head is None:
             logits, decoder_sums = run_model(self.model, local)
             sums = {loss.name: loss.sum(logits, local) for loss in self.token_losses}

@@ -187,7 +187,7 @@ def check_disk_space(model: nn.Module, config: Config, checkpoint_dir: Path) -> 
             f"checkpoint.dir: {checkpoint_dir} has {free / GB:.2f} GB free, but one checkpoint of this run needs about "
             f"{needed / GB:.2f} GB (weights and optimizer state). Free some space or choose another folder."
         )
-    # While a checkpoint is written, the older ones are still on the disk.
+    # While a checkpoint is written, older checkpoints are still on the disk.
     num_existing = min(len(checkpoints(checkpoint_dir)), num_kept)
     num_to_come = min(num_saves, num_kept + 1 - num_existing)
     if free < num_to_come * needed:

@@ -191,7 +191,10 @@ class AudioCodec(LikelihoodDecoder, Decoder):
 
 
 def delay(codes: torch.Tensor, stop: int, none: int) -> torch.Tensor:
-    """Convert codes `[K, T]` to targets `[T + max(K - 1, 1), K]`. Even a single codebook needs a position for stop."""
+    """Convert the codes `[K, T]` of K codebooks and T frames to targets `[T + max(K - 1, 1), K]`.
+
+    Even a single codebook needs a position for stop.
+    """
     codebooks, frames = codes.shape
     targets = codes.new_full((frames + max(codebooks - 1, 1), codebooks), none)
     for k in range(codebooks):

@@ -346,12 +346,12 @@ class Autoencoder(Diffusers):
         self.shift = settings.get("shift_factor") or 0.0
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert values `[C, H, W]` in -1..1 to latents `[latent channels, h, w]`."""
+        """Convert values `[channels, height, width]` in -1..1 to latents `[latent channels, rows, columns]`."""
         mean = self.model.encode(values[None]).latent_dist.mode()[0]
         latents: torch.Tensor = (mean - self.shift) * self.scale
         return latents
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Convert latents to values `[C, H, W]`, the inverse of `encode`."""
+        """Convert latents to values `[channels, height, width]`, the inverse of `encode`."""
         values: torch.Tensor = self.model.decode(latents[None] / self.scale + self.shift).sample[0]
         return values

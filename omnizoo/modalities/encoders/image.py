@@ -51,7 +51,7 @@ class PixelFormat:
         return image.resize((width, height), self.resample)
 
     def tensor(self, images: "Sequence[Image]") -> torch.Tensor:
-        """Return the normalized images `[T, C, H, W]`."""
+        """Return the normalized images `[images, channels, height, width]`."""
         values = torch.stack([to_bytes(image) / 255 for image in images])
         mean = torch.tensor(self.mean).view(-1, 1, 1)
         std = torch.tensor(self.std).view(-1, 1, 1)
@@ -85,7 +85,7 @@ class TowerInput:
         raise NotImplementedError
 
     def frame_values(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
-        """Return the normalized frames `[T, C, H, W]`."""
+        """Return the normalized frames `[frames, channels, height, width]`."""
         return self.pixel_format.tensor([self.fitted(image, grid) for image in images])
 
     def dummy_input(self) -> torch.Tensor:
@@ -98,7 +98,7 @@ class TowerInput:
 
 
 class FixedSize(TowerInput):
-    """Input of towers that take `pixel_values [B, C, H, W]` of one size."""
+    """Input of towers that take `pixel_values [images, channels, height, width]` of one size."""
 
     def __init__(
         self, skeleton: PreTrainedModel, pixel_format: PixelFormat, size: tuple[int, int], fit: str, edge: int
@@ -176,7 +176,10 @@ class FixedSize(TowerInput):
 
 
 class PatchList(TowerInput):
-    """Input of towers that take `pixel_values [B, N, patch]` and `spatial_shapes [B, 2]`, up to a number of patches."""
+    """Input of towers that take `pixel_values [images, patches, patch]` and `spatial_shapes [images, 2]`.
+
+    The number of patches is limited.
+    """
 
     def __init__(self, skeleton: PreTrainedModel, pixel_format: PixelFormat, max_patches: int) -> None:
         self.pixel_format = pixel_format
@@ -203,7 +206,7 @@ class PatchList(TowerInput):
         return self.pixel_format.resize(image, grid[0] * self.patch, grid[1] * self.patch)
 
     def frame_values(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
-        """Return the patches `[T, h, w, patch]`, whose shape contains the grid."""
+        """Return the patches `[frames, rows, columns, patch]`, whose shape contains the grid."""
         frames = super().frame_values(images, grid).movedim(1, -1)
         return torch.stack([to_patches(frame, self.patch).unflatten(0, grid) for frame in frames])
 
@@ -269,7 +272,7 @@ class PatchGrid(TowerInput):
         return self.pixel_format.resize(image, grid[0] * self.unit, grid[1] * self.unit)
 
     def frame_values(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
-        """Return `[t, h, w, values of the patches of a feature]`, whose shape contains the grid."""
+        """Return `[steps, rows, columns, values of the patches of a feature]`, whose shape contains the grid."""
         h, w = grid
         values = super().frame_values(images, grid)
         # Copies of the last frame that fill the last step.

@@ -158,7 +158,7 @@ class _FrameDecoder:
             self.current = frame
 
     def skip(self) -> None:
-        """Prepare for packets that do not directly follow the previous ones."""
+        """Prepare for packets that do not directly follow the previous packets."""
         self.decode(None)
         self.stream.codec_context.flush_buffers()
 

@@ -136,7 +136,7 @@ def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stor
 
 
 def _freeze_base(model: nn.Module, fully_trained: Collection[str], stored: torch.dtype) -> None:
-    """Freeze all parameters except `fully_trained`, and store the frozen ones in the dtype `stored`."""
+    """Freeze all parameters except `fully_trained`, and store frozen parameters in the dtype `stored`."""
     # The codes of tokenizers must not change, so their weights keep their dtype.
     same_dtype = {p for module in frozen_tokenizers(model).values() for p in module.parameters()}
     same_dtype |= set(kept_in_fp32(model).values())
@@ -283,7 +283,7 @@ def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype
         module.lora_dropout = nn.ModuleDict({DEFAULT: nn.Dropout(settings.dropout)})
     if settings.kind == "dora":
         magnitude = nn.Module()
-        # `set_magnitudes` overwrites the ones after the base is loaded.
+        # `set_magnitudes` overwrites this value after the base is loaded.
         magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))
         module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
     # Set on the instance, where models/interfaces/lm_head.py detects that the head is not a plain linear layer. All
@@ -419,7 +419,7 @@ def _attach_to_experts(module: Any, attribute: str, settings: AdapterSettings, d
 def merge(
     model: nn.Module, weights: dict[str, torch.Tensor], adapter: AdapterInfo, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Merge the adapter `state` (full tensors by name) into the `weights` of the base `model`, in place."""
+    """Merge the adapter `state` (full tensors, keyed by name) into the `weights` of the base `model`, in place."""
     scaling = scaling_of(adapter.settings)
     for name in adapter.modules:
         key = f"{name}.weight"

@@ -39,9 +39,9 @@ def use_dispatched(model: PreTrainedModel) -> None:
 def dispatched(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Run the chosen experts `[tokens, K]` on `hidden_states [tokens, width]`.
+    """Run the chosen experts `top_k_index [tokens, choices]` on `hidden_states [tokens, width]`.
 
-    Returns the sum of their outputs, weighted by `top_k_weights [tokens, K]`: `[tokens, width]`.
+    Returns the sum of their outputs, weighted by `top_k_weights [tokens, choices]`: `[tokens, width]`.
     """
     tiles: Tiles | None = getattr(module, "tiles", None)
     if tiles is not None:

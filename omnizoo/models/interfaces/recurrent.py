@@ -74,7 +74,7 @@ def pack_of(module: nn.Module, kwargs: Mapping[str, Any]) -> PackContext | None:
 
 
 def convolution(module: nn.Module, original: Rule) -> Rule:
-    """Return a replacement of `causal_conv1d_fn`: `hidden_states [1, C, T]`, `weight [C, K]`."""
+    """Return a replacement of `causal_conv1d_fn`: `hidden_states [1, channels, tokens]`, `weight [channels, taps]`."""
 
     def convolve(
         hidden_states: torch.Tensor,
@@ -97,7 +97,7 @@ def convolution(module: nn.Module, original: Rule) -> Rule:
 def gated_delta_rule(module: nn.Module, original: Rule) -> Rule:
     """Return a replacement of `torch_chunk_gated_delta_rule`.
 
-    Shapes: `query, key, value [1, T, H, ...]`, `g, beta [1, T, H]`.
+    Shapes: `query, key, value [1, tokens, heads, ...]`, `g, beta [1, tokens, heads]`.
     """
 
     def rule(
@@ -120,7 +120,8 @@ def gated_delta_rule(module: nn.Module, original: Rule) -> Rule:
 def state_space(module: nn.Module, original: Rule) -> Rule:
     """Return a replacement of `mamba2_chunk_scan`.
 
-    Shapes: `hidden_states [1, T, H, V]`, `dt [1, T, H]`, `A, D [H]`, `B` (keys) and `C` (queries) `[1, T, G, K]`.
+    Shapes: `hidden_states [1, T, H, V]`, `dt [1, T, H]`, `A, D [H]`, `B` (keys) and `C` (queries) `[1, T, G, K]`, for T
+        tokens, H heads, G groups of heads, and widths K of keys and V of values.
     """
 
     def scan(

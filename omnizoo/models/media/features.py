@@ -14,7 +14,7 @@ from omnizoo.ops.device import to_device
 class Features:
     """Encoder features or decoder targets, one row for each token of this rank."""
 
-    values: torch.Tensor  # [N, width]
+    values: torch.Tensor  # [N, width], one row for each of N tokens
     index: torch.Tensor  # [N], int64: token of each row, in this rank's slice
 
     @classmethod
@@ -43,7 +43,7 @@ class MediaFeatures:
 class TargetLikelihood:
     """Log-likelihood of the targets of one decoder, for the tokens of this rank that predict them."""
 
-    log_likelihood: torch.Tensor  # [N]
+    log_likelihood: torch.Tensor  # [N], one value for each of N targets
     values: torch.Tensor  # [N], number of values in each target
     index: torch.Tensor  # [N], int64: token that predicts the target, in this rank's slice
 

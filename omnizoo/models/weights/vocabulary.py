@@ -84,7 +84,7 @@ def rows_of_files(model: PreTrainedModel, files: list[Path], mapping: list[Any])
 def with_published_rows(
     initialized: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, PublishedRows]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the randomly `initialized` weights, with their first rows replaced by the `published` ones."""
+    """Yield the randomly `initialized` weights, with their first rows replaced by the `published` rows."""
     for name, tensor in initialized:
         if name in published:
             with open_weights(published[name].files) as weights:

@@ -138,7 +138,7 @@ class Recurrence:
         return convolve(x, weight, bias, self.local_lengths, before)
 
     def run_recurrence(self, inputs: RecurrentInputs, method: str | None = None) -> torch.Tensor:
-        """Return the output of the recurrence for this rank's tokens, `[T, H, V]`. Collective: all ranks must call it.
+        """Return the output for this rank's tokens, `[tokens, heads, value width]`. Collective: all ranks must call it.
 
         `method` is `states` or `heads`. None selects the method for which the busiest rank sends fewer bytes.
         """

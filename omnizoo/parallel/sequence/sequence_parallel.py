@@ -118,9 +118,12 @@ class SequenceParallel:
         return self.recurrence.run_recurrence(inputs)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-        """Return the attention output for this rank's tokens, `[1, T, H, Dv]`. Collective: all ranks must call it.
+        """Return the attention output for this rank's tokens, `[1, tokens, heads, width of v]`.
 
-        `query` `[1, H, T, Dk]`, `key` `[1, KV, T, Dk]` and `value` `[1, KV, T, Dv]` contain all heads of these tokens.
+        Collective: all ranks must call it.
+
+        `query [1, heads, tokens, width of k]`, `key [1, kv heads, tokens, width of k]` and `value [1, kv heads, tokens,
+        width of v]` contain all heads of these tokens.
         """
         if pattern.dropout > 0.0 and self.ring > 1:
             raise UserError(

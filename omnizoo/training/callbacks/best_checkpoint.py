@@ -36,7 +36,7 @@ def check_metrics(config: Config, known: Collection[str]) -> None:
 
 
 class BestCheckpoint(Logger):
-    """Requests a checkpoint after each evaluation that is better than all earlier ones, and records which one is best.
+    """Requests a checkpoint after each evaluation that beats all earlier evaluations, and records the best checkpoint.
 
     The record is updated only after the new checkpoint is complete. Pruning reads the record, so the previous best
     checkpoint is kept until then.

@@ -81,5 +81,5 @@ class KTO(ReferenceLoss):
         return desirable_loss + undesirable_loss, metric_sums
 
     def _losses(self, log_ratios: torch.Tensor, sign: int) -> torch.Tensor:
-        """Return the loss of each response, `[responses]`. `sign` is 1 for desirable and -1 for undesirable ones."""
+        """Return the loss of each response, `[responses]`. `sign` is 1 for desirable responses, otherwise -1."""
         return 1 - torch.sigmoid(self.beta * (sign * (log_ratios - self.kl)))

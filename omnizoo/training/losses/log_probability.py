@@ -114,8 +114,8 @@ def gather_scores(text_scores: torch.Tensor, batch: LocalBatch) -> tuple[torch.T
         batch: Contains the likelihoods that decoders reported.
 
     Returns:
-        Log-probabilities and the number of values that each of them covers, `[2, N]`, float64; and the number of the
-        sample of each, `[N]`.
+        For N targets: their log-probabilities and the number of values in each target, `[2, N]`, float64; and the
+        sample number of each target, `[N]`.
     """
     ones = torch.ones_like(text_scores, dtype=torch.float64)
     scores = [torch.stack([text_scores.double(), ones])]
