@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "omnizoo"
 TESTS = ROOT / "tests"
 
-MOST_TOKENS = 325_000
+TOKENS_AFTER_RESTRUCTURING = 324_999  # at commit 5f34c53, before lines were split and values named
 MOST_FILES_PER_FOLDER = 16
 MOST_FUNCTION_LINES = 70
 LONG_FUNCTION_LINES = 60
@@ -145,7 +145,9 @@ def main() -> None:
     long_functions = [function for function in by_length if function.lines > LONG_FUNCTION_LINES]
     crowded = {f: n for f, n in files_per_folder().items() if n > MOST_FILES_PER_FOLDER and f not in UNLIMITED_FOLDERS}
     long_families = {name: lines for name, lines in family_files().items() if lines > MOST_FAMILY_LINES}
-    print(f"tokens                              {total_tokens():,} (at most {MOST_TOKENS:,})")
+    print(
+        f"tokens                              {total_tokens():,} ({TOKENS_AFTER_RESTRUCTURING:,} after the restructuring)"
+    )
     print(f"files                               {len(package_files())}")
     print(f"folders with over {MOST_FILES_PER_FOLDER} files          {crowded or 0}")
     print(f"longest function                    {by_length[0]} (at most {MOST_FUNCTION_LINES})")
