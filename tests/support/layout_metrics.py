@@ -145,9 +145,8 @@ def main() -> None:
     long_functions = [function for function in by_length if function.lines > LONG_FUNCTION_LINES]
     crowded = {f: n for f, n in files_per_folder().items() if n > MOST_FILES_PER_FOLDER and f not in UNLIMITED_FOLDERS}
     long_families = {name: lines for name, lines in family_files().items() if lines > MOST_FAMILY_LINES}
-    print(
-        f"tokens                              {total_tokens():,} ({TOKENS_AFTER_RESTRUCTURING:,} after the restructuring)"
-    )
+    before = f"{TOKENS_AFTER_RESTRUCTURING:,} after the restructuring"
+    print(f"tokens                              {total_tokens():,} ({before})")
     print(f"files                               {len(package_files())}")
     print(f"folders with over {MOST_FILES_PER_FOLDER} files          {crowded or 0}")
     print(f"longest function                    {by_length[0]} (at most {MOST_FUNCTION_LINES})")
