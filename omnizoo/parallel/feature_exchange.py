@@ -78,8 +78,8 @@ def plan_routes(
         layout: Sizes of the mesh axes.
         rank: Global rank to plan for.
         shares: One entry per data-parallel rank.
-        present: Ports that have an item on any rank. If set, `shares` may omit items that `rank` neither owns nor holds
-            a token of.
+        present: Ports that have an item on any rank. If set, `shares` may omit items that `rank` does not own
+            and whose tokens it does not hold.
     """
     assert len(shares) == layout.dp, f"{len(shares)} shares for {layout.dp} dp ranks"
     dp_rank, sp_rank = divmod(rank, layout.sp)

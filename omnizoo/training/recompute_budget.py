@@ -38,8 +38,8 @@ class Cost:
     def transient(self, counts: tuple[int, int, int]) -> int:
         """Return the additional bytes that are needed while a block is recomputed.
 
-        Blocks that keep more run last in forward, and first in backward. Their memory is free by the time the other
-        blocks are recomputed, so it is subtracted.
+        Blocks that keep more activations run last in forward and first in backward. Their memory is free by the time
+        the other blocks are recomputed, so it is subtracted.
 
         Args:
             counts: Number of blocks in each of `MODES`.

@@ -99,7 +99,7 @@ def pack_blocks(
 ) -> list[AttentionBlock]:
     """Return the blocks of a whole pack: one per sample, followed by the blocks that bidirectional spans add.
 
-    `spans` has the spans of each sample, and `outer_window` is the window outside which spans still attend backward.
+    `spans` has the spans of each sample. For `outer_window`, see `span_blocks`.
     """
     sample_blocks = []
     blocks_of_spans = []
@@ -213,8 +213,8 @@ class Blocks:
                     break
             else:
                 groups.append([block])
-        # A group may contain blocks of several samples, so first blocks must be moved before the blocks merged into
-        # them.
+        # A group may contain blocks of several samples. The first block of a query must come before all blocks that
+        # are merged into its result.
         groups.sort(key=lambda group: not group[0].first)
         return [self._group_call(group) for group in groups]
 
