@@ -55,7 +55,7 @@ SHRINKINGS = (Shrinking(), Shrinking(widths=False), Shrinking(widths=False, dept
 class ProbeResult:
     """Result of the probe of a model that passed the checks."""
 
-    shrinking: Shrinking  # scaling that works for this model family
+    shrinking: Shrinking  # how to build small copies of this model family
     random: tuple[str, ...]  # settings that make the model use random numbers in training, with their values
     stubborn: bool = False  # True if no config setting disables the random numbers
     unchecked: str = ""  # reason why the model could not be checked; empty if it was checked

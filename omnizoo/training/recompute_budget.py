@@ -130,7 +130,7 @@ def saved_choice(model: nn.Module, config: Config, mesh: Mesh) -> dict[str, Any]
 def conditions(config: Config, mesh: Mesh) -> str:
     """Return a description of the settings that a choice depends on.
 
-    A saved choice is used only if its description is equal.
+    A saved choice is used only if its description is the same.
     """
     budget = config.parallel.recompute
     assert isinstance(budget, RecomputeBudgetSettings)

@@ -34,9 +34,9 @@ class TokenRun:
 class AttentionBlock:
     """Queries q0 to q1 against keys k0 to k1. Each query attends to at least one key, and each key is attended to.
 
-    Query i of n attends to key j of m if `i + m - n - left <= j <= i + m - n + right`, where -1 means no limit. This is
-    the window of flash kernels, aligned at the last query and key. `first` is True for the first block of its queries,
-    whose result is written to the accumulators instead of merged into them.
+    Query i of n attends to key j of m if `i + m - n - left <= j <= i + m - n + right`, where a `left` or `right` of -1
+    means no limit. This is the window of flash kernels, aligned at the last query and key. `first` is True for the
+    first block of its queries, whose result is written to the accumulators instead of merged into them.
     """
 
     q0: int

@@ -62,8 +62,8 @@ class Loss:
     """Base class of losses.
 
     The constructor accepts the `options` of the config. A subclass overrides exactly one of `from_logits`,
-    `from_hidden` and `from_routers`. The choice determines the inputs of the loss. The method returns the loss summed over this
-    rank's part of a micro-batch: a scalar tensor with its autograd graph, 0 if the part has no targets.
+    `from_hidden` and `from_routers`. The choice determines the inputs of the loss. The method returns the loss summed
+    over this rank's part of a micro-batch: a scalar tensor with its autograd graph, 0 if the part has no targets.
 
     A rank may have any part of a pack. The result is independent of the layout only if it is a sum over targets or over
     tokens. `batch.sum(values)` returns such a sum, given one value per target.
