@@ -54,7 +54,7 @@ def load_step(loader: Loader) -> LoadedStep:
 
 
 class Prefetcher:
-    """Loads `num_steps` steps, each in advance; `next` returns them in order. All ranks must request every step."""
+    """Loads `num_steps` steps ahead of time; `next` returns them in order. All ranks must request every step."""
 
     def __init__(
         self,

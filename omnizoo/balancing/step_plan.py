@@ -1,7 +1,7 @@
 """The plan of a step: packs are assigned to data-parallel ranks, and media items to all ranks, by cost.
 
-A plan depends on nothing but the pack metadata (lengths and costs, no token data). Every rank computes the same plan
-without communication, and a plan can be computed without any ranks.
+A plan depends only on the pack metadata (lengths and costs, no token data). Every rank computes the same plan without
+communication, and a plan can also be computed outside a distributed run.
 """
 
 from collections.abc import Sequence

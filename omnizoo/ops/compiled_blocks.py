@@ -67,7 +67,7 @@ class CompiledKind:
         self.graphs = 0  # number of graphs built so far
         self.failure: str | None = None  # reason why the first compilation failed
         self._compilations = Compilations()
-        # Options that torch's stubs lack.
+        # Passed as a dict, because torch's stubs lack these options.
         options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": MAX_GRAPHS}
         self._run = torch.compile(forward, backend=self._build, dynamic=True, **options)
 
@@ -125,7 +125,10 @@ class Kinds:
 
 
 class Compiled:
-    """Replacement for the `forward` of a block: runs the graphs of its kind, or eager code if compilation failed."""
+    """Replacement for the `forward` of a block.
+
+    It runs the compiled graphs that all blocks of the same kind share, or the eager `forward` if compilation failed.
+    """
 
     def __init__(self, block: nn.Module, kind: CompiledKind) -> None:
         self.kind = kind

@@ -162,7 +162,10 @@ def matmul_per_expert(rows: torch.Tensor, counts: torch.Tensor, weights: torch.T
 
 
 def add_choices(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """Sum the rows of each token's choices, `[N, H]` -> `[T, H]`, in order and in fp32 or better, without autograd."""
+    """Sum the K expert outputs of each token, `[N, H]` -> `[T, H]`.
+
+    The terms are added in the order of the choices, in fp32 or better. Autograd does not record the sum.
+    """
     if pairs.choices == 1:
         return rows.index_select(0, pairs.sorted_position)
     positions = pairs.sorted_position.view(-1, pairs.choices)
@@ -177,7 +180,10 @@ def add_choices(rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
 
 
 def repeat_by_choice(tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """Repeat each token once per choice, sorted by expert, `[T, H]` -> `[N, H]`, without autograd."""
+    """Repeat each token once per choice, sorted by expert, `[T, H]` -> `[N, H]`.
+
+    Autograd does not record the copies.
+    """
     return tokens.index_select(0, pairs.order // pairs.choices)
 
 

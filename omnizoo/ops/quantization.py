@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from omnizoo.ops.torch_private import without_function_modes
 
 BLOCK = 64  # numbers that share a scale
-CHUNK = 2**24  # numbers that are converted at a time, because the intermediate tensors are several times as large
+CHUNK = 2**24  # values converted at a time; limits the memory of intermediates, which are several times larger
 # The published values, as in bitsandbytes.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

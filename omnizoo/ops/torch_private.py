@@ -1,7 +1,7 @@
 """All uses of private APIs of torch.
 
 They are attention kernels that return the log-sum-exp, maps over nested arguments, calls without function modes,
-internals of FSDP2, recomputation and torch.compile, and for dry runs: fake tensors, a device implemented in Python, and
+internals of FSDP2, recomputation and torch.compile. Dry runs also use fake tensors, a device implemented in Python, and
 collectives that send nothing.
 
 Checked on torch 2.13.0. A test compares the schemas of these kernels with those of the installed torch, and fails if
@@ -138,7 +138,7 @@ def _take_gradients(group: Any, post_backward: Callable[..., None], *unused: Any
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is None or not _stays_on_compute_stream(parameter):
             continue
-        # Earlier micro-batches, if their gradients are not reduced, are summed in the dtype of reductions.
+        # Gradients of earlier micro-batches that were not reduced are summed in the dtype of reductions.
         parameter.accumulate_unsharded_grad_if_needed()
         if parameter.unsharded_accumulated_grad is not None:
             grad = parameter.unsharded_accumulated_grad_data
@@ -158,7 +158,7 @@ def _take_gradients(group: Any, post_backward: Callable[..., None], *unused: Any
 
 
 def _stays_on_compute_stream(parameter: Any) -> bool:
-    """Whether the gradients of `parameter` need no other stream.
+    """Whether all work on the gradients of `parameter` runs on the compute stream.
 
     The answer is the same in all micro-batches, so a shard's gradient is never written by two streams in one step.
     torch copies the gradients of offloaded shards on its reduce-scatter stream, and calls hooks there.
@@ -260,7 +260,7 @@ def within_fsdp(scope: Callable[[str, Sequence[str]], AbstractContextManager[Non
 
 
 def _within(function: Callable[..., Any], enter: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
-    """Return `function`, run inside the context manager `enter(*args)`."""
+    """Return a version of `function` that runs inside the context manager `enter(*args)`."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,7 @@ class CollectiveCounter(TorchDispatchMode):
         name = NAMES.get(func._schema.name.removeprefix("c10d::"))
         if name is None:
             return
-        # Out-of-place collectives take (output, input). In-place collectives take a single tensor argument.
+        # Out-of-place collectives have the arguments (output, input), in-place collectives a single tensor argument.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor | list)]
         boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
         group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.group.WORLD

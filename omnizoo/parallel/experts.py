@@ -204,7 +204,10 @@ def _placement(split_dims: dict[tuple[int, ...], int], parameter: nn.Parameter) 
 
 
 def _dim_to_split(name: str, shape: Sequence[int], layout: Layout) -> int:
-    """Return the dim to split over `ep_shard`: dim 0 (experts) if `ep` is 1 and it divides, otherwise the last dim.
+    """Return the dim to split over `ep_shard`.
+
+    This is the last dim, or dim 0 (experts) if `ep` is 1 and either dim 0 is divisible by `ep_shard` or the last dim is
+    not.
 
     The middle dim is not possible. If a checkpoint stores gate and up projection separately, transformers' loader
     (5.22.2) slices each of them and then concatenates the slices along that dim. A rank would get a slice of both

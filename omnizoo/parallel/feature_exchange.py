@@ -78,8 +78,8 @@ def plan_routes(
         layout: Sizes of the mesh axes.
         rank: Global rank to plan for.
         shares: One entry per data-parallel rank.
-        present: Ports that have an item on any rank. If set, `shares` may omit items that `rank` neither owns nor holds
-            a token of.
+        present: Ports that have an item on any rank. If set, `shares` may omit items that `rank` does not own
+            and whose tokens it does not hold.
     """
     assert len(shares) == layout.dp, f"{len(shares)} shares for {layout.dp} dp ranks"
     dp_rank, sp_rank = divmod(rank, layout.sp)
@@ -147,8 +147,9 @@ def exchange_features(
     """Send this rank's features `[n, width]` of each port, and return the received rows for the tokens that it holds.
 
     `FeatureRoute.token` and `FeatureRoute.previous_token` contain the token of each received row. All ports share one
-    all-to-all; there is none if no rank has an item. The result depends on `features` even if it is empty, so a rank
-    that uses the whole result takes part in backward and gets exact zeros. Collective: all ranks must call it.
+    all-to-all; there is none if no rank has an item. The result depends on `features` even if it is empty, so every
+    rank that uses the whole result takes part in backward. Features that were not sent get gradients of exactly 0.
+    Collective: all ranks must call it.
     """
     ports = sorted(port for port in routes if port in features)
     rows = []

@@ -89,7 +89,7 @@ class Mesh:
         return group
 
     def axes_of(self, group: dist.ProcessGroup) -> list[str]:
-        """Return the axes whose group on this rank has the ranks of `group`, and `world` if these are all ranks."""
+        """Return the axes whose group has the same ranks as `group`, and also `world` if `group` has all ranks."""
         views = (self.dense, self.experts, self.data, self.packs)
         groups = {axis: view.get_group(axis) for view in views for axis in view.mesh_dim_names or ()}
         ranks = dist.get_process_group_ranks(group)

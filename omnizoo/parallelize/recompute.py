@@ -32,7 +32,7 @@ EXPENSIVE = ("mm", "attention", "attn")  # fragments of the names of expensive o
 
 
 class Switch:
-    """The forward of a block, with a recompute mode.
+    """Replacement for the `forward` of a block that applies a recompute mode.
 
     It is set on the instance, so it runs inside the module's hooks: FSDP gathers weights before recomputation needs
     them.
@@ -54,7 +54,7 @@ class Switch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.measured is not None and not self.measured:
-            # A graph hides its operators, and does not save more tensors.
+            # Measure eager code: a graph hides its operators, and saves no more tensors than eager code.
             with torch.compiler.set_stance("force_eager"):
                 self._measure(self.measured, args, kwargs)
         forward = self._forward.current() if isinstance(self._forward, Compiled) else self._forward

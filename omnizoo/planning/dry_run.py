@@ -178,8 +178,8 @@ def run_steps(
 ) -> list[Counter[Any]]:
     """Train two steps, and return the counters of the second one.
 
-    At most `MAX_MICRO_BATCHES` micro-batches are run. For each of the others, the counts of the second-to-last one are
-    added.
+    At most `MAX_MICRO_BATCHES` micro-batches are run. For each of the others, the counts of the second-to-last
+    micro-batch that was run are added.
     """
     assert setup.optimizer is not None
     terms = setup.objective.terms

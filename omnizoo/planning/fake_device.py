@@ -133,7 +133,7 @@ class FakeDevice(FakeTensorMode):
         """Context manager: enter the mode, and replace the functions of torch that bypass dispatch modes."""
         with (
             replaced((FakeTensor, "tolist", lambda tensor: self.read(tensor))),
-            # FSDP calls it if weights were gathered for the backward pass of a frozen component that has none.
+            # FSDP calls it if it gathered weights for backward in a frozen component, which has no backward pass.
             replaced((torch.accelerator, "current_stream", DeviceModule.current_stream)),
             # A function mode would be called for every attribute of every tensor, and take up half of a plan's time.
             replaced((torch, "tensor", self._tensor)),

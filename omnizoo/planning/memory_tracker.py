@@ -144,7 +144,7 @@ class MemoryTracker(TorchDispatchMode):
             self._events: list[tuple[Allocation, int, str]] = []
 
     def end_step(self, model: nn.Module) -> None:
-        """Count the gradients of `model` as gradients."""
+        """End the step: classify the memory of the parameters' `.grad` tensors as gradients."""
         for parameter in model.parameters():
             if parameter.grad is not None:
                 self.see(parameter.grad, GRADIENTS)

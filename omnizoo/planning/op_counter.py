@@ -38,7 +38,7 @@ class Kernel:
 
 
 class OpCounter:
-    """Counts calls and FLOPs by kernel. For attention, only calls: its FLOPs depend on the lengths of samples."""
+    """Counts calls and FLOPs by kernel. Attention has only calls, as its FLOPs depend on the lengths of samples."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # launches and bytes on other devices, such as the CPU, are not counted

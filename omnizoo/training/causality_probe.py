@@ -47,7 +47,7 @@ LENGTHS = (19, 23, 13)  # number of tokens of each sample in the pack; larger th
 BIDIRECTIONAL = (3, 6)  # bidirectional tokens in each sample (first, count), for models that have them
 VOCABULARY = 256
 LARGEST = 50_000_000  # maximum number of weights in a small copy, to limit time and host memory
-ALONE = 1e-4  # relative tolerance between logits alone and in a pack, whose rounding differs because of their shapes
+ALONE = 1e-4  # relative tolerance between the logits of a sample alone and in a pack; other shapes round differently
 SHRINKINGS = (Shrinking(), Shrinking(widths=False), Shrinking(widths=False, depth=False))
 
 
@@ -55,7 +55,7 @@ SHRINKINGS = (Shrinking(), Shrinking(widths=False), Shrinking(widths=False, dept
 class ProbeResult:
     """Result of the probe of a model that passed the checks."""
 
-    shrinking: Shrinking  # scaling that works for this model family
+    shrinking: Shrinking  # how to build small copies of this model family
     random: tuple[str, ...]  # settings that make the model use random numbers in training, with their values
     stubborn: bool = False  # True if no config setting disables the random numbers
     unchecked: str = ""  # reason why the model could not be checked; empty if it was checked
@@ -175,7 +175,7 @@ def _small_copy(spec: ModelSection, shrinking: Shrinking) -> nn.Module | None:
                 if callable(reset_parameters):
                     reset_parameters()
         for weight in model.parameters():
-            # A matrix that is initialized with zeros would hide dependencies through it.
+            # A matrix of zeros would hide every dependency that passes through it.
             weight.add_(0.05 * torch.randn(weight.shape))
     if isinstance(model, PreTrainedModel) and expert_modules(model):
         use_dispatched(language_model(model))
@@ -372,7 +372,10 @@ def _check_bidirectional(run: _Run, bidirectional: BidirectionalTokens) -> None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal, up to rounding. Expert kernels group rows differently if other rows change."""
+    """Whether two tensors are equal, up to rounding.
+
+    Even unaffected rows may be rounded differently, because expert kernels group rows differently if other rows change.
+    """
     return not a.numel() or bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 

@@ -45,7 +45,7 @@ class LocalBatch:
         num_samples: Number of samples in the micro-batch.
         is_empty: Whether this rank has no tokens. It runs the model on a dummy token, which is excluded from losses.
         preferences: Roles and content hashes of the samples; None for a micro-batch without preferences.
-        samples_by_role: Sample numbers, keyed by role. A rejected response follows its chosen response.
+        samples_by_role: Sample numbers, keyed by role. In a pair, the rejected response follows the chosen one.
         likely: Log-likelihoods of the targets of each decoder in the last forward pass, if a loss needs them.
     """
 
@@ -256,4 +256,4 @@ def run_model(model: nn.Module, batch: LocalBatch) -> tuple[torch.Tensor, dict[s
     out = model(**batch.inputs)
     logits = out.logits
     assert isinstance(logits, torch.Tensor)
-    return logits.squeeze(0), getattr(out, "losses", None) or {}  # the backward of `[0]` would copy the logits
+    return logits.squeeze(0), getattr(out, "losses", None) or {}  # not `[0]`, whose backward would copy the logits

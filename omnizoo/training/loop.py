@@ -1,4 +1,4 @@
-"""The training loop. It trains and records steps, evaluates and saves once in a while, and stops on request."""
+"""The training loop. It runs and records steps, evaluates and saves at intervals, and stops on request."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -87,7 +87,7 @@ def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> None:
         report_unusual_step(run, recorder, data, result)
         metrics = step_metrics(run, data, result, timer)
 
-        # Once in a while: evaluate the same held-out packs, and generate responses to the same held-out prompts.
+        # At intervals: evaluate the same held-out packs, and generate responses to the same held-out prompts.
         evaluation = None
         if config.evaluation.is_due(state.step):
             evaluation = run.evaluator.run(state.step, recorder)
@@ -99,7 +99,7 @@ def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> None:
             requests = run.callbacks.sync_requests(run.mesh)
         state.check_bad_steps(config.train.max_bad_steps, run.folder)
 
-        # Once in a while: save. Always after the last step.
+        # Save at intervals, and always after the last step.
         is_stopped = result.stop or requests.stop
         is_last = state.step == config.train.steps or is_stopped
         if is_last or requests.save or config.checkpoint.is_due(state.step):
@@ -112,7 +112,7 @@ def run_steps(run: RunContext, recorder: Recorder, profiler: Profiler) -> None:
 
 
 def stopped_at_start(run: RunContext, recorder: Recorder) -> bool:
-    """Whether a callback stopped the run in `on_start`, for example because early stopping was out of patience."""
+    """Whether a callback stopped the run in `on_start`, for example because early stopping ran out of patience."""
     requests = run.callbacks.sync_requests(run.mesh)
     raise_failure(requests)
     if requests.stop:

@@ -94,7 +94,7 @@ class Objective:
             totals: Totals of the step over all ranks.
 
         Returns:
-            A number of at least 0 for each loss term that `terms` returns.
+            A non-negative number for each loss term that `terms` returns.
         """
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class Objective:
         config = self.config
         self._loss_sums = LossSums(counts=self.loss_counts(data.totals))
         reduces_each = config.parallel.reduce_each_micro_batch
-        if reduces_each is None:  # unsharded fp32 gradients would not fit in an accelerator's memory
+        if reduces_each is None:  # on accelerators: unsharded fp32 gradients may not fit in memory
             reduces_each = not is_host(self.mesh.device)
         with self.phases("forward"):  # some losses run a model over all micro-batches first, such as KTO's baseline
             self.begin_step(data)

@@ -1,4 +1,4 @@
-"""Warnings about over-long samples: a summary at start-up, and one warning when each kind first occurs."""
+"""Warnings about over-long samples: a summary at start-up, and a warning the first time that each kind occurs."""
 
 from collections.abc import Iterator, Mapping
 

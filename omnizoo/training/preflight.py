@@ -43,7 +43,7 @@ def lock_folders(folder: RunFolder, checkpoint_dir: Path, mesh: Mesh, resources:
     Args:
         folder: The run folder (`log.dir`).
         checkpoint_dir: The checkpoint folder. It may be the run folder or lie inside it.
-        mesh: The mesh of the run. Only rank 0 takes the locks.
+        mesh: The mesh of the run. Only rank 0 acquires the locks.
         resources: Exit stack that releases the locks when it is closed.
 
     Raises:

@@ -38,8 +38,8 @@ class Cost:
     def transient(self, counts: tuple[int, int, int]) -> int:
         """Return the additional bytes that are needed while a block is recomputed.
 
-        Blocks that keep more run last in forward, and first in backward. Their memory is free by the time the other
-        blocks are recomputed, so it is subtracted.
+        Blocks that keep more activations run last in forward and first in backward. Their memory is free by the time
+        the other blocks are recomputed, so it is subtracted.
 
         Args:
             counts: Number of blocks in each of `MODES`.
@@ -130,7 +130,7 @@ def saved_choice(model: nn.Module, config: Config, mesh: Mesh) -> dict[str, Any]
 def conditions(config: Config, mesh: Mesh) -> str:
     """Return a description of the settings that a choice depends on.
 
-    A saved choice is used only if its description is equal.
+    A saved choice is used only if its description is the same.
     """
     budget = config.parallel.recompute
     assert isinstance(budget, RecomputeBudgetSettings)

@@ -1,4 +1,4 @@
-"""Record a run: write the run folder, show the progress line and call the callbacks. Active on rank 0 only."""
+"""Record a run on rank 0: write the files in the run folder, show the progress line and call the callbacks."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Context manager that writes the run folder, shows the progress line and calls callbacks, on rank 0.
+    """Context manager that writes the files in the run folder, shows the progress line and calls callbacks, on rank 0.
 
     `on_end` of callbacks, which writes the report, is called even if the run fails.
     """

@@ -47,12 +47,14 @@ class RouterStats:
 
     @torch.no_grad()
     def update_bias(self, total: torch.Tensor) -> None:
-        """Balance the load without a loss: lower the correction bias of experts with a load above the mean.
+        """Balance the load without a loss term, by changing the correction biases of experts.
 
-        The bias of experts with a load below the mean is raised. Routers without a correction bias are not changed.
+        The bias is lowered for experts with a load above the mean, and raised for experts with a load below it. Routers
+        without a correction bias are not changed.
 
         Args:
-            total: The sums over all ranks, with layers concatenated. They keep the biases equal on all ranks.
+            total: The sums over all ranks, with layers concatenated. They are the same on all ranks, and so are the
+                biases.
         """
         if not self._bias_rate:
             return
@@ -69,7 +71,7 @@ class RouterStats:
         probabilities; its maximum is the logarithm of the number of experts.
 
         Args:
-            total: The sums over all ranks, layers concatenated.
+            total: The sums over all ranks, with layers concatenated.
         """
         metrics: dict[str, float] = {}
         values: dict[str, list[float]] = {"max_over_mean": [], "entropy": []}

@@ -294,9 +294,9 @@ def prepare_run(
         config: The config of the run.
         mesh: The mesh, from `joined_world`.
         callbacks: The callbacks that were passed to `train`.
-        stop: Records stop signals to this process.
+        stop: Records whether a signal has asked this process to stop.
         clock: Measures the duration of each part of the start-up.
-        resources: Unlocks folders and ends prefetching when it is closed.
+        resources: Exit stack that unlocks folders and ends prefetching when it is closed.
 
     Returns:
         The parts of the run; None if the checkpoint is already at the last step.

@@ -101,7 +101,7 @@ def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step:
     Args:
         objective: Has run `loss` and `backward` on all micro-batches of the step.
         optimizer: Updates its parameters. Gradient norm and clipping apply only to them, so that several optimizers
-            can take turns.
+            can update the model in turn.
         step: Number of this step, counted from 1. Determines the learning rate.
         stop: Whether to stop after this step.
 
@@ -122,7 +122,7 @@ def optimizer_step(objective: Objective, optimizer: torch.optim.Optimizer, step:
     squared_norm_value, *loss_values = values[: sums.num_checked]
     means = {}
     for name, loss_value in zip(losses.sums, loss_values, strict=True):
-        # Without targets the sum is 0, or NaN if the model produced NaN, which must stay visible: divide by 1.
+        # Without targets, divide by 1: the sum is 0, or NaN if the model produced NaN, which must stay visible.
         means[name] = loss_value / (losses.counts[name] or 1)
     return StepResult(
         loss=sum(losses.weights[name] * mean for name, mean in means.items()),

@@ -28,8 +28,8 @@ def allowed(error: float, usual: float = 0.0) -> float:
     """Return the maximum allowed error of a layout.
 
     Args:
-        error: Error of one process.
-        usual: Usual error of such tensors.
+        error: Error of one process in bf16 for the same value.
+        usual: Median error of one process in bf16 over all gradients, if the value is a gradient.
     """
     return FACTOR * max(error, usual) + FLOOR
 

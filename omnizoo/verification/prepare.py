@@ -69,7 +69,7 @@ def plain(config: Config, **changes: Any) -> Config:
 
 
 def _with_groups(small: Config, config: Config) -> Config:
-    """Return `small` with only those parameter groups and `model.freeze` patterns that match its model.
+    """Return `small` with the parameter groups and `model.freeze` patterns of `config` that match its model.
 
     The small copy has fewer layers than the model of `config`, so some patterns may match none of its parameters.
     """

@@ -17,11 +17,11 @@ SpansOfSamples = Sequence[Sequence[tuple[int, int]]]  # for each sample, its spa
 
 @dataclass(frozen=True)
 class BidirectionalTokens:
-    """The token ids of a model that attend in both directions within a run of such tokens."""
+    """Token ids of a model whose tokens, in a run of such tokens, attend to each other in both directions."""
 
     tokens: tuple[int, ...]  # token ids
     modalities: tuple[str, ...] = ()  # modalities whose placeholder tokens have these ids
-    everywhere: bool = True  # whether this applies in all layers, or only in layers with a sliding window
+    everywhere: bool = True  # True: in all layers; False: only in layers with a sliding window
     over_windows: bool = False  # whether tokens also attend to earlier tokens of their span outside the window
 
     def pairs_ahead(self, runs: Iterable[tuple[str, int]]) -> int:
@@ -62,7 +62,7 @@ class BidirectionalSpans:
         return causal and (self.everywhere or window is not None) and any(self.spans)
 
     def outer_window(self, window: int | None) -> int | None:
-        """Return the window beyond which spans still attend backward, or None if the window limits them."""
+        """Return `window` if tokens also attend to earlier tokens of their span outside it, otherwise None."""
         return window if self.over_windows else None
 
     def blocks(self, window: int | None, device: torch.device) -> Blocks:

@@ -34,9 +34,9 @@ class TokenRun:
 class AttentionBlock:
     """Queries q0 to q1 against keys k0 to k1. Each query attends to at least one key, and each key is attended to.
 
-    Query i of n attends to key j of m if `i + m - n - left <= j <= i + m - n + right`, where -1 means no limit. This is
-    the window of flash kernels, aligned at the last query and key. `first` is True for the first block of its queries,
-    whose result is written to the accumulators instead of merged into them.
+    Query i of n attends to key j of m if `i + m - n - left <= j <= i + m - n + right`, where a `left` or `right` of -1
+    means no limit. This is the window of flash kernels, aligned at the last query and key. `first` is True for the
+    first block of its queries, whose result is written to the accumulators instead of merged into them.
     """
 
     q0: int
@@ -99,7 +99,7 @@ def pack_blocks(
 ) -> list[AttentionBlock]:
     """Return the blocks of a whole pack: one per sample, followed by the blocks that bidirectional spans add.
 
-    `spans` has the spans of each sample, and `outer_window` is the window outside which spans still attend backward.
+    `spans` has the spans of each sample. For `outer_window`, see `span_blocks`.
     """
     sample_blocks = []
     blocks_of_spans = []
@@ -213,8 +213,8 @@ class Blocks:
                     break
             else:
                 groups.append([block])
-        # A group may contain blocks of several samples, so first blocks must be moved before the blocks merged into
-        # them.
+        # A group may contain blocks of several samples. The first block of a query must come before all blocks that
+        # are merged into its result.
         groups.sort(key=lambda group: not group[0].first)
         return [self._group_call(group) for group in groups]
 

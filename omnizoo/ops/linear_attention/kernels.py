@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
 MAX_KEY_WIDTH = 256  # largest width of keys that the kernels support
-TAPS = (2, 3, 4)  # lengths of a convolution that the kernel supports
+TAPS = (2, 3, 4)  # filter lengths that the convolution kernel supports
 RULES = {  # keys: (is the delta rule, has one decay per channel)
     (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     (True, True): ("fla.ops.kda", "chunk_kda"),

@@ -56,7 +56,7 @@ def run_recurrence(
     """Run the recurrence over concatenated runs of tokens.
 
     Args:
-        steps: The inputs of all tokens.
+        inputs: The inputs of all tokens.
         lengths: Number of tokens of each run.
         state: `[N, H, K, V]`, the state before each run; None for zeros.
 
@@ -111,7 +111,7 @@ class StatelessRuns:
     reads: Sequence[torch.Tensor]  # one [L, H or G, K] per run; its product with the initial state is added to `out`
     # One [L, H] per run: decay since the start of the run; None if `reads` already includes it.
     decay: Sequence[torch.Tensor] | None
-    effect: torch.Tensor  # [N, H, K, V + K or V + 1], final state, and the linear map or factor of an initial state
+    effect: torch.Tensor  # [N, H, K, V + K or V + 1], final state, and the map or factor applied to an initial state
 
     def contribution(self, run: int, state: torch.Tensor) -> torch.Tensor:
         """Return the contribution of an initial state `[H, K, V]` to the output of a run, `[L, H, V]`."""

@@ -33,7 +33,7 @@ class Meter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = 0  # bytes kept for backward
         self.seconds = 0.0  # time of all operators
-        self.cheap_seconds = 0.0  # time of operators that are not `is_expensive`
+        self.cheap_seconds = 0.0  # time of operators for which `is_expensive` is False
         self._device = device
         self._is_expensive = is_expensive
         self._is_left_out = is_left_out

@@ -21,7 +21,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.ops.device import available_memory, is_host
 from omnizoo.ops.torch_private import storage_key
 
-MIN_BYTES = 2**18  # for smaller tensors, the launch takes as long as the copy
+MIN_BYTES = 2**18  # smaller tensors are not offloaded: launching the copy takes as long as the copy itself
 
 
 @dataclass

@@ -130,9 +130,10 @@ def make_unit(module: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule
     """
     unit = fully_shard(module, mesh=mesh, **options)
     set_collectives(unit, mesh.get_group(mesh.ndim - 1))
+    # A single rank does not set a divide factor: torch 2.13 would copy every gradient to divide it by 1.
     if mesh.size() == 1:
         use_in_place(unit)
-    else:  # not with a single rank, where torch 2.13 would copy every gradient in order to divide it by 1
+    else:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a plain sum, because gloo has no pre-multiplied sum
     return unit

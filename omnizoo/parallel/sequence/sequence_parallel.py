@@ -43,7 +43,7 @@ def visible_blocks(
         window: Number of tokens of sliding-window attention; None for full attention.
         is_same_rank: Whether both ranks are the same.
         spans: For each sample, the spans of bidirectional tokens, which attend to each other.
-        outer_window: Window outside which bidirectional tokens still attend; None if the window limits them, too.
+        outer_window: If set, bidirectional tokens also attend to earlier tokens of their span outside this window.
     """
     blocks: list[AttentionBlock] = []
     for sample, (queries, keys) in enumerate(zip(q_runs, k_runs, strict=True)):

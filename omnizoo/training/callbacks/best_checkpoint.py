@@ -57,7 +57,7 @@ class BestCheckpoint(Logger):
         self._candidate: Best | None = None  # best evaluation whose checkpoint is not complete yet; saving may fail
 
     def on_start(self, event: StartEvent) -> None:
-        """Restore the record, unless the best checkpoint is in another folder (after a branch from another run)."""
+        """Restore the record, unless the best checkpoint is in the folder of a run that this run was branched from."""
         if self._saved is not None and folder_of(event.checkpoints, self._saved.step).is_dir():
             write_best(event.checkpoints, self._saved)  # the run may have been killed before it wrote the record
         else:

@@ -104,7 +104,7 @@ def measure(
         answers: Responses, each with its record.
 
     Returns:
-        The mean of each metric, keyed by name, or None without scores; and one message for each metric that failed.
+        The mean of each metric, keyed by name (None if there are no scores), and one message for each failed metric.
     """
     means: dict[str, float | None] = {}
     failures = []

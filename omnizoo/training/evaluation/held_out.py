@@ -29,14 +29,17 @@ from omnizoo.training.recorder import Recorder
 
 
 class TokenAccuracy(Loss):
-    """The share of text targets that have the highest logit, a weighted mean over targets."""
+    """The share of text targets whose token has the highest logit, as a weighted mean over targets."""
 
     def from_logits(self, logits: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         return batch.sum((logits.argmax(-1) == batch.targets).double())
 
 
 def token_metrics(config: Config) -> list[NamedLoss]:
-    """Return the metrics of `evaluation.metrics` that are computed with the losses. Their names begin with a slash."""
+    """Return the metrics of `evaluation.metrics` that are computed from logits, along with the losses.
+
+    Their names begin with a slash.
+    """
     metrics = []
     for settings in config.evaluation.metrics:
         if settings.is_of_answers:

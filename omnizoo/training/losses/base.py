@@ -61,9 +61,9 @@ class NextStep:
 class Loss:
     """Base class of losses.
 
-    The constructor takes the `options` of the config. A subclass overrides exactly one of `from_logits`, `from_hidden`
-    and `from_routers`. The choice determines the inputs of the loss. The method returns the loss summed over this
-    rank's part of a micro-batch: a scalar tensor with its autograd graph, 0 if the part has no targets.
+    The constructor accepts the `options` of the config. A subclass overrides exactly one of `from_logits`,
+    `from_hidden` and `from_routers`. The choice determines the inputs of the loss. The method returns the loss summed
+    over this rank's part of a micro-batch: a scalar tensor with its autograd graph, 0 if the part has no targets.
 
     A rank may have any part of a pack. The result is independent of the layout only if it is a sum over targets or over
     tokens. `batch.sum(values)` returns such a sum, given one value per target.
@@ -103,7 +103,7 @@ class Loss:
             totals: Totals of the step over all ranks.
 
         Returns:
-            A number of at least 0.
+            A non-negative number.
         """
         return totals.weight
 
@@ -115,7 +115,7 @@ class Loss:
             totals: Totals of the step over all ranks.
 
         Returns:
-            A number of at least 0.
+            A non-negative number.
         """
         return self.count(totals)
 

@@ -51,7 +51,10 @@ class LogProbabilityLoss(HeadLoss):
         return logits if self.temperature == 1 else logits / self.temperature
 
     def sum_by_sample(self, values: torch.Tensor, sample_of_value: torch.Tensor, num_samples: int) -> torch.Tensor:
-        """Sum `values [kinds, N]` by sample over the ranks of the sequence-parallel group. Returns `[kinds, samples]`.
+        """Sum values by sample, over all ranks of the sequence-parallel group.
+
+        `values [kinds, N]` has N values of each kind on this rank, and `sample_of_value [N]` their sample numbers. The
+        sums are `[kinds, samples]`.
 
         Collective: all ranks of the group must call it. Gradients reach only the values of this rank. The sums are
         computed in fp64, because they have many summands and losses depend on their differences.
@@ -62,7 +65,7 @@ class LogProbabilityLoss(HeadLoss):
 
 
 def score_in_chunks(hidden: torch.Tensor, head: Logits, targets: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of `targets [N]`, one chunk of logits at a time. Backward recomputes the logits."""
+    """Compute log-probabilities of `targets [N]`, one chunk of logits at a time. Backward recomputes the logits."""
     chunk_rows = ROWS
     if head.linear is not None:
         chunk_rows = max(1, CHUNK // len(head.linear.weight))

@@ -82,7 +82,7 @@ def cache_name(identity: str, config: Config, is_base: bool) -> str:
 
 
 def read_file(file: Path) -> dict[str, float]:
-    """Return the values in a file. Its end may be missing, because the run that wrote it was killed."""
+    """Return the values in a file. Its end may be missing if the run that wrote it was killed."""
     values: dict[str, float] = {}
     with file.open("rb") as stream:
         try:

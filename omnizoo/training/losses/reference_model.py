@@ -108,15 +108,17 @@ class Reference:
 
     @cached_property
     def scorer(self) -> ScoringModel:
-        """The reference model. Build it before a step begins: the step's random numbers must not depend on it."""
+        """The reference model, built on first use.
+
+        It must be built before a step begins, so that the random numbers of the step do not depend on it.
+        """
         model = self.policy if self.is_base else self._copy()
         return ScoringModel(model, self.loss)
 
     def begin_step(self, step: NextStep) -> None:
         """Check whether all responses of the step are cached, and build the reference otherwise.
 
-        Collective: all ranks must call it. The result is the same on all ranks, because the reference is sharded over
-        them.
+        Collective: all ranks must call it. All ranks decide the same, because the reference is sharded over them.
         """
         if self.cache is None:
             return

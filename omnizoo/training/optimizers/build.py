@@ -236,7 +236,10 @@ def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, grad_di
 
 @torch.no_grad()
 def update_average(optimizer: torch.optim.Optimizer, ema: EmaSettings | None, step: int) -> None:
-    """Update the moving average with the weights after step `step`, every `ema.every` steps. None disables it."""
+    """Update the moving average with the weights after step `step`, every `ema.every` steps.
+
+    If `ema` is None, nothing is averaged.
+    """
     if ema is not None and step % ema.every == 0:
         assert isinstance(optimizer, OptimizerGroup)
         for parameter, average in optimizer.average.items():
@@ -307,7 +310,10 @@ def _accepts_decay(optimizer_class: Any) -> bool:
 
 
 def _half_of_muon(choice: Choice, is_matrix: bool) -> Choice:
-    """Return the choice for a parameter under `muon`, with its options: Muon for matrices, AdamW for all others."""
+    """Return the choice for a parameter if the optimizer is `muon`: Muon for matrices, AdamW for all others.
+
+    Each keeps only those options that apply to it.
+    """
     options = {}
     for name, value in json.loads(choice.options).items():
         is_option_of_adamw = name in BETAS

@@ -20,7 +20,7 @@ def learning_rate(train: TrainSection, step: int) -> float:
         step: Number of the step, counted from 1.
 
     Raises:
-        UserError: If the plugin fails, or does not return a finite number of at least 0.
+        UserError: If the plugin fails, or does not return a finite, non-negative number.
     """
     if train.schedule not in SCHEDULES:
         return _plugin_rate(train, step)
