@@ -111,7 +111,7 @@ def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> N
     section, key, exclusive_keys = PYTHON_ARGUMENTS[argument]
     values = data.setdefault(section, {})
     if not isinstance(values, dict):
-        return  # not a mapping, which validation reports
+        return  # not a mapping; validation reports the error
     for other in exclusive_keys:
         if _is_set(values.get(other)):
             raise UserError(

@@ -68,7 +68,7 @@ class _Ranks:
 
     alive: dict[int, subprocess.Popen[bytes]]
     error_reader: int  # read end of the pipe that ranks write errors to
-    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), except for ranks that it killed
+    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), excluding ranks killed here
     printed: set[str] = field(default_factory=set)  # messages that were printed
     crashes: list[str] = field(default_factory=list)  # messages of ranks that end with a traceback, oldest first
     is_stopping: bool = False

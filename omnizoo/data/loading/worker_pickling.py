@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
             raw = value.contiguous().view(-1).view(torch.uint8).numpy()
             return _rebuild_tensor, (raw, value.dtype, tuple(value.shape))
         if type(value) is np.ndarray and value.nbytes >= LARGE and not value.flags.contiguous:
-            return np.ascontiguousarray(value).__reduce_ex__(5)  # the pickle would contain a non-contiguous array
+            return np.ascontiguousarray(value).__reduce_ex__(5)  # non-contiguous arrays are not pickled as buffers
         if isinstance(value, nn.Module):
             return _without_hooks(value)
         return NotImplemented

@@ -48,7 +48,7 @@ def worker_count(setting: int | None) -> int:
 
 
 def start_server() -> None:
-    """Start the server process that workers are forked from. It takes seconds to import torch, in the background."""
+    """Start the server process that workers are forked from. It imports torch in the background (a few seconds)."""
     multiprocessing.set_forkserver_preload(IMPORTED)
     # The resource tracker, which frees the resources that a killed rank leaves, must start first: starting it unblocks
     # signals. QUIET turns off its warnings about these resources.
