@@ -42,7 +42,7 @@ def export(
 ) -> "Exported":
     """Write a checkpoint to `out`, as a folder that `from_pretrained` and inference engines load.
 
-    For a user's own module, the folder contains the weights and the tokenizer; load it with
+    For a user-defined module, the folder contains the weights and the tokenizer; load it with
     `huggingface_hub.load_torch_model(module, out)`. For a run with an adapter, it is a PEFT folder.
 
     Args:
@@ -138,7 +138,7 @@ def _read_weights(source: Path, model: PreTrainedModel | None, ema: bool) -> dic
 
 
 def _write_weights(folder: Path, state: dict[str, torch.Tensor], adapter: "SavedAdapter | None") -> None:
-    """Write a PEFT folder, or the weights of a user's own module."""
+    """Write a PEFT folder, or the weights of a user-defined module."""
     folder.mkdir(parents=True)
     if adapter is not None:
         write_folder(folder, adapter.info, state, adapter.path, adapter.base)
@@ -179,7 +179,7 @@ def cast(
 
 
 def _fixed_precision(model: PreTrainedModel | None) -> set[str]:
-    """Return the names of tensors that keep their precision: fp32 ones of transformers, and frozen tokenizers."""
+    """Return the tensors that keep their precision: those in frozen tokenizers or kept in fp32 by transformers."""
     if model is None:
         return set()
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Frozen))

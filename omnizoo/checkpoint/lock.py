@@ -54,7 +54,7 @@ def hold(folder: Path, key: str) -> Iterator[None]:
 def _remove_empty(folders: list[Path]) -> None:
     """Remove the folders that are empty."""
     for folder in folders:
-        with suppress(OSError):  # not empty
+        with suppress(OSError):  # the folder is not empty
             folder.rmdir()
 
 
@@ -63,11 +63,13 @@ def _lock(path: Path, key: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            # A record lock instead of flock: loader workers do not inherit it, so it ends with this process instead of
-            # with the workers, a second later. Both kinds work across the hosts of a network file system.
+            # Use a record lock, because loader workers do not inherit it: it is released when this process ends. With
+            # flock, it would be released when the workers end, a second later. Both kinds of locks work across the
+            # hosts of a network file system.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The previous owner may have removed the file after it was opened here. In this case, try again.
             if _is_at(lock, path):
-                break  # otherwise the previous owner has just ended and removed the file
+                break
             os.close(lock)
         except OSError as error:
             is_locked = error.errno in (errno.EACCES, errno.EAGAIN)
@@ -114,7 +116,7 @@ def _read_owner(lock: int) -> dict[str, object] | None:
 
 
 def _may_be_running(owner: dict[str, object] | None) -> bool:
-    """Whether the owner of the lock may still be running. Assumed for owners on other hosts.
+    """Whether the owner of the lock may still be running. Always true if it is on another host.
 
     Only needed on file systems without locks.
     """

@@ -31,7 +31,7 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
         spec: Model section that builds the model from the checkpoint's model folder, with code that the user allows.
 
     Raises:
-        UserError: If the base model is a user's own module, has frozen tokenizers, or has changed since training.
+        UserError: If the base model is a user-defined module, has frozen tokenizers, or has changed since training.
     """
     config = load_config(source / "config.yaml", [])
     state = manifest.read_state(source, manifest.read(source))

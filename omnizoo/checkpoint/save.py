@@ -54,7 +54,7 @@ def save_checkpoint(
         step: Number of completed steps. It is part of the checkpoint's name.
         model: The sharded model.
         optimizer: The optimizer of the model.
-        state: JSON-serializable state, of which rank 0 writes its own. `state["run"]` is the id of the run
+        state: JSON-serializable state; only that of rank 0 is written. `state["run"]` is the id of the run
             (`StartingPoint.run`).
         mesh: The device mesh.
         config: The config of the run.
@@ -88,7 +88,7 @@ def save_checkpoint(
                 if getattr(model, "generation_config", None) is not None:
                     model.generation_config.save_pretrained(partial / "model")
             tokenizer.save_pretrained(partial / "model")
-            # For a model without processor files, keep those that were read next to the tokenizer.
+            # Add processor files from the folder of the tokenizer, if the model did not write its own.
             for file in processor_files(tokenizer_folder(config.model)):
                 if not (partial / "model" / file.name).exists():
                     shutil.copyfile(file, partial / "model" / file.name)

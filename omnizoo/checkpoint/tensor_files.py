@@ -1,4 +1,4 @@
-"""Write and read sharded tensors with torch's distributed checkpoint (DCP). Safetensors avoid unpickling.
+"""Write and read sharded tensors with torch's distributed checkpoint (DCP). Safetensors files need no unpickling.
 
 Names are flat: `model.<parameter>`, `optimizer.<parameter>.<state>` and `ema.<parameter>`. Files that one layout wrote
 can be read by any other.
@@ -213,7 +213,7 @@ def _fill_quantized(tensors: dict[str, torch.Tensor], plain: dict[str, torch.Ten
 
 
 def _section_of(name: str) -> str:
-    """Return the part of a run that defines a tensor, for error messages."""
+    """Return where the shape of a tensor comes from, the model or the optimizer, for error messages."""
     return "model" if name.startswith(MODEL) else "`optimizer` section"
 
 

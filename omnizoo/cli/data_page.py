@@ -48,7 +48,7 @@ def data_page(name: str, inspection: Inspection, reader: Reader) -> str:
 
 
 def bad_rows_page(name: str, bad_rows: Sequence[str]) -> str:
-    """Return the HTML page of data that has too many bad rows to inspect."""
+    """Return an HTML page that lists the bad rows, for data that has too many of them to be inspected."""
     return render("data.html", title=name, bad_rows=bad_rows, inspection=None, visible=visible)
 
 
@@ -59,7 +59,7 @@ def _sample_blocks(sample: InspectedSample, reader: Reader) -> Iterator[tuple[st
 
 
 def _blocks(pieces: Sequence[TokenText]) -> list[Block]:
-    """Group pieces into text and media. Only the first piece of a media item counts as media; later ones as text."""
+    """Group pieces into text and media. Only the first piece of a media item counts as media, the others as text."""
     shown_items: set[int] = set()
 
     def is_first_of_item(piece: TokenText) -> bool:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return facts about this machine, including the lists `warnings` and `problems`."""
+    """Return the results of all checks, including the lists `warnings` and `problems`."""
     packages = _packages()
     kernel_versions = installed_versions(KERNELS)
     problems = []
@@ -181,7 +181,7 @@ def _shared_memory_gb() -> float | None:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    """Print the facts as a table, followed by the warnings and problems."""
+    """Print the results as a table, followed by the warnings and problems."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

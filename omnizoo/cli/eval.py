@@ -1,4 +1,4 @@
-"""`omnizoo eval`: evaluate a checkpoint in this process, or in ranks that it starts."""
+"""`omnizoo eval`: evaluate a checkpoint, in this process or in several ranks."""
 
 import argparse
 from collections.abc import Iterator

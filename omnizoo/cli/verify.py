@@ -129,7 +129,7 @@ def try_layouts(
     from omnizoo.verification.fp64_check import recheck_in_fp64
     from omnizoo.verification.rank_processes import RankError
 
-    # Silences warnings about token ids outside the vocabulary of the small copy.
+    # Silence warnings about token ids outside the vocabulary of the small copy.
     transformers_logging.set_verbosity_error()
     config, layouts = prepare_trial(config, family, args, folder)
     verdicts = []

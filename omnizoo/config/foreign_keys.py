@@ -1,4 +1,4 @@
-"""Keys of earlier versions and of other trainers, and their replacements. All of them raise an error.
+"""Keys of earlier versions and of other trainers, and their replacements. Using such a key is an error.
 
 The trainers are LLaMA-Factory, ms-swift, TRL, the HF Trainer and VeOmni.
 """

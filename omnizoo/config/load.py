@@ -107,11 +107,11 @@ def _apply_overrides(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> None:
-    """Set the key that a Python object replaces. Setting both raises an error."""
+    """Set the config key of a Python object. Raises `UserError` if the config sets it, or a conflicting key."""
     section, key, exclusive_keys = PYTHON_ARGUMENTS[argument]
     values = data.setdefault(section, {})
     if not isinstance(values, dict):
-        return  # validation reports this error
+        return  # not a mapping; validation reports the error
     for other in exclusive_keys:
         if _is_set(values.get(other)):
             raise UserError(
@@ -124,7 +124,7 @@ def _set_object(data: dict[str, Any], argument: str, value: Any, path: str) -> N
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a key has a value. Sources that a saved config lists as Python objects do not count."""
+    """Whether a key has a value. In a saved config, sources that were Python objects do not count."""
     if isinstance(value, list):
         python_objects = [item for item in value if isinstance(item, dict) and item.get("given")]
         return len(python_objects) < len(value)

@@ -1,8 +1,7 @@
 """Plugins: config values that are either a built-in name or refer to user code as `package.module:name`.
 
 Only code that the config names is imported. Each mistake is reported in one line with the key, the value and the
-expected kind.
-Names are checked before torch is imported.
+expected kind. Names are checked before torch is imported.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -86,7 +85,7 @@ def resolve(spec: str, key: str, expected: str) -> Any:
 
 
 def resolve_class(spec: str, key: str, base: type, expected: str) -> Any:
-    """Import a subclass of `base`, with the arguments of `resolve`.
+    """Import a subclass of `base`. See `resolve` for the other arguments.
 
     Raises:
         UserError: If the import fails, or the object is not a subclass of `base`.

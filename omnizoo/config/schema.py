@@ -52,7 +52,7 @@ class Config(ConfigSection):
 
     @property
     def preference_pairs(self) -> Literal["refused", "allowed", "required"]:
-        """Whether preference rows can be used; "required" if no loss uses other rows."""
+        """Whether the losses refuse, allow or require preference rows. They are required if no loss uses other rows."""
         kinds = {loss.kind for loss in self.train.losses}
         if kinds.isdisjoint(PREFERENCES):
             return "refused"
@@ -66,7 +66,7 @@ class Config(ConfigSection):
 
     @property
     def single_answers(self) -> bool:
-        """Whether responses are labeled one by one instead of being compared in pairs."""
+        """Whether a loss (KTO) uses single labeled responses instead of pairs of responses."""
         return any(loss.kind == "kto" for loss in self.train.losses)
 
     @property

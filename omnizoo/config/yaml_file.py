@@ -17,7 +17,7 @@ from omnizoo.config.schema import Config
 MAX_BYTES = 2**19
 MAX_VALUES = 20_000
 MAX_DEPTH = 64
-MAX_DIGITS = 400  # digits
+MAX_DIGITS = 400  # maximum length of a number
 
 # PyYAML implements YAML 1.1, where `1e-3` is text, `on` is true, `010` is 8 and `1:30` is 90. These are the scalars of
 # YAML 1.2, except that an integer with a leading zero stays text, because its base is ambiguous.

@@ -59,7 +59,7 @@ def check_characters(value: Any) -> None:
 
 
 def without_nulls(row: Row, names: Sequence[str]) -> Row:
-    """Return the row without the None values of objects in the fields `names`, which contain lists of objects.
+    """Return the row with None values removed from the objects in the fields `names`, which are lists of objects.
 
     Arrow struct columns give every object the union of all keys. If the None values were kept, two calls of different
     tools would each have the arguments of both.

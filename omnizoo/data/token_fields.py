@@ -46,7 +46,7 @@ TOKEN_FIELDS = {
 
 
 def field_of(name: str) -> TokenField:
-    """Return the entry of a column. Columns that are not in the table belong to losses, with one number per target."""
+    """Return the entry of a column. Columns outside the table belong to losses and have one number per target."""
     return TOKEN_FIELDS.get(name) or TokenField(name, np.float64, fill=0.0, is_next_token=True, at_targets=True)
 
 

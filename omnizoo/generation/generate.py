@@ -1,6 +1,6 @@
 """Generate text and media, one token or target at a time, with a KV cache.
 
-After the begin token of a modality, its decoder generates the item and feeds each target back through the foundation.
+After the begin token of a modality, its decoder generates the item and feeds each target back into the language model.
 Text generation continues after the end token.
 """
 
@@ -66,7 +66,7 @@ class Conversation:
     def _run(self, module: PreTrainedModel, ids: Sequence[int], **inputs: Any) -> torch.Tensor:
         """Run `module` on the next positions, and store the logits and hidden state of the last one."""
         self.ids += ids
-        if self.media.positions is not None:  # positions of this model family may differ from token counts
+        if self.media.positions is not None:  # in this model family, positions may differ from token indices
             positions = self.media.positions(np.array(self.ids, np.int32), self.items)[:, None, -len(ids) :]
             inputs["position_ids"] = torch.from_numpy(positions).to(self.model.device)
 

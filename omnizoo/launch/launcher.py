@@ -68,7 +68,7 @@ class _Ranks:
 
     alive: dict[int, subprocess.Popen[bytes]]
     error_reader: int  # read end of the pipe that ranks write errors to
-    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), without ranks killed here
+    failures: list[tuple[int, int]] = field(default_factory=list)  # (rank, exit code), excluding ranks killed here
     printed: set[str] = field(default_factory=set)  # messages that were printed
     crashes: list[str] = field(default_factory=list)  # messages of ranks that end with a traceback, oldest first
     is_stopping: bool = False
@@ -88,7 +88,7 @@ class _Ranks:
                 os.killpg(child.pid, signal.SIGKILL)  # also kills its loader workers
 
     def collect_ended(self) -> list[tuple[int, int]]:
-        """Remove ranks that have ended. Return the rank and exit code of each that failed and was not killed here."""
+        """Remove ranks that have ended. Return (rank, exit code) of each that failed without being killed here."""
         failed = []
         for rank, child in list(self.alive.items()):
             code = child.poll()
@@ -133,7 +133,7 @@ def _start(
     Returns:
         The process of each rank.
     """
-    launcher, _ = os.pipe()  # never written to; only this process holds the write end, until it ends
+    launcher, _ = os.pipe()  # nothing is written: ranks only notice that it closes when this process ends
     world_env = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),

@@ -69,7 +69,7 @@ COUNTS = {  # counters, shown as a table
     "beyond_positions": "samples longer than the positions of the model",
 }
 TOP = ("loss", "eval/loss")
-# Metrics whose charts show a kind of mark; marks that are not listed are shown in all charts.
+# For some kinds of marks: the metrics whose charts show them. Other marks are shown in all charts.
 MARKED_METRICS = {"skipped": ("loss", "grad_norm"), "waited": ("loss", "tokens_per_sec", "data_wait")}
 NOT_PLOTTED = (*COUNTS, "bad_steps", "tokens_seen")
 

@@ -37,7 +37,7 @@ class History:
         return sum(tokens / rate for tokens, rate in pairs if rate > 0 and math.isfinite(tokens / rate))
 
     def bad_steps(self) -> set[int]:
-        """Return the skipped steps: those with a non-finite loss or gradient norm, or a higher count of bad steps."""
+        """Return the skipped steps: those with a non-finite loss or gradient norm, or that increased `bad_steps`."""
         bad = set()
         previous = 0.0
         for step, row in zip(self.steps, self._rows, strict=True):

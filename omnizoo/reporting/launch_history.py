@@ -1,4 +1,4 @@
-"""The starts of a run: `starts.jsonl` contains the command, versions and git state of each start."""
+"""The launches of a run: `starts.jsonl` contains the command, versions and git state of each launch."""
 
 import json
 import platform
@@ -17,14 +17,15 @@ PACKAGES = ("omnizoo", "torch", "transformers", "peft", "datasets")
 
 
 def add_start(file: Path, step: int, facts: Mapping[str, str], steps: int | None = None) -> None:
-    """Append this start to the history of a run.
+    """Append a record of this launch to the history of a run.
 
-    Starts after `step` are removed; a new run (`step` 0) has no earlier starts.
+    Records of launches that began after `step` are removed. If `step` is 0 (a new run), all earlier records are
+    removed.
 
     Args:
         file: `starts.jsonl` of the run.
         step: The last step in the loaded checkpoint; 0 for a new run.
-        facts: Facts about the run, by name.
+        facts: Further values to record, by name.
         steps: Number of steps of the whole run, if known.
     """
     start = {
@@ -41,7 +42,7 @@ def add_start(file: Path, step: int, facts: Mapping[str, str], steps: int | None
 
 
 def add_seconds(file: Path, parts: Mapping[str, float]) -> None:
-    """Add the duration of each start-up phase, up to the end of the first step, to the last start."""
+    """Add the duration of each start-up phase, up to the end of the first step, to the last record."""
     *before, last = read_starts(file)
     last["seconds"] = {part: round(seconds, 3) for part, seconds in parts.items()}
     _write(file, [*before, last])
@@ -52,14 +53,14 @@ def _write(file: Path, starts: list[dict[str, Any]]) -> None:
 
 
 def read_starts(file: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, without damaged lines."""
+    """Return the records of all launches of a run. Damaged lines are skipped."""
     return [start for start in read_rows(file) if isinstance(start.get("step"), int)]
 
 
 def command() -> str:
     """Return the command line of this process, so that it can be repeated.
 
-    The command line of ranks that `--nproc` started does not contain this flag. The fact `mesh` contains their number.
+    Ranks that were started with `--nproc` do not have this flag in their command line. `facts` contains their number.
     """
     name = Path(sys.argv[0])
     is_own = name.name == "omnizoo" or name.parts[-2:] == ("omnizoo", "__main__.py")

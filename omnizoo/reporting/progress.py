@@ -31,7 +31,7 @@ FORMATS = {  # formats of metrics, in rich's markup
 
 
 def show_start(console: Console, rows: Mapping[str, str]) -> None:
-    """Print the facts about a run as a table with one row per fact."""
+    """Print values that describe a run as a table, with one named value per row."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -207,7 +207,7 @@ def _duration(seconds: float) -> str:
 
 
 def _facts(run: RunData) -> dict[str, str]:
-    """Return the facts about the most recent start of a run."""
+    """Return the values that were recorded at the most recent launch of a run, as text, by name."""
     start = run.starts[-1] if run.starts else {}
     named = {**_as_dict(start.get("facts")), "command": start.get("command"), "git": start.get("git")}
     facts = {str(name): value for name, value in named.items() if isinstance(value, str)}

@@ -12,13 +12,13 @@ LAUNCHED_AT = "OMNIZOO_LAUNCHED_AT"  # start time of the launcher, in seconds si
 
 
 class StartClock:
-    """Stopwatch for start-up phases. `done(part)` adds the time since the last call to a phase."""
+    """Stopwatch for start-up phases. `done(part)` counts the time since the last call toward a phase."""
 
     def __init__(self, whole_process: bool = False) -> None:
         """Start the stopwatch.
 
         Args:
-            whole_process: Also count the time since the launcher, or this process without a launcher, was started.
+            whole_process: Also count the time before this call, since the start of the launcher or of this process.
         """
         self.parts: dict[str, float] = {}
         self._at = time.time()
@@ -31,7 +31,7 @@ class StartClock:
             self.done("interpreter")
 
     def done(self, part: str) -> None:
-        """Add the time since the last call to the phase `part`."""
+        """Count the time since the last call toward the phase `part`."""
         now = time.time()
         self.parts[part] = self.parts.get(part, 0.0) + max(0.0, now - self._at)
         self._at = now

@@ -101,5 +101,5 @@ class EvaluationSection(ConfigSection):
         return self.every > 0 and step % self.every == 0
 
     def higher_is_better(self, metric: str) -> bool:
-        """Whether higher values of a metric are better. Lower losses are better."""
+        """Whether higher values of a metric are better. This is false for losses."""
         return any(settings.higher_is_better for settings in self.metrics if settings.label == metric)

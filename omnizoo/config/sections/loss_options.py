@@ -59,7 +59,7 @@ LOSSES |= {
     "gspo": POLICY,
 }
 PAIRWISE = ("dpo", "orpo", "simpo")  # losses for preference pairs
-PREFERENCES = (*PAIRWISE, "kto")  # KTO uses labeled responses; a pair counts as two
+PREFERENCES = (*PAIRWISE, "kto")  # KTO uses labeled responses, and treats a pair as two of them
 ROUTER_LOSSES = ("balance", "router_z")
 
 

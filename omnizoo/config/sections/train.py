@@ -116,7 +116,7 @@ class TrainSection(ConfigSection):
 
     @model_serializer(mode="wrap")
     def _without_derived(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit values that are derived from another key: a saved config would set both."""
+        """Omit values that are derived from another key, because a saved config must not set both keys."""
         sources = {"steps": self.epochs, "packs_per_step": self.tokens_per_step}
         values: dict[str, Any] = write(self)
         return {key: value for key, value in values.items() if sources.get(key) is None}

@@ -37,7 +37,7 @@ ROWS_IN_MEMORY = 100_000  # number of rows hashed per source of Python rows in m
 
 def content_of(source: RowSource) -> dict[str, Any]:
     """Return the size and the hashes of a source, independent of where its files are stored."""
-    while isinstance(source, RenamedRows | RowSubset):  # hash the stored rows; `columns` and `take` have separate keys
+    while isinstance(source, RenamedRows | RowSubset):  # hash stored rows; `columns` and `take` are stored separately
         source = source.source
     parts = source.parts if isinstance(source, Concatenation) else [source]
     layout = xxhash.xxh3_128()

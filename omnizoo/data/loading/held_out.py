@@ -25,11 +25,11 @@ def held_out_config(config: Config) -> Config:
 
 
 def held_out_parts(reader: Reader) -> dict[str, Reader]:
-    """Split a reader of held-out data into one reader per source, by the short name of the source.
+    """Split a reader of held-out data into one reader per source, keyed by the short name of the source.
 
     Each pack then contains samples from one source only, so that losses can be reported per source. `evaluation.packs`
-    is divided among the sources by their weights. The reader is not split, and its name is empty, if there is only one
-    source, or if each prompt is also paired with the response of another row (the KTO baseline).
+    is divided among the sources by their weights. If there is only one source, or if each prompt is also paired with
+    the response of another row (the KTO baseline), the whole reader is returned under the key "".
     """
     config = reader.config
     specs = reader.config.data.sources

@@ -34,11 +34,11 @@ class TooManyBadError(UserError):
 
 @dataclass(frozen=True)
 class TokenText:
-    """Tokens that are shown together: one token, the tokens of one character, or a span of placeholder tokens."""
+    """Tokens that are shown together: a token, several tokens of one character, or a span of placeholder tokens."""
 
     text: str
     tokens: int
-    has_loss: bool  # cross entropy for text, the decoder's loss for placeholder tokens
+    has_loss: bool  # whether they are targets of the cross entropy or, for placeholder tokens, of the decoder's loss
     item: MediaItem | None = None
 
 
@@ -119,7 +119,7 @@ class Inspection:
 
 
 def one_lane(config: Config) -> Config:
-    """Return the config with one lane. Its first few hundred rows are representative of all the data."""
+    """Return the config with a single lane, whose first few hundred rows are representative of all the data."""
     return config.model_copy(update={"data": config.data.model_copy(update={"lanes": 1})})
 
 
@@ -177,7 +177,11 @@ def distinct(bad_rows: Sequence[str]) -> list[str]:
 
 
 def varied(samples: Sequence[InspectedSample]) -> list[InspectedSample]:
-    """Reorder samples: the first ones cover every source and port, the next ones every combination of them."""
+    """Reorder samples for display.
+
+    Together, the first ones cover every source and every port (encoder, decoder or follower). The next ones cover every
+    combination of a source and ports that occurs in a sample.
+    """
     mixes = []
     for inspected in samples:
         ports = [item.port for item in inspected.sample.items]
@@ -231,7 +235,7 @@ def source_mix(samples: Sequence[InspectedSample], reader: Reader) -> list[Sourc
 
 
 def port_mix(samples: Sequence[InspectedSample]) -> list[PortMix]:
-    """Return the statistics of each port."""
+    """Return the statistics of each port: encoder, decoder or follower."""
     entries_by_port: dict[Port, list[tuple[MediaItem, InspectedSample]]] = {}
     for inspected in samples:
         for item in inspected.sample.items:

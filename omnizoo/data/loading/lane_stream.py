@@ -24,7 +24,7 @@ class LoadedStep:
     """The packs that a loader worker, or a rank, has loaded for a step."""
 
     packs: list[Pack]  # empty if loading failed
-    bad_rows: list[str] = field(default_factory=list)  # messages about skipped rows; each on one rank only
+    bad_rows: list[str] = field(default_factory=list)  # messages about skipped rows; each row on one rank only
     undecodable: list[str] = field(default_factory=list)  # set by workers: messages about rows with bad media
     states: dict[int, dict[str, Any]] = field(default_factory=dict)  # set by workers: states of the lanes that advanced
     counters: dict[str, int] = field(default_factory=dict)  # set by ranks: `Loader.counters` after this step
@@ -36,10 +36,10 @@ class LoadedStep:
 
 
 def failed_steps(error: str) -> Iterator[LoadedStep]:
-    """Yield endlessly many steps with this error.
+    """Yield failed steps with this error, without end.
 
-    The loader reads from its workers in turn. A failed worker must not end, because the loader would then skip it and
-    its error.
+    The loader reads from its workers in turn. If a failed worker ended, the loader would skip it, and its error would
+    be lost.
     """
     return itertools.repeat(LoadedStep(packs=[], error=error))
 
@@ -63,7 +63,7 @@ class LaneAssignment:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank reports counters and bad rows. Of the ranks with the same lanes, the lowest one does."""
+        """Whether this rank reports counters and bad rows. Of all ranks with the same lanes, only the lowest does."""
         return self.rank < math.gcd(self.lanes, self.world)
 
     def packs_of(self, lane: int, steps: int) -> int:

@@ -45,7 +45,7 @@ class Counters:
 class Lane:
     """A stream of packs. `next_pack` returns the samples of the next pack.
 
-    If `epochs` is set, every row of every source is read that many times. Then `next_pack` returns None.
+    If `epochs` is set, every row of every source is read that many times. Afterwards, `next_pack` returns None.
     """
 
     reader: Reader
@@ -64,7 +64,7 @@ class Lane:
         if self.by_rows:
             weights = [len(source) for source in self.sources]
         self.weights = [weight / sum(weights) for weight in weights]
-        # Lanes start at different positions of the mix. Otherwise the first packs of all lanes have the same source.
+        # Lanes start at different positions of the mix. Otherwise, all lanes would begin with the same source.
         self.jitter = [float(random_bits(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
         # A source with fewer rows than lanes cannot be divided among the lanes. Each lane then reads all rows of every
         # `lanes`-th epoch.
@@ -89,7 +89,7 @@ class Lane:
         """Return the samples of the next pack, or None after the last one (if `epochs` is set)."""
         while not self.packer.is_ready and self._read_row():
             pass
-        self.counters.packs += 1  # position of the lane in the run, so packs after the end of the data count as well
+        self.counters.packs += 1  # position of the lane in the run, which also advances after the end of the data
         return self.packer.pop() if self.packer.buffer else None
 
     def take_bad_rows(self) -> list[str]:
@@ -159,7 +159,7 @@ class Lane:
         return max(open_sources, key=rows_behind, default=None)
 
     def _is_open(self, i: int) -> bool:
-        """Whether source `i` has rows left to read. `epochs` may end with a part of an epoch."""
+        """Whether source `i` has rows left to read. `epochs` may be fractional, so the last epoch may be partial."""
         if self.epochs is None:
             return True
         share = min(1.0, max(0.0, self.epochs - self.cursors[i].epoch))
@@ -206,7 +206,7 @@ class Lane:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken. Samples of the packing window are read again."""
+        """Resume from exactly the point at which `state` was saved. Samples in the packing window are read again."""
         self.cursors = [Cursor(*values) for values in state["cursors"]]
         self.orders = [self._order(i) for i in range(len(self.sources))]
         self.counters = Counters(**state["counters"])

@@ -32,7 +32,7 @@ ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not
 
 
 class PickledSteps(IterableDataset[LoadedStep]):
-    """Pickled lanes for a worker. They are unpickled on iteration only, so that errors become failed steps."""
+    """Pickled lanes for a worker. They are unpickled when iteration starts, so that errors become failed steps."""
 
     def __init__(self, steps: LaneSteps) -> None:
         self.steps = SharedPickle(steps)

@@ -81,9 +81,9 @@ def build_reader(
         config: The config of the run.
         tokenizer: Tokenizer of the model.
         modalities: Encoders and decoders of each modality.
-        positions: Returns the position ids of a sample; None for 0, 1, 2, ...
+        positions: Function that returns the position ids of a sample; None if they are 0, 1, 2, ...
         turns: Format of turns, for models that have speakers instead of a chat template.
-        reserved: Placeholder token ids of media that the model gets no inputs for. Rows must not contain them.
+        reserved: Ids of placeholder tokens for media that this run does not provide. Rows must not contain them.
         most_positions: Maximum number of positions of the model. Longer samples are counted.
         sources: Opened sources to use instead of those of the config.
 

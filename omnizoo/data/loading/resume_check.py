@@ -21,7 +21,7 @@ FORMAT_KEYS = ("format", "columns", "json_columns", "take")  # keys of a source 
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
 LABELED_RESPONSES = "what train.losses makes of single answers"
-SHOWN_KEYS = {  # names, in messages, of stored keys that are not config keys
+SHOWN_KEYS = {  # how messages name the stored keys that are not config keys
     "train.global_batch": "train.packs_per_step",
     OVERLONG_CHATS: "data.overlong (for chats)",
     PREFERENCE_PAIRS: "train.losses (use of preference pairs)",
@@ -87,7 +87,7 @@ def _media_settings(config: Config) -> dict[str, Any]:
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Check that the data has not changed since the checkpoint.
 
-    With other data, samples would silently be lost, repeated or changed.
+    If the run resumed with different data, samples would silently be lost, repeated or changed.
 
     Args:
         saved: The fingerprint in the checkpoint.

@@ -43,7 +43,7 @@ class SharedPickle:
         self.pickled = pickled.getvalue()
 
     def _keep_small(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return True if a buffer is small and stays in the pickle; write large ones to the file, page-aligned."""
+        """Return True if a buffer is small and stays in the pickle. Otherwise write it to the file, page-aligned."""
         raw = buffer.raw()
         if raw.nbytes < LARGE:
             return True
@@ -80,7 +80,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
-            # A worker would have to run the user's script again to define it.
+            # To get its definition, a worker would have to run the user's script again.
             raise NotPicklable(
                 f"{value.__qualname__} is defined in the main script. Move it to a module that workers can import."
             )
@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
             raw = value.contiguous().view(-1).view(torch.uint8).numpy()
             return _rebuild_tensor, (raw, value.dtype, tuple(value.shape))
         if type(value) is np.ndarray and value.nbytes >= LARGE and not value.flags.contiguous:
-            return np.ascontiguousarray(value).__reduce_ex__(5)  # other arrays would become part of the pickle
+            return np.ascontiguousarray(value).__reduce_ex__(5)  # non-contiguous arrays are not pickled as buffers
         if isinstance(value, nn.Module):
             return _without_hooks(value)
         return NotImplemented

@@ -2,7 +2,7 @@
 
 Workers are forked from a small server process that has imported the required modules and does nothing else. A fork of
 the rank would copy the locks that its threads hold (kernels, process groups, tokenizers, Arrow) but not the threads.
-Workers that were started this way occasionally crashed or hung.
+Workers forked from the rank occasionally crashed or hung.
 """
 
 import faulthandler
@@ -48,7 +48,7 @@ def worker_count(setting: int | None) -> int:
 
 
 def start_server() -> None:
-    """Start the server process that workers are forked from. It imports torch in the background, for some seconds."""
+    """Start the server process that workers are forked from. It imports torch in the background (a few seconds)."""
     multiprocessing.set_forkserver_preload(IMPORTED)
     # The resource tracker, which frees the resources that a killed rank leaves, must start first: starting it unblocks
     # signals. QUIET turns off its warnings about these resources.

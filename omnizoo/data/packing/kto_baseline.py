@@ -1,7 +1,8 @@
 """The KTO baseline: prompts paired with mismatched responses from other rows, to estimate the KL term.
 
-Mismatched responses are packed together with the other responses to the prompt, and separated before a step is
-redistributed. The model processes them all, without gradients, before it trains on the first micro-batch.
+Mismatched responses are packed together with the other responses to the prompt. They are moved to packs of their own
+before the packs of a step are redistributed. The model processes all of them, without gradients, before it trains on
+the first micro-batch.
 """
 
 from collections.abc import Sequence

@@ -157,7 +157,7 @@ def _num_different(rendered: RenderedRow) -> int:
 
 
 def max_response_length(lengths: Sequence[int], limit: int) -> int:
-    """Return the largest maximum length per response for which all responses together have at most `limit` tokens."""
+    """Return the largest length such that responses cut to it have at most `limit` tokens in total."""
     for num_shorter, length in enumerate(sorted(lengths)):
         share = limit // (len(lengths) - num_shorter)
         if length > share:

@@ -13,8 +13,8 @@ class Packer:
     """Best-fit packing over a window of samples.
 
     A pack consists of the oldest sample in the window and the samples that fill the rest of the pack best. If several
-    choices fill it equally, older samples are preferred. A sample waits for at most as many packs as the window has
-    samples.
+    choices fill it equally well, older samples are preferred. A sample waits for at most as many packs as the window
+    has samples.
 
     The window has `look_ahead` samples. By default it has `WINDOW` samples, or more if these would not fill two packs.
     The default window starts small and grows with every pack, because a run cannot start before every lane has produced

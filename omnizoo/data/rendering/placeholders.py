@@ -19,7 +19,7 @@ Positions = npt.NDArray[np.int64]  # indices or lengths of tokens
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A tokenized text, with one placeholder token for each run of a media item."""
+    """A tokenized text before expansion: each run of placeholder tokens of a media item is still a single token."""
 
     text: str
     ids: Ids  # [tokens]

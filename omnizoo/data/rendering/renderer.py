@@ -460,7 +460,7 @@ class Renderer:
         return weights
 
     def _render_text(self, row: Row, media: RowMedia, prompt: str) -> TokenizedText:
-        """Tokenize the `text` of a row. All tokens are targets, except those of `prompt`, with which it begins."""
+        """Tokenize the `text` of a row. All tokens are targets, except those of `prompt` at its beginning."""
         content = row["text"]
         # In a row without media columns, tags such as <image> are plain text.
         is_plain = isinstance(content, str) and not media.columns

@@ -48,7 +48,7 @@ class Conventions:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether the template expects the arguments of calls as objects, instead of JSON text as in the OpenAI API."""
+        """Whether the template expects the arguments of tool calls as objects, not as JSON text (OpenAI API)."""
         return '"a1x"' in self._call({"a1x": "b"}) or "a1x" not in self._call('{"a1x": "b"}')
 
     def _call(self, arguments: Any) -> str:

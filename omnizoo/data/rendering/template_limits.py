@@ -41,7 +41,7 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
 
     Args:
         seconds: Processor time, which does not depend on the load of the machine.
-        memory: Bytes in addition to the current size of the process. It has an effect on Linux only.
+        memory: Bytes in addition to the current size of the process. Ignored on systems other than Linux.
     """
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
@@ -65,8 +65,8 @@ def memory_limits() -> Iterator[None]:
 def _time_limit(seconds: float) -> Iterator[None]:
     """Limit processor time with a signal, which also interrupts long arithmetic.
 
-    The timer counts real time and its handler checks the processor time, because timers of processor time can stand
-    still in virtual machines. A timer that was active before is restored afterwards.
+    The timer counts real time and its handler checks the processor time, because timers of processor time may
+    stop in virtual machines. A timer that was active before is restored afterwards.
     """
     end = time.thread_time() + seconds
 

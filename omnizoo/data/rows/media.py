@@ -68,7 +68,7 @@ class RowMedia:
 
     Args:
         notation: Tags and special tokens of the modalities.
-        row: The row, whose media columns provide the items of tags.
+        row: The row. Its media columns contain the items that tags stand for.
         find: Returns the media files that the row refers to.
         key: Seed, source, epoch and row number, from which the random seeds of items are derived.
         is_chat: Whether items are written in the notation of the chat template (`Modality.in_chat`).
@@ -178,7 +178,7 @@ class RowMedia:
         return content or None
 
     def _item(self, name: str, value: Any, options: dict[str, Any], has_targets: bool) -> str:
-        """Return an item as text, and collect it. If `value` is None, take the next item of the column."""
+        """Return an item as text, and collect it. If `value` is None, use the next item of the column."""
         if value is None:
             column, index = self._next_of_column(name)
             if index >= len(column):
@@ -366,7 +366,7 @@ def read_string(value: str, find: Find) -> Path | bytes:
     try:
         return find(value)
     except BadMedia:
-        # Base64 may look like a path, for example if it begins with a slash. Media are at least 64 characters long.
+        # Base64 may look like a path, for example if it begins with a slash. Encoded media have at least 64 characters.
         if len(value) >= 64 and len(value) % 4 == 0 and BASE64.fullmatch(value):
             return decode_base64(value)
         raise

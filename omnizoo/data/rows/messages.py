@@ -45,7 +45,7 @@ class MessageRules(Protocol):
 
     @property
     def takes_objects(self) -> bool:
-        """Whether the template expects the arguments of calls as objects, not as JSON text."""
+        """Whether the template expects the arguments of tool calls as objects, not as JSON text."""
 
 
 def read_messages(value: Any, field: str, system: Any, rules: MessageRules, fields: RowFields) -> list[Message]:
@@ -56,7 +56,7 @@ def read_messages(value: Any, field: str, system: Any, rules: MessageRules, fiel
         field: Name of the field, for error messages.
         system: The `system` field of the row; None if there is none.
         rules: Properties of the chat template.
-        fields: Contains the fields to ignore.
+        fields: Determines which fields are ignored.
 
     Raises:
         BadRow: If the messages cannot be read.

@@ -19,7 +19,7 @@ class ResponseRow:
     role: str  # one of `sample.ROLES`; empty without preferences
     row: Row
     prompt: str = ""
-    messages: int = 0  # number of last messages that form the response; 0 for a `text`
+    messages: int = 0  # number of messages, at the end, that form the response; 0 for a `text`
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class SchemaInput:
 
     @property
     def media(self) -> dict[str, str]:
-        """The media column of the row, by modality."""
+        """The name of the media column of each modality in the row."""
         columns = {}
         for name in sorted({*self.encoded, *self.decoded}):
             for column in (name, f"{name}s"):
@@ -311,7 +311,7 @@ def _caption_field(schema_input: SchemaInput) -> str:
 
 
 def _fits_caption(schema_input: SchemaInput, modalities: Collection[str]) -> str:
-    """Return the reason for a match if the row has a caption and all its media belong to these modalities, or ""."""
+    """Return the reason for a match if the row has a caption and only media of these modalities, otherwise ""."""
     media = schema_input.media
     caption = _caption_field(schema_input)
     if not caption or not all(name in modalities for name in media):

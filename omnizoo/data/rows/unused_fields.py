@@ -48,7 +48,7 @@ PROMPT_FIELDS = (
 )
 SCORES = "response scores are not supported"
 LABELS = "labels need kto in train.losses and are read from `label`, next to `completion`"
-# Fields with a known meaning that is not used in training: the reason, and name patterns.
+# Fields with a known meaning that are not used in training. Maps the reason to patterns of their names.
 # fmt: off
 UNSUPPORTED_FIELDS = {
     NEEDS_PREFERENCE_LOSS: (

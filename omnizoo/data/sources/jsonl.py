@@ -64,7 +64,7 @@ class JsonlFile(IndexedFile):
 class JsonArrayFile(JsonlFile):
     """A file with one JSON array of objects, with any line breaks.
 
-    The library `datasets` is not used because it converts dates, and gives all values of a field one type.
+    The library `datasets` is not used because it converts dates, and forces all values of a field into one type.
     """
 
     stored_kind = "JsonArray"
