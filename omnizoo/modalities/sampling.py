@@ -11,7 +11,7 @@ class Sampling:
 
     Args:
         temperature: Divisor of the logits.
-        top_k: Number of candidates; 0 for all.
+        top_k: Maximum number of candidates; 0 for no limit.
         top_p: Cumulative probability of the candidates.
         generator: Random generator; None for torch's default generator.
 

@@ -219,7 +219,7 @@ def keep_states_apart(model: PreTrainedModel, key: str) -> None:
 
 
 def _layer_kinds(model: PreTrainedModel) -> list[str]:
-    """Return `layer_types` of the config, such as attention or recurrent; empty if the config has no such field."""
+    """Return the config's `layer_types`, without MLP and MoE layers; empty if the config has no such field."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     return [kind for kind in types if kind not in ("mlp", "moe")]
 

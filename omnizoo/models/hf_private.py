@@ -48,8 +48,8 @@ from omnizoo.models.untrusted_folders import open_weights
 
 PACKED = "packed"  # name of our attention in transformers' attention interface
 # Name of the same attention for encoders. With "flash" in the name, encoders attend in one call. Otherwise they make
-# one call per item and read its length from the device. Language models do not use this name, because some of
-# them pad the values if the name contains "flash".
+# one call per item and read its length from the device. Language models do not use this name, because some of them
+# pad the values if the name contains "flash".
 PACKED_TOWER = "packed_flash"
 
 

@@ -179,7 +179,7 @@ def _shrink_language_model(published: PretrainedConfig, shrinking: Shrinking) ->
         small |= _fewer_layers(published, fields)
     if shrinking.widths:
         small |= _small_widths(published, fields)
-        for value in small.values():  # layers with special head widths keep a different width
+        for value in small.values():  # layers with a different head width get twice the width of the others
             layer_settings = value.values() if isinstance(value, dict) else ()
             for settings in layer_settings:
                 if isinstance(settings, dict) and "head_dim" in settings:
@@ -296,7 +296,7 @@ def _cover(kinds: Sequence[Any]) -> list[int]:
 
 
 def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """Set the ids of special tokens to the last id of a smaller vocabulary. Probe inputs never contain this id."""
+    """Return fields for a smaller vocabulary. All special tokens get its last id, which probe inputs never contain."""
     small: dict[str, Any] = {}
     for key, value in fields.items():
         if key.endswith("_token_id") and value is not None:

@@ -13,7 +13,7 @@ from omnizoo.models.hf_private import auto_class
 
 
 def given_model(model: ModelSection) -> nn.Module:
-    """Return the object that was passed to `omnizoo.train(model=...)`. Training uses a copy, so it is never modified."""
+    """Return the object that was passed to `omnizoo.train(model=...)`. A copy is trained, so it is never modified."""
     if not isinstance(model.given, PythonObject):
         raise UserError(
             f"model.given: {model.given} was passed as a Python object. Pass it to omnizoo.train(model=...) again."

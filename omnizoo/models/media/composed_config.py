@@ -27,7 +27,7 @@ class OmniConfig(PretrainedConfig):
 
     model_type = "omnizoo"
     sub_configs = {"foundation": AutoConfig}  # noqa: RUF012 - as transformers declares it
-    allow_code = cast(tuple[str, ...], ())  # not annotated: transformers would save it as a field
+    allow_code = cast(tuple[str, ...], ())  # not annotated, because transformers would then save it as a field
     is_own = False
 
     def __init__(

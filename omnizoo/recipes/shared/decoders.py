@@ -1,4 +1,4 @@
-"""Common code of the decoders and followers in recipes: losses with the model's head, sampling with its `generate`."""
+"""Code shared by the decoders and followers in recipes: losses with the model's head, sampling with `generate`."""
 
 import warnings
 from collections.abc import Iterator

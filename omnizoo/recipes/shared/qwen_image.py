@@ -1,6 +1,6 @@
 """Image encoders of Qwen models, positions of images, and the insertion of features into the text.
 
-Features of deepstack models are concatenated over levels along the width, so that they are sent once.
+In deepstack models, the features of all levels are concatenated along the width, so that they are sent together.
 `merge_visual_features` splits them again.
 """
 
@@ -28,7 +28,7 @@ from omnizoo.recipes.shared.encoders import (
     read_interpolation,
 )
 
-LEVELS = "deepstack_levels"  # keyword that carries deeper levels through the model
+LEVELS = "deepstack_levels"  # keyword argument that passes deeper levels through the model
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 KINDS = {"image": 1, "video": 2}  # token type ids of the models
 # Sizes for small copies: M-RoPE splits 8 frequencies in the same ratio as the 64 of published models.
@@ -65,7 +65,7 @@ class QwenImageEncoder(ImageTowerEncoder):
     ) -> None:
         super().__init__(model, "model.visual")
         self.vision = vision = model.config.vision_config
-        # Edge of a placeholder token's square, in pixels.
+        # Side of the square that a placeholder token covers, in pixels.
         self.factor: int = vision.patch_size * vision.spatial_merge_size
         self.processor = load_processor(
             self.kind,
@@ -120,8 +120,8 @@ class QwenImageEncoder(ImageTowerEncoder):
     def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """Return the inputs with the positions of patches.
 
-        Everything that depends on the grid is computed here. The tower would read the grid from the device, which is a
-        host sync.
+        Everything that depends on the grid is computed here. The tower would read the grid from the device, which
+        needs a host sync.
         """
         positions = get_vision_position_ids(grid[None], self.vision.spatial_merge_size).int()
         # [steps, patches, 2]: `tower_inputs` reads both counts from the shape, without a host sync.
@@ -290,7 +290,7 @@ def merge_audio_visual_features(
 
 
 def deepstack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of the language model, with deepstack features as long as the text.
+    """Return the inputs of the language model, with deepstack features for every token of the sequence.
 
     These features are added to the whole sequence. In place of a mask of placeholder tokens, the model receives the
     index of the only row of the batch.
