@@ -1,7 +1,7 @@
 """Image encoder that wraps any Hugging Face vision tower, for images of a fixed size or of variable resolution.
 
-The arguments of a tower's forward determine its input format (`TowerInput`). An image is treated as a video
-with one frame, so the video encoder shares this code and only adds the times of its frames.
+The arguments of a tower's forward determine its input format (`TowerInput`). An image is treated as a video with one
+frame, so the video encoder shares this code and only adds the times of its frames.
 """
 
 import math

@@ -91,7 +91,7 @@ class TowerEncoder(UsesModel, SharedTower, Encoder):
         return work, token.flops
 
     def flops(self, patches: int, placeholders: int) -> float:
-        """Return the FLOPs of an item whose `patches` attend to each other and become `placeholders` placeholder tokens."""
+        """Return the FLOPs of an item: `patches` that attend to each other become `placeholders` placeholder tokens."""
         tower, per_placeholder = self.work
         return tower.flops(patches) + placeholders * per_placeholder
 
@@ -199,7 +199,7 @@ def check_frame_options(fps: float | None, num_frames: int | None, **options: fl
 
 
 def checked_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
-    """Return the result of `processor_settings`. Invalid numbers, which processors would accept, raise a `UserError`."""
+    """Return the result of `processor_settings`, but raise a `UserError` for invalid numbers that processors accept."""
     settings, file = processor_settings(folder, kind)
     for name in POSITIVE_AUDIO + POSITIVE_VIDEO:
         value = settings.get(name)

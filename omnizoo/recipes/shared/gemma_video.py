@@ -51,7 +51,7 @@ class _VideoMixin:
         self.fps: float | None = fps or settings.get("fps")
 
     def choose(self, video: VideoInfo) -> list[int]:
-        """Return the indices of evenly spaced frames, beginning with the first frame, as `default_sample_indices_fn` does."""
+        """Return the indices of evenly spaced frames, beginning with the first, as `default_sample_indices_fn` does."""
         count = self.num_frames
         if count is None and self.fps:
             count = max(1, int(video.frames / video.rate * self.fps))

@@ -151,7 +151,7 @@ class VocabularyCodes(VocabularyDecoder, ImageCodesDecoder):
     def __init__(self, model: PreTrainedModel, processor: Any, edge: int) -> None:
         super().__init__(model, processor)
         self.edge = edge
-        self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)  # side of the square that a code covers, in pixels
+        self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)  # pixels per side of a code
 
     def modules_run_by(self, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
         return [self.model.get_output_embeddings()] if method == "loss" else []
@@ -270,7 +270,7 @@ class LineCodes(VocabularyCodes):
     def generate(
         self, hidden: torch.Tensor, advance: Callable[[torch.Tensor], torch.Tensor], sampling: Sampling
     ) -> torch.Tensor:
-        """Generate the tokens for the size of an image, then its codes. Finally, feed the token that ends the frame."""
+        """Feed the tokens for the size of an image, generate its codes, and feed the token that ends the frame."""
         lines, columns = self.generated_grid
         tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
 

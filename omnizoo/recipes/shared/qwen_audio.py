@@ -157,7 +157,10 @@ class QwenAudioEncoder(AudioTowerEncoder):
 
 
 def first_rows(lengths: Sequence[int], counts: Sequence[int], device: torch.device, step: int = 1) -> torch.Tensor:
-    """Return the indices of every `step`-th row among the first `counts[i]` rows of item i, which has `lengths[i]` rows."""
+    """Return indices of rows in a concatenation of items: every `step`-th of the first `counts[i]` rows of item i.
+
+    Item i has `lengths[i]` rows.
+    """
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
     rows = []
     for start, count in zip(starts, counts, strict=True):
@@ -277,7 +280,7 @@ class ChunkedAudioEncoder(QwenAudioEncoder):
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Encode every chunk as a separate audio clip.
 
-        The tower would compute attention boundaries from these chunks, so the boundaries of the original clips are passed.
+        The tower would compute attention boundaries from the chunks, so the boundaries of the clips are passed instead.
         """
         placeholders = [self.count_placeholders(item) for item in items]
         chunks = torch.cat([self.chunks_of(item["mels"]) for item in items]).transpose(1, 2)
@@ -296,8 +299,9 @@ class ChunkedAudioEncoder(QwenAudioEncoder):
 class VideoWithAudioEncoder(QwenVideoEncoder):
     """Video encoder that can also encode the audio of videos.
 
-    The option `use_audio_in_video` turns this on, either for one video (in its row) or for all videos of a run. Placeholder
-    tokens of frames and audio are then interleaved as in the model's processor. `build_thinker` sets `audio_modality`.
+    The option `use_audio_in_video` turns this on, either for one video (in its row) or for all videos of a run. The
+    placeholder tokens of frames and audio are then interleaved as in the model's processor. `build_thinker` sets
+    `audio_modality`.
     """
 
     item_options = (*VIDEO_OPTIONS, AUDIO_IN_VIDEO)

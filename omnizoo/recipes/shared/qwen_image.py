@@ -175,7 +175,7 @@ class WindowedImageEncoder(QwenImageEncoder):
     by_step = ("positions", "order", "windows")
 
     def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
-        """Also return the order of patches in windows.
+        """Return the inputs of the base class, and the order of patches in windows.
 
         `order [steps, placeholders]` is the window order of the placeholder tokens of each step, and `windows [steps,
         n]` the number of patches in each of its windows.
@@ -190,7 +190,7 @@ class WindowedImageEncoder(QwenImageEncoder):
         return super().with_positions(pixels, grid) | windows
 
     def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
-        """Also return the window order and the window boundaries, concatenated over all steps of all items."""
+        """Add the window order and the window boundaries, concatenated over all steps of all items."""
         start = 0
         orders = []
         device = items[0]["order"].device
@@ -292,8 +292,8 @@ def merge_audio_visual_features(
 def deepstack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs of the language model, with deepstack features for every token of the sequence.
 
-    These features are added to the whole sequence. In place of a mask of placeholder tokens, the model receives the
-    index of the only row of the batch.
+    These features are added to the whole sequence. Instead of a mask that selects placeholder tokens, the model
+    receives the index of the only row of the batch, which selects all tokens.
     """
     inputs = dict(inputs)
     levels = inputs.pop(LEVELS, None)

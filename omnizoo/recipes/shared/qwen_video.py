@@ -109,7 +109,7 @@ class QwenVideoEncoder(QwenImageEncoder):
         return self.published_video | settings | options
 
     def choose(self, video: VideoInfo) -> list[int]:
-        """Return the indices of evenly spaced frames, beginning with the first frame, as `Qwen2VLVideoProcessor` does.
+        """Return the indices of evenly spaced frames, beginning with the first, as `Qwen2VLVideoProcessor` does.
 
         Their number is a multiple of the frames per step.
         """
