@@ -68,7 +68,7 @@ def carried(model: nn.Module) -> ExportFiles:
 def write_processor(model: nn.Module, out: Path, has_template: bool) -> None:
     """Write the export files to `out`.
 
-    If `has_template`, the tokenizer contains the chat template of the run, and the separate template file is omitted.
+    If `has_template`, the tokenizer contains the chat template of the run, so the separate template file is omitted.
     """
     for name, content in carried(model).files.items():
         if name != CHAT_TEMPLATE or not has_template:

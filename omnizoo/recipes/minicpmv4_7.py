@@ -32,7 +32,7 @@ def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> 
 
 
 def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> Ids:
-    """Return positions `[4, tokens]`, like `visual_positions`, from `get_rope_index` of the model."""
+    """Return positions `[4, tokens]`, like `visual_positions`, computed by the model's `get_rope_index`."""
     sizes = []
     for item in items:
         slices, *shape = (int(size) for size in item.size.shape)

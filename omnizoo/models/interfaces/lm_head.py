@@ -69,7 +69,7 @@ class Head:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def _logits(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
-        """Return the head that computes logits with `forward`, the original forward of the head module."""
+        """Return `Logits` that call `forward`, the original forward of the head module."""
         linear = None
         if getattr(forward, "__func__", None) is nn.Linear.forward:  # not a subclass or a replaced forward
             assert isinstance(self.module, nn.Linear)

@@ -108,7 +108,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def opaque(self, name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Record, as one call, a function that fills `tensor` with random values."""
+        """Record a function that fills `tensor` with random values as a single call."""
         window = self.window(tensor)
         self._keep_outside_value(tensor)
         call = Call(

@@ -131,7 +131,7 @@ class SoftTokenEncoder(PatchEncoder):
 class PooledImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models with a tower.
 
-    An image has at most `max_soft_tokens` placeholder tokens. None uses the setting of the folder's preprocessor.
+    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
@@ -218,8 +218,8 @@ class PooledImageEncoder(SoftTokenEncoder):
 class RawImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models without a tower: a placeholder token is a square of pixels.
 
-    An image has at most `max_soft_tokens` placeholder tokens. None uses the setting of the folder's preprocessor. The
-    processor of transformers needs torchvision, so `TensorImageProcessor` replaces it.
+    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
+    The processor of transformers needs torchvision, so `TensorImageProcessor` replaces it.
     """
 
     packs_items = False

@@ -142,7 +142,7 @@ class QwenAudioEncoder(AudioTowerEncoder):
         placeholders = [self.count_placeholders(item) for item in items]
         padded = [self.chunks_of(item["mels"]) for item in items]
         device = padded[0].device
-        # Only the last chunk of an item has positions that are padding.
+        # Only the last chunk of an item contains padded positions.
         lengths = [len(chunks) * -(-self.chunk // 8) for chunks in padded]
         out = self.tower(
             padded_feature=torch.cat(padded).transpose(1, 2),
@@ -245,7 +245,7 @@ class PooledAudioEncoder(QwenAudioEncoder):
         chunk_rows = self.chunk // 2
         padded = [self.chunks_of(item["mels"]) for item in items]
         rows = [(len(item["mels"]) - 1) // 2 + 1 for item in items]  # number of rows after the convolutions
-        # Only the last chunk of an item has rows that are padding.
+        # Only the last chunk of an item contains padded rows.
         lengths = [len(chunks) * chunk_rows for chunks in padded]
         out = self.tower(
             padded_feature=torch.cat(padded).transpose(1, 2),
