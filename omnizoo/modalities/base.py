@@ -11,7 +11,8 @@ pass of the model.
 A decoder only needs the methods of `Decoder`. Mixins add capabilities: `LikelihoodDecoder`, `MultiLossDecoder`,
 `HeadDecoder`, `VocabularyDecoder`, `ItemDecoder`, `CustomFlops`; and `SharedTower` for encoders.
 
-Shapes: N targets of a call, n targets of one item, K values per target.
+In shapes, N is the number of targets in a call, n the number of targets of one item, and K the number of values per
+target.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ def term_name(modality: str, term: str) -> str:
 class ItemModule(nn.Module):
     """Base class of encoders, decoders and followers, with the methods that measure and prepare items."""
 
-    # Keys of a content part that the module reads; None for any key.
+    # Keys of a content part that the module reads; if None, any key.
     item_options: ClassVar[Sequence[str] | None] = None
     values: ClassVar[Sequence[str]] = ()  # additional keys of a content part that may contain the item
 
@@ -126,12 +127,12 @@ class SharedTower:
 
 
 class Decoder(ItemModule):
-    """Base class of modules that let the model generate one modality.
+    """Base class of modules with which the model generates one modality.
 
     `embed` converts targets to input embeddings, so that the foundation can attend to the item.
     """
 
-    no_likelihood_reason: ClassVar[str] = "its decoder has no `log_likelihood`"  # used without `LikelihoodDecoder`
+    no_likelihood_reason: ClassVar[str] = "its decoder has no `log_likelihood`"  # if not a `LikelihoodDecoder`
 
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Return the prediction targets of the items.
@@ -160,7 +161,7 @@ class Decoder(ItemModule):
 
         Args:
             hidden: `[N, width]`, hidden states of the tokens before the targets; N may be 0.
-            targets: `[N, K]`. Float targets are fp32 or wider, whatever the precision of the computation.
+            targets: `[N, K]`. Float targets are fp32 or wider, regardless of the precision of the computation.
 
         Returns:
             A scalar; 0 if there are no targets.
@@ -181,7 +182,7 @@ class Decoder(ItemModule):
         raise NotImplementedError
 
     def render(self, targets: torch.Tensor) -> Any:
-        """Return the item with the targets `[n, K]`: a PIL image, a waveform or an array."""
+        """Convert the targets `[n, K]` of an item to a PIL image, a waveform or an array."""
         raise NotImplementedError
 
     def save(self, item: Any, stem: str) -> str:
@@ -239,7 +240,7 @@ class MultiLossDecoder:
     term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the sum of each loss term in `term_weights`, with the arguments of `Decoder.loss`."""
+        """Return the sum of each loss term in `term_weights`. The arguments are those of `Decoder.loss`."""
         raise NotImplementedError
 
 
@@ -297,11 +298,12 @@ class CustomFlops:
 class Follower(ItemModule):
     """Base class of modules that generate one modality beside the token sequence, such as talkers.
 
-    A follower reads the hidden states of the language model at the `spans` of its items, and learns to speak a
-    response. All ranks call it once per forward pass, after the language model. The hidden states are sent to the rank
-    that processes the item.
+    A follower reads the language model's hidden states at the `spans` of its items. A talker, for example, learns to
+    speak a response. All ranks call the follower once per forward pass, after the language model. The hidden states are
+    sent to the rank that processes the item.
 
-    `measure` does not count placeholder tokens; `locate_item` finds the tokens to read. `dummy_input` includes notes.
+    `measure` does not count placeholder tokens; `locate_item` finds the tokens to read. `dummy_input` also returns the
+    tensors of `MediaItem.notes`.
     """
 
     term_weights: Mapping[str, float]  # keyed by term: "" for the loss on targets, "residual"
@@ -310,7 +312,7 @@ class Follower(ItemModule):
         """Store token ids that the follower needs and that no config contains. Called before any row is read."""
 
     def locate_item(self, ids: Ids, items: Sequence["MediaItem"], item: "MediaItem", answers: int) -> "MediaItem":
-        """Return `item` with the spans that it reads, its size and its notes.
+        """Return `item` with its size, its notes and the spans of tokens that the follower reads for it.
 
         Args:
             ids: Token ids of the conversation.
@@ -324,7 +326,7 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def rows(self, inputs: Inputs) -> int:
-        """Return the number of tokens that a prepared item reads, from the shapes of its tensors."""
+        """Return the number of tokens that the follower reads for a prepared item, from the shapes of its tensors."""
         raise NotImplementedError
 
     def capture(self) -> AbstractContextManager[list[torch.Tensor]]:
@@ -362,7 +364,7 @@ class Follower(ItemModule):
         raise NotImplementedError
 
     def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
-        """Return the item, like `Decoder.render`, for targets that were generated with the same options."""
+        """Convert targets to an item, like `Decoder.render`. They must have been generated with the same `options`."""
         raise NotImplementedError
 
     def save(self, item: Any, stem: str) -> str:
@@ -398,7 +400,7 @@ class Modality:
     placeholder: str
     end: str
     marks: tuple[str, ...] = ()
-    # Format of an item in a message, as in the published chat template; {number} counts from 1, {before} from 0.
+    # Format of an item in a message, as in the published chat template; {number} counts items from 1, {before} from 0.
     in_chat: str = "{item}"
     follower: Follower | None = None
     last: str = ""  # last token of an item, if it is not the placeholder

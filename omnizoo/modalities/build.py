@@ -61,8 +61,8 @@ def check_code(role: str, kind: str, key: str, allowed: Sequence[str]) -> None:
 def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder | Decoder:
     """Build the encoder or decoder that `spec` describes.
 
-    Modules around a Hugging Face model also receive `config`, `folder` and `projector`, if they are set. A plugin is
-    imported: call `check_code` first if `spec` does not come from the user.
+    Modules that wrap a Hugging Face model also receive `config`, `folder` and `projector`, if they are set. Plugins are
+    imported, so call `check_code` first if `spec` does not come from the user.
 
     Args:
         role: `encoder` or `decoder`.
@@ -81,7 +81,7 @@ def build_part(role: str, width: int, spec: dict[str, Any], key: str) -> Encoder
     contract: type[Encoder | Decoder] = Encoder if role == "encoder" else Decoder
     cls = resolve_class(target, f"{key}.kind", contract, "a class that is called as Class(width, **options)")
     arguments = {name: spec[name] for name in RESERVED if spec.get(name) is not None}
-    if "model_type" in arguments.get("config", {}):  # without it, the class parses the config
+    if "model_type" in arguments.get("config", {}):  # otherwise, the class of the module parses the config
         arguments["config"] = hf_config(arguments["config"], key)
     options = spec.get("options", {})
     arguments |= options

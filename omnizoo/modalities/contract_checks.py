@@ -148,7 +148,7 @@ def _prepare_items(module: Encoder | Decoder, media: Sequence[Media]) -> tuple[l
 def _check_equal(
     what: str, together: Sequence[torch.Tensor], separate: Sequence[torch.Tensor], media: Sequence[Media]
 ) -> None:
-    """Check that the result of an item does not depend on the other items of a call."""
+    """Check that the result for an item does not depend on the other items of a call."""
     for medium, actual, expected in zip(media, together, separate, strict=True):
         difference = float((actual.detach().double() - expected.detach().double()).abs().max())
         tolerance = CLOSE * max(1.0, float(expected.detach().double().abs().max()))

@@ -1,7 +1,7 @@
 """FLOPs of training, counted from the weights that rows are multiplied by and from the token pairs of attention.
 
-In the forward pass, a weight takes one multiplication and one addition per row. The backward pass takes the same number
-for the gradient of the weight, if it is trained, and again for the gradient of its input, if anything before it is
+In the forward pass, each weight costs one multiplication and one addition per row. The backward pass costs as much for
+the gradient of the weight, if it is trained, and as much again for the gradient of its input, if anything before it is
 trained. Recomputation, norms, activations and softmax are not counted.
 """
 
@@ -33,7 +33,7 @@ class FlopCounter:
 
     def __init__(self, trained: bool = False) -> None:
         self.flops = 0.0
-        self.trained = trained  # whether anything counted so far is trained, so that gradients must reach it
+        self.trained = trained  # whether anything counted so far is trained and therefore needs gradients
 
     def multiply(self, weight: torch.Tensor, rows: float) -> None:
         """Add the multiplication of `rows` rows by a weight."""
@@ -43,7 +43,7 @@ class FlopCounter:
     def add(self, forward: float) -> None:
         """Add products of two activations, given their forward FLOPs.
 
-        The backward pass takes twice as many FLOPs.
+        The backward pass costs twice as many FLOPs.
         """
         self.flops += forward * (3 if self.trained else 1)
 

@@ -1,4 +1,4 @@
-"""Media items, their sizes, and the ports that they pass through."""
+"""Media items, their sizes, and ports (the modules that process them)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +28,9 @@ class MediaSize:
 
     num_placeholders: int  # number of tokens in the sequence
     cost: float  # FLOPs of `encode` (and its backward if trained) or of `targets`, used to balance ranks
-    targets: int | None = None  # for decoders only: contribution to the loss count; None for `num_placeholders`
+    targets: int | None = None  # for decoders only: contribution to the loss count; if None, `num_placeholders`
     num_residual_targets: int = 0  # contribution to the loss count of "residual" (`MultiLossDecoder`)
-    # Text, runs of placeholder tokens and runs of nested items, such as ("<0.5 s>", 64, "<1.5 s>", 64). () for one run.
+    # Text, runs of placeholder tokens and runs of nested items, such as ("<0.5 s>", 64, "<1.5 s>", 64); () is one run.
     layout: tuple[str | int | NestedRun, ...] = ()
     # Sizes of nested items of the same media, keyed by modality.
     inside: Mapping[str, "MediaSize"] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class MediaItem:
 
     @property
     def media(self) -> Media:
-        """The item of the row. It exists before preparation only."""
+        """The item as its row contains it. Available only before preparation."""
         assert self.raw is not None, "a prepared item has no raw media"
         return self.raw
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-# Python's table lacks these types; the table of the operating system may lack them too.
+# Python's MIME table lacks these types, and the table of the operating system may lack them, too.
 for suffix, kind in {
     ".flac": "audio/flac",
     ".ogg": "audio/ogg",

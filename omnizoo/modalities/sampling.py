@@ -11,9 +11,9 @@ class Sampling:
 
     Args:
         temperature: Divisor of the logits.
-        top_k: Number of candidates; 0 for all.
+        top_k: Maximum number of candidates; 0 for no limit.
         top_p: Cumulative probability of the candidates.
-        generator: Random generator; None for torch's default generator.
+        generator: Random generator. If None, torch's default generator is used.
 
     Example:
         index = Sampling(temperature=0.7, top_p=0.9).draw(logits)

@@ -37,11 +37,11 @@ from omnizoo.models.user_module import given_model
 from omnizoo.models.wrapper_models import use_inner_forward
 
 MASTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
-FROZEN_DTYPE = MASTER_DTYPE | {"bf16": torch.bfloat16}  # dtype of weights that an adapter leaves frozen
+FROZEN_DTYPE = MASTER_DTYPE | {"bf16": torch.bfloat16}  # dtype of the frozen weights of a model with an adapter
 
 
 class UnbuildableError(UserError):
-    """Raised if the model family's code cannot build a model from the config."""
+    """Raised if transformers' code for the model family cannot build a model from the config."""
 
 
 def build_model(model: ModelSection, precision: str, device: str = "meta") -> nn.Module:
@@ -219,7 +219,7 @@ def keep_states_apart(model: PreTrainedModel, key: str) -> None:
 
 
 def _layer_kinds(model: PreTrainedModel) -> list[str]:
-    """Return the kind of token mixing of each layer from the config; empty if it has no `layer_types`."""
+    """Return the config's `layer_types`, without MLP and MoE layers; empty if the config has no such field."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     return [kind for kind in types if kind not in ("mlp", "moe")]
 

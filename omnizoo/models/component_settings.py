@@ -26,9 +26,9 @@ class ComponentSetting:
     """The settings of one component."""
 
     freeze: bool = False
-    lr: float | None = None  # peak learning rate; None for the rate of the run
+    lr: float | None = None  # peak learning rate; if None, the learning rate of the run
     dtype: torch.dtype | None = None
-    recompute: str | None = None  # None for the setting of the run
+    recompute: str | None = None  # if None, the setting of the run
 
 
 class ComponentSettings:
@@ -83,7 +83,7 @@ class ComponentSettings:
             )
 
     def keep_precision(self, model: nn.Module) -> None:
-        """Let components with a `dtype` compute in it. The modules around them are unaffected."""
+        """Make components that set a `dtype` compute in it. The modules around them are unaffected."""
         encoders = {module.module for module in self.media.modules_of("encoder")}
         for prefix, setting in self.by_prefix.items():
             if setting.dtype is None:

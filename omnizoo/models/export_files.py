@@ -1,6 +1,6 @@
 """Files and dtype of a published folder that checkpoints and exports must preserve.
 
-These are the settings of the processor, voices, and the dtype of the published weights. The model object stores them,
+These are processor settings, voices, and the dtype of the published weights. They are stored on the model object,
 separately from weights, config and tokenizer. Only files with known names are read, and none of them is code.
 """
 
@@ -39,7 +39,7 @@ def read_published(folder: Path, config: Any, has_weights: bool) -> ExportFiles:
 
 
 def read_voices_beside(folder: str | None) -> ExportFiles:
-    """Read the voices from a tokenizer folder, for a model without a folder, such as a small copy."""
+    """Read the voices from the folder of a tokenizer, for a model that has no folder, such as a small copy."""
     if folder is None or not (Path(folder) / VOICES).is_file():
         return ExportFiles()
     return ExportFiles(files={VOICES: read_settings(Path(folder) / VOICES)})
@@ -68,7 +68,7 @@ def carried(model: nn.Module) -> ExportFiles:
 def write_processor(model: nn.Module, out: Path, has_template: bool) -> None:
     """Write the export files to `out`.
 
-    If `has_template`, the tokenizer contains the chat template of the run, and the separate template file is omitted.
+    If `has_template`, the tokenizer contains the chat template of the run, so the separate template file is omitted.
     """
     for name, content in carried(model).files.items():
         if name != CHAT_TEMPLATE or not has_template:

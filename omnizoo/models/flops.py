@@ -2,8 +2,8 @@
 
 FLOPs are counted per token for the language model, per token pair for attention, and per target for the head and
 decoders. Encoders and followers report their cost separately (`MediaSize.cost`). A recurrent layer updates and reads
-its state once per token, whatever the chunk size of the kernel. Attention inside a user module is not counted; all its
-weights, including the head, count for each token.
+its state once per token, regardless of the chunk size of the kernel. For a user module, attention is not counted, and
+all weights, including the head, are counted for each token.
 """
 
 from collections import defaultdict
@@ -32,9 +32,9 @@ class FlopCount:
     per_token: float
     per_target: float = 0.0
     per_pair: Mapping[int | None, float] = field(default_factory=dict)  # sum over layers, keyed by attention window
-    per_place: Mapping[str, float] = field(default_factory=dict)  # for each decoder: embedding one target as input
-    per_predicted: Mapping[str, float] = field(default_factory=dict)  # for each decoder: loss of one target
-    per_pair_ahead: float = 0.0  # sum over layers in which bidirectional tokens attend ahead
+    per_place: Mapping[str, float] = field(default_factory=dict)  # keyed by decoder: embed one target as input
+    per_predicted: Mapping[str, float] = field(default_factory=dict)  # keyed by decoder: compute the loss of one target
+    per_pair_ahead: float = 0.0  # sum over layers in which bidirectional tokens attend to later tokens
 
     def of(
         self,
@@ -100,7 +100,7 @@ def count_flops(model: nn.Module) -> FlopCount:
 
 
 def _flops_ahead(per_pair: Mapping[int | None, float], bidirectional: BidirectionalTokens | None) -> float:
-    """Return the FLOPs per pair, summed over the layers in which bidirectional tokens attend ahead."""
+    """Return the FLOPs per pair, summed over the layers in which bidirectional tokens attend to later ones."""
     if bidirectional is None:
         return 0
     if bidirectional.everywhere:
@@ -120,7 +120,7 @@ def _flops_of(modules: Iterable[nn.Module], trained: bool) -> float:
 
 
 def _run_trunk(model: PreTrainedModel, language: PreTrainedModel, media: MediaModel, head: Any) -> FlopCounter:
-    """Count the language model on one token, without its head."""
+    """Count the FLOPs of the language model for one token, without its head."""
     # Modules outside the language model produce features that replace embeddings, so they come before it.
     inside = {id(parameter) for parameter in (*language.parameters(), head)}
     followers = tuple(f"{module.module}." for module in media.modules_of("follower"))

@@ -1,8 +1,8 @@
 """All private names of transformers that OmniZoo uses (checked versions: config/versions.py).
 
 If one of them changes, tests/test_private_names.py fails, and so does `check_names` when a model is built. Public
-functions do not suffice: `from_pretrained` cannot fill a model that FSDP2 has sharded, and builds masks and buffers
-that break packing.
+functions are not sufficient: `from_pretrained` cannot fill a model that FSDP2 has sharded, and it builds masks and
+buffers that break packing.
 """
 
 import inspect
@@ -48,8 +48,8 @@ from omnizoo.models.untrusted_folders import open_weights
 
 PACKED = "packed"  # name of our attention in transformers' attention interface
 # Name of the same attention for encoders. With "flash" in the name, encoders attend in one call. Otherwise they make
-# one call per item and read its length from the device. Language models do not use this name: some of them pad values
-# for flash attention.
+# one call per item and read its length from the device. Language models do not use this name, because some of them
+# pad the values if the name contains "flash".
 PACKED_TOWER = "packed_flash"
 
 
@@ -136,7 +136,7 @@ def loader_of(builder: Any, config: PretrainedConfig) -> Any:
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the submodule that processes the tokens of a pack. A model without other components returns itself."""
+    """Return the submodule that processes the tokens of a pack: `model` itself if it has no other components."""
     text = type(model.config.get_text_config())
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is text)
 
@@ -179,7 +179,7 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def attend_packed(tower: PreTrainedModel) -> None:
-    """Let `tower` attend in one call per layer. The encoder passes the boundaries of its items."""
+    """Make `tower` compute attention with one call per layer. The encoder passes the boundaries of its items."""
     tower.config._attn_implementation = PACKED_TOWER
 
 
@@ -220,7 +220,7 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """Return the name in files of each tied weight whose name in `named_parameters` differs from it."""
+    """Return the names in files of tied weights, keyed by name in `named_parameters`, if the two names differ."""
     names = {name for name, _ in model.named_parameters()}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {target: source for target, source in tied.items() if target in names and source not in names}
@@ -262,7 +262,7 @@ class PublishedKeys:
 
 
 def drop_prefix(keys: Collection[str], model: PreTrainedModel) -> list[Any]:
-    """Return a renaming for a model whose files belong to a larger model, where its keys have a prefix."""
+    """Return a renaming that removes a key prefix, for a model whose files belong to a larger model."""
     names = set(model.state_dict())
     first_name = min(names)
     for key in sorted(keys):
@@ -414,7 +414,7 @@ def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
 
 
 def expert_activation(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function between the two matmuls of an expert."""
+    """Return the activation function between the two matmuls of an expert."""
     activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
     return activate
 

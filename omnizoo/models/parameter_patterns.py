@@ -52,7 +52,7 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def _matched_parameters(model: nn.Module, pattern: str) -> set[str]:
-    """Return the first names of the parameters that a pattern matches."""
+    """Return the parameters that a pattern matches, by their names in `named_parameters`."""
     matched = set()
     for names in tied_names(model):
         if any(matches(path, pattern) for name in names for path in _paths(name)):
@@ -67,7 +67,7 @@ def _paths(name: str) -> list[str]:
 
 
 def still_frozen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the patterns of `model.freeze` that match in `model`, a small copy of the model they were written for."""
+    """Return the patterns of `model.freeze` that match a parameter of `model`, a small copy of the original model."""
     return [pattern for pattern in patterns if _matched_parameters(model, pattern)]
 
 

@@ -27,11 +27,11 @@ from omnizoo.models.weights.vocabulary import grow, may_grow
 
 
 def read_model_config(model: ModelSection) -> Any:
-    """Return the Hugging Face config of `model`. If the vocabulary may be resized, it covers all tokens."""
+    """Return the Hugging Face config of `model`. A vocabulary that may be resized has room for all tokens."""
     config = _read_described(model)
     folder = tokenizer_folder(model)
     has_tokenizer = isinstance(model.tokenizer, PythonObject) or (folder is not None and Path(folder).is_dir())
-    if may_grow(model) and (has_tokenizer or model.resize_vocabulary):  # a model may be built without a tokenizer
+    if may_grow(model) and (has_tokenizer or model.resize_vocabulary):  # a tokenizer is optional
         grow(config, len(load_tokenizer(model)), model)
     return config
 
@@ -83,8 +83,8 @@ def _describe_part(part: EncoderSettings, projector: ProjectorSettings | None, k
         except UserError:
             if part.config is not None:
                 raise
-            # The folder is not a transformers model (a diffusers tokenizer, a codebook): the class of the component
-            # reads it.
+            # The folder has no transformers model, but a diffusers tokenizer or a codebook, for example. The class of
+            # the component reads it.
     return {
         "kind": part.kind,
         "options": part.options,
@@ -95,7 +95,7 @@ def _describe_part(part: EncoderSettings, projector: ProjectorSettings | None, k
 
 
 def _read_config(model: ModelSection | SubmoduleSettings, section: str, trust_remote_code: bool) -> Any:
-    """Return the Hugging Face config of `path` or `config`, which is a folder or an inline mapping."""
+    """Return the Hugging Face config from `path` (a folder) or from `config` (a folder or an inline mapping)."""
     if isinstance(model.config, dict):
         return config_of(model.config, f"{section}.config")
     key = f"{section}.path" if model.path else f"{section}.config"

@@ -28,23 +28,23 @@ from omnizoo.models.media.media_model import MediaModule, SpeakerFormat
 from omnizoo.ops.attention.bidirectional_spans import BidirectionalTokens
 
 RECIPE = "_omnizoo_recipe"  # attribute of a model that stores the recipe of `model.recipe`
-Options = Mapping[str, Mapping[str, Any]]  # `options` in the config, by modality; decoders: "NAME/decoder"
+Options = Mapping[str, Mapping[str, Any]]  # `options` in the config, keyed by modality; "NAME/decoder" for decoders
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Properties of a model family that its Hugging Face code and config do not contain.
 
-    All fields are optional. For a language model, the defaults are usually sufficient. The comments of the fields
-    describe their values.
+    All fields are optional. For a language model, the defaults are usually sufficient. Each field has a
+    comment that describes its value.
     """
 
     about: str = ""  # published models of the family
     blocks: tuple[str, ...] = ()  # block classes to shard and recompute; if empty, the model's `_no_split_modules`
     small_config: Mapping[str, Any] = field(default_factory=dict)  # values of config fields for a small copy
-    # Names of the config fields (query-key width, value width) of a head.
+    # Names of the config fields for the widths of a head: (query-key width, value width).
     attention_width: tuple[str, str] | None = None
-    # For recurrent layers: names of the config fields for heads, rows and columns.
+    # For recurrent layers: names of the config fields for the number of heads, and rows and columns of the state.
     state_size: tuple[str, str, str] | None = None
     # Experts that expert parallelism can distribute. True: some models of the family have them, but not with the
     # default config. False: the family has experts that do not use transformers' experts interface.
@@ -65,7 +65,7 @@ class Recipe:
     language: str = ""
     speaker_format: SpeakerFormat | None = None  # for speech-only families: format of a turn
     idle: tuple[str, ...] = ()  # paths of modules that no training step runs
-    # Classes whose weights the family's initialization omits or sets to equal values; `Class.name` is one buffer.
+    # Classes whose weights the family's initialization omits or sets to a constant; `Class.name` for a single buffer.
     uninitialized: tuple[str, ...] = ()
 
 
@@ -75,7 +75,7 @@ class ModelFacts:
 
     blocks: tuple[str, ...]  # paths of modules to shard and recompute, in order of execution
     experts: tuple[str, ...]  # paths of modules with all experts of a layer, using transformers' experts interface
-    num_experts: int  # also counts experts that do not use the interface
+    num_experts: int  # includes experts that do not use the interface
     heads: int  # 0 if unknown
     kv_heads: int
 
@@ -122,7 +122,7 @@ def recipe_from_config(spec: ModelSection) -> Recipe | None:
 
 
 def recipe_for(model: nn.Module) -> Recipe:
-    """Return the recipe that the config names for `model`, or the recipe of its family if the config names none."""
+    """Return the recipe that the config sets for `model`, or the recipe of its family if the config sets none."""
     if (recipe := vars(model).get(RECIPE)) is not None:
         assert isinstance(recipe, Recipe)
         return recipe
@@ -132,8 +132,8 @@ def recipe_for(model: nn.Module) -> Recipe:
 def _blocks(model: nn.Module, classes: set[str]) -> list[str]:
     """Return the modules of these classes, in order of execution.
 
-    If some of these modules are in module lists, the others (an embedding, a complete encoder) are not blocks, even if
-    the model's authors declare them so.
+    If some of these modules are in module lists, modules elsewhere (an embedding, a complete encoder) are not returned,
+    even if the model's authors declare them as blocks.
     """
     frozen = tuple(f"{name}." for name in frozen_tokenizers(model))  # not run by `forward`
     modules = dict(model.named_modules())

@@ -108,7 +108,7 @@ class Shrinking:
 
 
 def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
-    """Return the section of a small copy with random weights. A user module stays unchanged."""
+    """Return the config section of a small copy with random weights. For a user module, the section is unchanged."""
     if is_own_module(model):
         return model
     recipe = recipe_from_config(model)
@@ -179,7 +179,7 @@ def _shrink_language_model(published: PretrainedConfig, shrinking: Shrinking) ->
         small |= _fewer_layers(published, fields)
     if shrinking.widths:
         small |= _small_widths(published, fields)
-        for value in small.values():  # layers with special head widths keep a different width
+        for value in small.values():  # layers with a different head width get twice the width of the others
             layer_settings = value.values() if isinstance(value, dict) else ()
             for settings in layer_settings:
                 if isinstance(settings, dict) and "head_dim" in settings:
@@ -226,7 +226,7 @@ def _small_widths(published: PretrainedConfig, fields: Mapping[str, Any]) -> dic
     if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = TEXT["qk_rope_head_dim"]  # head_dim is the rotary width here
 
-    for name in (*EXPERTS, *VISITED):  # one number for all layers, if the config has a number per layer
+    for name in (*EXPERTS, *VISITED):  # if the config has a number per layer, use one number for all layers
         value = fields.get(name)
         if isinstance(value, list) and value:
             small[name] = max(value)
@@ -296,7 +296,7 @@ def _cover(kinds: Sequence[Any]) -> list[int]:
 
 
 def _few_tokens(fields: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """Return ids of special tokens for a smaller vocabulary: the last id, which probes do not sample."""
+    """Return fields for a smaller vocabulary. All special tokens get its last id, which probe inputs never contain."""
     small: dict[str, Any] = {}
     for key, value in fields.items():
         if key.endswith("_token_id") and value is not None:

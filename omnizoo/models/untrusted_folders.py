@@ -27,7 +27,7 @@ FLOATING = (".weight", ".bias")
 MAX_SETTINGS_BYTES = 64 * 2**20  # per JSON file; we do not read tokenizer.json
 
 LARGEST = 2**53  # results computed from larger numbers overflow
-# Maximum of fields whose names match the pattern. Each counts modules, and building more would take too long.
+# Upper bounds for fields whose names match a pattern. They count modules, and building more would take too long.
 MAX_COUNTS = {r"(layers?|depth|blocks)$": 10_000, r"experts?$": 100_000}
 
 
@@ -103,7 +103,7 @@ def shorten(value: Any) -> str:
 
 
 def _needs_code(settings: dict[str, Any]) -> bool:
-    """Whether transformers can use these settings only by running the code they name."""
+    """Whether these settings need remote code: they have an `auto_map`, and transformers has no class for them."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 

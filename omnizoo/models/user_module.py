@@ -13,7 +13,7 @@ from omnizoo.models.hf_private import auto_class
 
 
 def given_model(model: ModelSection) -> nn.Module:
-    """Return the object that was passed to `omnizoo.train(model=...)`. It is never modified: a copy is trained."""
+    """Return the object that was passed to `omnizoo.train(model=...)`. A copy is trained, so it is never modified."""
     if not isinstance(model.given, PythonObject):
         raise UserError(
             f"model.given: {model.given} was passed as a Python object. Pass it to omnizoo.train(model=...) again."
@@ -31,7 +31,7 @@ def given_model(model: ModelSection) -> nn.Module:
 
 
 def is_own_module(model: ModelSection) -> bool:
-    """Whether the model is user code that no transformers config can build. Such a model is used unchanged."""
+    """Whether the model is a user-defined module that no transformers config describes. It is used unchanged."""
     if model.given is None:
         return model.module is not None
     module = given_model(model)

@@ -1,6 +1,6 @@
-"""Emu3: images as tokens of the vocabulary, in input and output, from the VQ model inside it.
+"""Emu3: images as tokens of the vocabulary, in input and output, from the model's own VQ model.
 
-Images have any shape; a token ends each row of codes.
+Images may have any shape; each row of codes ends with a special token.
 """
 
 from transformers import Emu3ImageProcessor, PreTrainedModel

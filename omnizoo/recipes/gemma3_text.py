@@ -4,5 +4,5 @@ from omnizoo.models.recipe import Recipe
 
 RECIPE = Recipe(
     about="Gemma 3, the language model alone",
-    small_config={"query_pre_attn_scalar": 16},  # scales queries instead of the head width
+    small_config={"query_pre_attn_scalar": 16},  # queries are scaled by this number, not by the head width
 )

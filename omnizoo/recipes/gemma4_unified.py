@@ -1,8 +1,8 @@
-"""Gemma 4 without towers: raw pixels of images and frames, and raw audio samples, are projected for each token.
+"""Gemma 4 without towers: each token is a projection of raw pixels of an image or frame, or of raw audio samples.
 
 Tokens of an image are bidirectional in all layers, also beyond the window, as in the forward pass of transformers
 (5.22.2). In other sizes of Gemma 4, they are bidirectional in sliding-window layers only, within the window
-(transformers issue 46711). Inference engines may do the same for this size. A test fails when transformers changes it.
+(transformers issue 46711). Inference engines may do that for this size, too. A test fails if transformers changes this.
 """
 
 from dataclasses import replace

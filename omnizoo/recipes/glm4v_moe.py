@@ -1,4 +1,4 @@
-"""GLM-4.5V: images; videos written as a sequence of images, each followed by its time in seconds; M-RoPE; experts."""
+"""GLM-4.5V: images; videos as a sequence of images, each followed by its time in seconds; M-RoPE; experts."""
 
 from functools import partial
 

@@ -16,7 +16,7 @@ PUBLISHED = {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_
 
 
 class CroppedTileEncoder(TileEncoder):
-    """Encoder for images of `min_tiles` to `max_tiles` tiles; the defaults are in the preprocessor config."""
+    """Encoder that splits images into `min_tiles` to `max_tiles` tiles. The preprocessor config sets the defaults."""
 
     def __init__(
         self, model: PreTrainedModel, folder: str | None, min_tiles: int | None = None, max_tiles: int | None = None
@@ -29,7 +29,7 @@ class CroppedTileEncoder(TileEncoder):
             folder,
             PUBLISHED,
             size={"height": height, "width": width},
-            crop_to_patches=True,  # the processor of InternVL sets it, whatever the value in its file
+            crop_to_patches=True,  # InternVL's processor sets it, regardless of the value in its file
             min_patches=min_tiles,
             max_patches=max_tiles,
         )

@@ -1,4 +1,4 @@
-"""Janus: reads images with a vision tower, generates images as codes with a separate embedding and head."""
+"""Janus: reads images with a vision tower, and generates images as codes with a separate embedding and head."""
 
 from transformers import JanusImageProcessorPil, PreTrainedModel
 

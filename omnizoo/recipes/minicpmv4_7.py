@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.7: the thumbnail and slices of an image share one canvas of positions; language model of Qwen3.5.
+"""MiniCPM-V 4.7: the thumbnail and slices of an image share one grid of positions; language model of Qwen3.5.
 
 Videos, which its processor splits into slices and stacks of frames, are not supported.
 """
@@ -22,7 +22,7 @@ NUMBER, NUMBER_END = "<image_id>", "</image_id>"
 
 
 def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> dict[str, Modality]:
-    """Build the image encoder. Like the published processor, number images unless the folder's settings disable it."""
+    """Build the image encoder. As in the published processor, images are numbered unless the folder disables it."""
     marks = (BEGIN, END, SLICE, SLICE_END, NUMBER, NUMBER_END)
     built = build_modalities({"image": EncoderSpec(SlicedEncoder, "<|image_pad|>", marks)}, model, folder, options)
     encoder: Any = built["image"].encoder
@@ -32,7 +32,7 @@ def modalities(model: PreTrainedModel, folder: str | None, options: Options) -> 
 
 
 def positions(model: PreTrainedModel, ids: Ids, items: Sequence[MediaItem]) -> Ids:
-    """Return positions `[4, tokens]`, like `visual_positions`, from `get_rope_index` of the model."""
+    """Return positions `[4, tokens]`, like `visual_positions`, computed by the model's `get_rope_index`."""
     sizes = []
     for item in items:
         slices, *shape = (int(size) for size in item.size.shape)

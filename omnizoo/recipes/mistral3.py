@@ -26,13 +26,13 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class RowEncoder(PatchEncoder):
-    """Encoder for images of at most `max_edge` pixels per side; the default is in the preprocessor config."""
+    """Encoder that resizes images to at most `max_edge` pixels per side. The preprocessor config sets the default."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_edge: int | None = None) -> None:
         super().__init__(model, "model.vision_tower", "model.multi_modal_projector")
         config: Any = model.config
         self.patch: int = config.vision_config.patch_size
-        self.factor: int = self.patch * config.spatial_merge_size  # side of a placeholder token's square, in pixels
+        self.factor: int = self.patch * config.spatial_merge_size  # pixels per side of a placeholder token
         published = {"size": {"longest_edge": config.vision_config.image_size}}
         square = {"height": self.factor, "width": self.factor}
         limit = {"longest_edge": max_edge} if max_edge else None
@@ -56,7 +56,7 @@ class RowEncoder(PatchEncoder):
         return inputs["pixels"][0].numel() // self.factor**2
 
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
-        """Return the features. Images are padded to the largest one; the tower ignores the padding."""
+        """Return the features. Images are padded to the size of the largest one; the tower ignores the padding."""
         shapes = [tuple(item["pixels"].shape[1:]) for item in items]
         height, width = (max(edges) for edges in zip(*shapes, strict=True))
         filled = [

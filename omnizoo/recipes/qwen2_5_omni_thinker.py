@@ -1,4 +1,4 @@
-"""Thinker of Qwen2.5-Omni: images, audio and video; positions in real time; towers with window attention."""
+"""Thinker of Qwen2.5-Omni: images, audio and video; positions in units of real time; towers with window attention."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ from omnizoo.recipes.shared.qwen_video import WindowedVideoEncoder
 
 
 class Qwen25OmniVideoEncoder(VideoWithAudioEncoder, WindowedVideoEncoder):
-    """Video encoder that interleaves frames and audio by chunks of time."""
+    """Video encoder that interleaves frames and audio in chunks of time."""
 
     def interleave(self, times: npt.NDArray[np.float64], num_audio: int) -> list[int | NestedRun]:
         config = self.model.config

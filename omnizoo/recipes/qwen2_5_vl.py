@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: images and videos through a tower with window attention; M-RoPE in real time."""
+"""Qwen2.5-VL: images and videos through a tower with window attention; M-RoPE with positions in units of real time."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Thinker of Qwen3-Omni: images, audio and video; fractional positions in real time; deepstack."""
+"""Thinker of Qwen3-Omni: images, audio and video; fractional positions in units of real time; deepstack."""
 
 from functools import partial
 

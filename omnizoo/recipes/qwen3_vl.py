@@ -1,4 +1,4 @@
-"""Qwen3-VL: images, and videos with times written as text between their frames; deepstack; M-RoPE."""
+"""Qwen3-VL: images, and videos with text timestamps between frames; deepstack; M-RoPE."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Voxtral: audio in windows of 30 s, with placeholder tokens for the entire last window, including its silence."""
+"""Voxtral: audio in windows of 30 s. Placeholder tokens cover the entire last window, including its padding."""
 
 from functools import partial
 

@@ -13,7 +13,7 @@ from omnizoo.models.recipe import Recipe
 # Every family is a parameter of one of these tests. A capability is listed only if such a test exists.
 PROOF = "tests/recipes/test_zoo.py::test_family_agrees_with_one_process_on_any_layout"
 OMNI_PROOF = "tests/recipes/test_zoo.py::test_omni_family_agrees_with_one_process_on_any_layout"
-# HSDP shards like FSDP, over half of the ranks, so that one layout tests both.
+# HSDP shards like FSDP, but over half of the ranks, so one layout tests both.
 CAPABILITIES = {"FSDP": "rep2.dp2", "HSDP": "rep2.dp2", "SP": "uly2.ring2", "EP": "dp2.uly2.ep4"}
 
 # Causal language models of transformers that `omnizoo verify --families many` checks, with a recipe file or the default

@@ -1,4 +1,4 @@
-"""Audio as codes. A frozen neural codec produces several codes per frame, which are predicted with a delay pattern.
+"""Audio as codes. A frozen neural codec produces several codes per frame. They are predicted in a delay pattern.
 
 Codebook k is delayed by k positions, so that no code depends on another code at the same position:
 
@@ -37,7 +37,7 @@ from omnizoo.ops.loss.log_probability import by_rows, log_probabilities
 
 
 class AudioCodec(LikelihoodDecoder, Decoder):
-    """Decoder for audio, with any mono codec that `AutoModel` of transformers builds.
+    """Decoder for audio. It works with any mono codec that transformers' `AutoModel` can build.
 
     Args:
         width: Width of the foundation.
@@ -108,7 +108,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         return torch.cat([delay(codes, self.stop, self.none) for codes in codes_by_item])
 
     def embed(self, targets: torch.Tensor) -> torch.Tensor:
-        first_entry = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)  # one per codebook
+        first_entry = torch.arange(self.codebooks, device=targets.device) * (self.none + 1)  # in `table`, per codebook
         embedded: torch.Tensor = self.table(targets + first_entry).sum(1)
         return embedded
 
@@ -170,7 +170,7 @@ class AudioCodec(LikelihoodDecoder, Decoder):
         elif position == self.max_frames:
             codes[0] = self.stop
 
-        # One frame per codebook, because of the delay.
+        # The delay gives each codebook a different frame.
         frame = position - torch.arange(self.codebooks, device=codes.device)
         end = position + 1 if frames is None else frames
         is_outside = (frame < 0) | (frame >= end)
@@ -286,7 +286,7 @@ class EncodeFlops:
     """FLOPs of converting audio to codes."""
 
     per_frame: float  # FLOPs per frame, without attention
-    positions: float  # attention positions per frame; 0 without attention
+    positions: float  # attention positions per frame; 0 if the codec has no attention
     config: PreTrainedConfig
 
     @classmethod
@@ -294,9 +294,9 @@ class EncodeFlops:
         """Count the FLOPs from the modules of a codec with `hop` samples per frame."""
         flops = 0.0
         positions = 0.0
-        values = float(hop)  # values per frame; each strided convolution reduces their number
+        values = float(hop)  # values per frame; each strided convolution reduces this number
         for name, module in codec.named_modules():
-            if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # codes to audio: not run
+            if name.startswith(("decoder", "upsample")) or name.endswith("output_proj"):  # not run by `encode`
                 continue
             if isinstance(module, nn.Conv1d):
                 values = max(1.0, values / module.stride[0])

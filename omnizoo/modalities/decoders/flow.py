@@ -1,7 +1,7 @@
-"""Continuous targets by flow matching: a small network, conditioned on the hidden state, turns noise into a patch.
+"""Continuous targets with flow matching: a small network, conditioned on the hidden state, turns noise into a patch.
 
-Patches consist of pixels, latents of a frozen autoencoder, or values of a series: any item on a fixed grid works. The
-path is straight, x(t) = (1 - t) data + t noise, so the network learns its velocity, noise - data.
+Patches consist of pixels, latents of a frozen autoencoder, or values of a series. Any item on a fixed grid works. The
+path from data to noise is straight, x(t) = (1 - t) data + t noise, and the network learns its velocity, noise - data.
 """
 
 import math
@@ -31,7 +31,7 @@ Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class FlowHead(CustomFlops, Decoder):
-    """Decoder for continuous items, by flow matching. A target is (data patch, noise, time).
+    """Decoder for continuous items, with flow matching. A target consists of a data patch, noise and a time.
 
     Noise and time are sampled from the seed of the item, so they do not depend on the layout.
 
@@ -119,8 +119,8 @@ class FlowHead(CustomFlops, Decoder):
     def _work(self) -> float:
         """FLOPs of `targets`.
 
-        Patches of pixels cost almost nothing, but the cost must not be 0, or their items would not be distributed over
-        ranks.
+        Patches of pixels cost almost nothing. However, the cost must not be 0, because items without cost would not be
+        distributed over ranks.
         """
         if self.autoencoder is None:
             return float(self.num_patches * self.dim)
@@ -267,9 +267,9 @@ def waves(time: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """A residual layer, x + gate(c) * MLP(norm(x) * (1 + scale(c)) + shift(c)).
+    """A residual layer, x + gate(c) * MLP(norm(x) * (1 + scale(c)) + shift(c)), for the input x and the condition c.
 
-    The last layer has `residual=False`: it is one linear map, without the gate and without adding x.
+    The last layer has `residual=False`: a linear map replaces the MLP, and there is no gate and no residual connection.
     """
 
     def __init__(self, hidden: int, out: int, residual: bool = True) -> None:
@@ -282,7 +282,7 @@ class Layer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.modulate.weight, std=0.02)  # not zero: the condition has an effect from the start
+        nn.init.normal_(self.modulate.weight, std=0.02)  # not zeros, so that the condition has an effect from the start
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         shift, scale, *gate = self.modulate(condition).chunk(3 if self.residual else 2, -1)

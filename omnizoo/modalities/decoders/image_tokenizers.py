@@ -1,7 +1,7 @@
 """Frozen tokenizers that convert images to a fixed grid of codebook indices.
 
-These are the VQ models of transformers and diffusers, and a codebook of patches for small images, which k-means fits in
-seconds.
+Supported are the VQ models of transformers and diffusers and, for small images, a codebook of patches that is fitted
+with k-means in seconds.
 """
 
 import inspect
@@ -44,14 +44,14 @@ class Tokenizer(Frozen):
 
 
 class HFTokenizer(Tokenizer):
-    """A VQ model of transformers with `encode` and, to generate images, `decode`."""
+    """A VQ model of transformers. It must have `encode`. To generate images, it must also have `decode`."""
 
     def __init__(self, config: PreTrainedConfig, folder: str | None, size: int | Sequence[int] | None) -> None:
         super().__init__(_vq_class(config)(config))
         self.config = config
         self.scale = PixelScale.of(folder)
         factor = 2 ** (len(config.channel_multiplier) - 1)
-        patches = getattr(config, "num_patches", None)  # along one side; a model with this key decodes this grid only
+        patches = getattr(config, "num_patches", None)  # along one side; such a model decodes only this grid
         if size is None:
             size = patches * factor if patches else getattr(config, "resolution", None)
         self.size, self.grid = _sizes(size, factor)
@@ -64,7 +64,7 @@ class HFTokenizer(Tokenizer):
         values = self.scale.values(pixels, self.like)[None]
         takes_sizes = "image_sizes" in inspect.signature(self.model.encode).parameters
         sizes = {"image_sizes": torch.tensor([self.size])} if takes_sizes else {}
-        codes = self.model.encode(values, **sizes).image_tokens  # a list of grids with sizes, otherwise one flat tensor
+        codes = self.model.encode(values, **sizes).image_tokens  # with sizes, a list of grids; otherwise a flat tensor
         grid: torch.Tensor = codes[0] if takes_sizes else codes.view(self.grid)
         return grid
 
@@ -240,7 +240,7 @@ def _nearest_centers(points: Array, centers: Array) -> Array:
 
 
 def save_patch_codebook(folder: str | Path, codebook: Array, patch: int, size: int | Sequence[int]) -> None:
-    """Write a folder that `path` of an `image_tokens` decoder can name.
+    """Write a folder that can be used as the `path` of an `image_tokens` decoder.
 
     Args:
         folder: The folder to write. It is created if it does not exist.

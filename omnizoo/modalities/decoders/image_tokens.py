@@ -27,9 +27,9 @@ from omnizoo.ops.loss.log_probability import by_rows, log_probabilities
 class ImageCodes(LikelihoodDecoder, Decoder):
     """Decoder for images as codes of a frozen tokenizer. A target is (code, position in the grid).
 
-    The position is part of the target because `embed` needs it and has no access to the neighbors. The tokenizer is a
-    VQ model of transformers, saved separately (`model.vqmodel.save_pretrained(...)`), a VQ model of diffusers, or a
-    folder that `save_patch_codebook` wrote.
+    The position is part of the target, because `embed` needs it and cannot infer it from neighboring targets. The
+    tokenizer is a VQ model of transformers that was saved separately (`model.vqmodel.save_pretrained(...)`), a VQ model
+    of diffusers, or a folder that `save_patch_codebook` wrote.
 
     Args:
         width: Width of the foundation.
@@ -138,7 +138,7 @@ class ImageCodes(LikelihoodDecoder, Decoder):
 
 
 def code_loss(logits: torch.Tensor, codes: torch.Tensor, ignore: int = -100) -> torch.Tensor:
-    """Return the sum of cross entropies, in fp32 or wider, without codes equal to `ignore`.
+    """Return the sum of cross-entropies in fp32 or wider. Codes equal to `ignore` are skipped.
 
     Without targets, the sum is 0 but still part of the autograd graph.
     """

@@ -1,6 +1,6 @@
 """Spoken responses as codec codes, `[frames, codebooks]`, and the voices of models that store voices in a file.
 
-Codes come from lists of numbers, from files, or from audio by a codec plugin.
+Codes are given as lists of numbers or as files, or a codec plugin computes them from audio.
 """
 
 import zipfile
@@ -166,7 +166,7 @@ def _check_voice_tensor(tensor: torch.Tensor, what: str, dims: int, width: int) 
 
 
 def write_pickled_voices(file: Path, folder: Path) -> None:
-    """Write the voices into `folder` in the format that transformers reads (`weights_only`)."""
+    """Write the voices into `folder` in the format that transformers reads with `weights_only`."""
     voices: dict[str, dict[str, Any]] = {}
     for key, tensor in load(file.read_bytes()).items():
         name, _, part = key.rpartition(".")

@@ -1,7 +1,7 @@
-"""Audio encoder that wraps any Whisper-type Hugging Face encoder, which takes log-mel windows of a fixed length.
+"""Audio encoder that wraps any Whisper-type Hugging Face encoder, which accepts log-mel windows of a fixed length.
 
-Audio is split into whole windows, the last one padded with silence, as in pretraining. Only features of real audio are
-kept: padding costs FLOPs in the tower, but no placeholder tokens in the pack.
+Audio is split into whole windows. The last one is padded with silence, as in pretraining. Features of the padding are
+dropped, so it costs FLOPs in the tower, but no placeholder tokens in the pack.
 """
 
 import math

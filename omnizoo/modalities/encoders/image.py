@@ -1,7 +1,7 @@
 """Image encoder that wraps any Hugging Face vision tower, for images of a fixed size or of variable resolution.
 
-The arguments of a tower's forward determine its input format (`TowerInput`). An image is a video of one frame, so
-the video encoder shares all code here except the times of its frames.
+The arguments of a tower's forward determine its input format (`TowerInput`). An image is treated as a video with one
+frame, so the video encoder shares this code and only adds the times of its frames.
 """
 
 import math
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FITS = ("stretch", "crop", "pad")
-MAX_ASPECT_RATIO = 200  # maximum ratio of the sides of an image; beyond it, the shorter side rounds to 0
+MAX_ASPECT_RATIO = 200  # maximum ratio of an image's sides; beyond it, the shorter side would be rounded to 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TowerInput:
         return TowerFlops.of(tower)
 
     def steps(self, frames: int) -> int:
-        """Return the number of grids of a video with `frames` frames."""
+        """Return the number of grids (time steps) of a video with `frames` frames."""
         return frames
 
     def fitted(self, image: "Image", grid: Grid) -> "Image":
@@ -98,7 +98,7 @@ class TowerInput:
 
 
 class FixedSize(TowerInput):
-    """Input of towers that take `pixel_values [images, channels, height, width]` of one size."""
+    """Input of towers that accept `pixel_values [images, channels, height, width]` of one size."""
 
     def __init__(
         self, skeleton: PreTrainedModel, pixel_format: PixelFormat, size: tuple[int, int], fit: str, edge: int
@@ -176,7 +176,7 @@ class FixedSize(TowerInput):
 
 
 class PatchList(TowerInput):
-    """Input of towers that take `pixel_values [images, patches, patch]` and `spatial_shapes [images, 2]`.
+    """Input of towers that accept `pixel_values [images, patches, values per patch]` and `spatial_shapes [images, 2]`.
 
     The number of patches is limited.
     """
@@ -206,7 +206,7 @@ class PatchList(TowerInput):
         return self.pixel_format.resize(image, grid[0] * self.patch, grid[1] * self.patch)
 
     def frame_values(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
-        """Return the patches `[frames, rows, columns, patch]`, whose shape contains the grid."""
+        """Return the patches `[frames, rows, columns, values per patch]`, so the grid can be read from the shape."""
         frames = super().frame_values(images, grid).movedim(1, -1)
         return torch.stack([to_patches(frame, self.patch).unflatten(0, grid) for frame in frames])
 
@@ -227,7 +227,7 @@ class PatchList(TowerInput):
 
 
 class PatchGrid(TowerInput):
-    """Input of towers that take the patches of all videos as one sequence, with `grid_thw`.
+    """Input of towers that accept the patches of all videos as one sequence, with `grid_thw`.
 
     A feature covers `merge` x `merge` patches of `temporal_patch_size` frames.
     """
@@ -240,7 +240,7 @@ class PatchGrid(TowerInput):
         self.patch: int = config.patch_size
         self.merge: int = config.spatial_merge_size
         self.frames: int = config.temporal_patch_size
-        self.unit = self.patch * self.merge  # side of the area of a feature, in pixels
+        self.unit = self.patch * self.merge  # side of the square that a feature covers, in pixels
         self.width = getattr(config, "out_hidden_size", None) or config.hidden_size
         self.min_pixels = min_pixels or 4 * self.unit**2
         self.max_pixels = max_pixels or 1280 * self.unit**2
@@ -272,10 +272,10 @@ class PatchGrid(TowerInput):
         return self.pixel_format.resize(image, grid[0] * self.unit, grid[1] * self.unit)
 
     def frame_values(self, images: "Sequence[Image]", grid: Grid) -> torch.Tensor:
-        """Return `[steps, rows, columns, values of the patches of a feature]`, whose shape contains the grid."""
+        """Return a tensor `[steps, rows, columns, values per feature]`, so the grid can be read from its shape."""
         h, w = grid
         values = super().frame_values(images, grid)
-        # Copies of the last frame that fill the last step.
+        # Copies of the last frame, to fill the last step.
         repeated_last = values[-1:].expand(-len(values) % self.frames, -1, -1, -1)
         values = torch.cat([values, repeated_last])
         values = values.view(
@@ -432,7 +432,7 @@ def _pixel_format(config: Any, settings: dict[str, Any], options: dict[str, Any]
 def _fixed_size(
     skeleton: PreTrainedModel, pixel_format: PixelFormat, settings: dict[str, Any], options: dict[str, Any]
 ) -> TowerInput:
-    """Return the input of a tower that takes images of one size."""
+    """Return the input format of a tower that accepts images of one size."""
     size = _edges(settings.get("size"))
     crop = _edges(settings.get("crop_size")) if settings.get("do_center_crop") else {}
     published_size = crop or size

@@ -43,7 +43,7 @@ class Projector(nn.Module):
         return projected
 
     def flops(self, grid: Grid, trained: bool) -> float:
-        """Return the FLOPs of training on a grid. `trained` is True if gradients are also computed for the tower."""
+        """Return the FLOPs of training on a grid. If `trained`, gradients are also computed for the tower."""
         counter = FlopCounter(trained)
         self.count(counter, grid)
         time_counter = FlopCounter()
@@ -113,7 +113,7 @@ class PixelShuffle(Projector):
     def gather(self, features: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Concatenate the features of each square of a grid, padded with zeros to a multiple of `factor`."""
         assert len(grid) == self.dimensions
-        padding = [0, 0]  # the width, then the dimensions of the grid from the last to the first
+        padding = [0, 0]  # padding of the width; the grid's dimensions follow, from the last to the first
         for side in reversed(grid):
             padding += [0, -side % self.factor]
         padded = F.pad(features.view(*grid, -1), padding)
@@ -160,7 +160,7 @@ class Resampler(Projector):
         query = split_heads(self.ask(self.queries))
         keys_and_values = self.map(features).split([math.prod(grid) for grid in grids])
         attended = []
-        for grid_features in keys_and_values:  # lengths differ: one call per grid
+        for grid_features in keys_and_values:  # one call per grid, because lengths differ
             key, value = grid_features.chunk(2, -1)
             by_head = F.scaled_dot_product_attention(query, split_heads(key), split_heads(value))
             attended.append(by_head.transpose(0, 1).flatten(1))

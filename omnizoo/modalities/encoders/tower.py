@@ -1,4 +1,4 @@
-"""The tower of an encoder: how it is built from a Hugging Face config, the arguments it takes, and its FLOPs."""
+"""The tower of an encoder: how it is built from a Hugging Face config, the arguments it accepts, and its FLOPs."""
 
 import copy
 import inspect
@@ -16,7 +16,8 @@ from omnizoo.modalities.flop_count import FlopCounter, is_trained
 def tower_skeleton(config: PretrainedConfig | None, modality: str) -> PreTrainedModel:
     """Build the tower on the meta device.
 
-    If `config` describes a larger model, the tower is its encoder for `modality`, or the encoder of an encoder-decoder.
+    If `config` describes a larger model, the tower is its encoder for `modality`. For an encoder-decoder model, it is
+    the encoder.
     Dropout is disabled, because its random numbers would depend on which other items a rank encodes.
     """
     if config is None:

@@ -21,7 +21,7 @@ PREVIEW_FRAMES = 8
 
 
 class VideoEncoder(VisionEncoder):
-    """Encoder for videos. Takes the options of `VisionEncoder`, whose pixel budgets apply to each frame.
+    """Encoder for videos. It accepts the options of `VisionEncoder`; the pixel budgets apply to each frame.
 
     Args:
         width: Width of the foundation.

@@ -142,14 +142,14 @@ def _audio_file(media: Media) -> Iterator[OpenAudio]:
 def _check_stated_length(media: Media, file: Any, raw: BinaryIO) -> None:
     """Raise `BadMedia` if the file is truncated or its format is not supported.
 
-    libsndfile treats truncated audio as shorter audio and reports the truncation only in its log. Streamed files, whose
-    size is 0 or all ones, are accepted.
+    libsndfile treats truncated audio as shorter audio and reports the truncation only in its log. Streamed files, in
+    which the size is 0 or all ones, are accepted.
     """
     if file.format not in AUDIO_FORMATS:
         supported = ", ".join(AUDIO_FORMATS)
         raise BadMedia(f"{media.name}: the format {file.format} is not supported. Use one of {supported}.")
     for stated, actual in re.findall(r": (\d+) \(should be (\d+)\)", file.extra_info):
-        if int(actual) + 8 < int(stated) < 0x7FFFFFFF:  # tolerance: writers disagree on whether the header counts
+        if int(actual) + 8 < int(stated) < 0x7FFFFFFF:  # some writers also count the 8 bytes of the header
             raise BadMedia(f"{media.name}: {actual} of {stated} bytes: truncated")
     if file.format == "NIST":
         position = raw.tell()

@@ -36,7 +36,7 @@ def time_range(media: Media, seconds: float, max_seconds: float) -> tuple[float,
 def check_duration(media: Media, raw: BinaryIO) -> None:
     """Raise `BadMedia` if a WAV, AVI or Matroska file is shorter than the size in its header.
 
-    Parsers treat such a truncated file as a shorter one.
+    Parsers do not report such a truncation: they treat the file as a shorter one.
     """
     head = raw.read(64)
     file_size = raw.seek(0, 2)
@@ -58,7 +58,7 @@ def _riff_sizes(head: bytes) -> tuple[int, int]:
 
 
 def _matroska_sizes(head: bytes) -> tuple[int, int]:
-    """Return the file size that a Matroska header states, twice; (0, 0) for other files and unknown sizes."""
+    """Return (size, size), with the file size in a Matroska header; (0, 0) for other files or an unknown size."""
     segment = head.find(b"\x18\x53\x80\x67")
     if head[:4] != b"\x1a\x45\xdf\xa3" or segment <= 0:
         return 0, 0

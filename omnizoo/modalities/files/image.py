@@ -56,7 +56,7 @@ def to_bytes(image: "Image") -> torch.Tensor:
 
 @contextmanager
 def _image(media: Media) -> Iterator[tuple["Image", int]]:
-    """Yield the image, which is not decoded yet if it is encoded, and its EXIF orientation (1: upright)."""
+    """Yield the image and its EXIF orientation (1: upright). The pixels of a file are not decoded yet."""
     library = optional("PIL.Image")
     with media_errors(media), ExitStack() as stack:
         if isinstance(media.value, library.Image):
@@ -85,7 +85,7 @@ def _check_file_size(media: Media, image: "Image", raw: BinaryIO) -> None:
     if image.format == "PNG":
         is_short = _png_bytes(raw) > DEFLATE_RATIO * file_size
         raw.seek(position)
-    else:  # in a JPEG, each square of 8 x 8 pixels takes at least one bit
+    else:  # in a JPEG, each square of 8 x 8 pixels needs at least one bit
         is_short = image.format == "JPEG" and image.height * image.width // 64 > 8 * file_size
     if is_short:
         size = f"{image.width} x {image.height}"

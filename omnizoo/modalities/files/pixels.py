@@ -1,6 +1,6 @@
 """Conversions between image bytes, model inputs and patches.
 
-They are used by image decoders, and by encoders whose processors take tensors.
+They are used by image decoders, and by encoders whose processors accept tensors.
 """
 
 from collections.abc import Sequence

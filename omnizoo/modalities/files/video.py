@@ -18,11 +18,11 @@ from omnizoo.modalities.media import BadMedia, Media
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_VIDEO_PIXELS = 1 << 36  # maximum over all decoded frames of a video: 33,000 frames of 1920 x 1080
+MAX_VIDEO_PIXELS = 1 << 36  # maximum sum over all decoded frames of a video, such as 33,000 frames of 1920 x 1080
 
 
 def sample_times(seconds: float, fps: float, max_frames: int) -> list[float]:
-    """Return evenly spaced times in seconds, at the centers of equal parts: `fps` per second, at most `max_frames`."""
+    """Return the centers, in seconds, of equal parts of a video: `fps` parts per second, but at most `max_frames`."""
     count = max(1, min(max_frames, round(seconds * fps)))
     return [seconds * (i + 0.5) / count for i in range(count)]
 
@@ -40,7 +40,7 @@ def _upright_size(media: Media, container: Any, stream: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """Length and size, from the header, of a video or of the part that its row selects."""
+    """Length and size of a video, or of the part that its row selects, from the header."""
 
     name: str  # for error messages
     seconds: float  # duration
@@ -158,7 +158,7 @@ class _FrameDecoder:
             self.current = frame
 
     def skip(self) -> None:
-        """Prepare for packets that do not directly follow the previous packets."""
+        """Prepare the codec for packets that do not directly follow the previous ones."""
         self.decode(None)
         self.stream.codec_context.flush_buffers()
 
@@ -182,7 +182,7 @@ class _FrameDecoder:
 def _frames_at(media: Media, container: Any, stream: Any, times: Sequence[float]) -> "list[Image]":
     """Return the frames at `times`.
 
-    Groups of pictures (from key frame to key frame) without such a frame are skipped.
+    Groups of pictures (from one key frame to the next) that contain none of these frames are skipped.
     """
     decoder = _FrameDecoder(media, stream, times)
     num_packets = 0

@@ -44,8 +44,8 @@ class AdapterInfo:
     modules: tuple[str, ...]  # linear layers and embeddings
     experts: tuple[str, ...]  # parameters of fused experts, `[experts, ...]`
     saved: tuple[str, ...]  # modules that are fully trained
-    trained: frozenset[str]  # trained parameters: all adapter matrices, and the parameters of `saved`
-    started: frozenset[str]  # adapter matrices, for which the base has no value
+    trained: frozenset[str]  # trained parameters: all adapter matrices, and all parameters in `saved`
+    started: frozenset[str]  # adapter matrices; the base model has no values for them
     generates: bool = True  # whether the model has transformers' `generate`, which PEFT's task type requires
 
     def fields(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class AdapterInfo:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "AdapterInfo":
-        """Return the adapter described by the result of `fields`, without the folder that it started from."""
+        """Return the adapter whose `fields()` are given. The folder it was initialized from is not restored."""
         settings = fields["settings"] | {"path": None}
         return TypeAdapter(cls).validate_python({**fields, "settings": settings})
 
@@ -94,8 +94,8 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 def attach(model: nn.Module, settings: AdapterSettings, dtype: torch.dtype, stored: torch.dtype) -> None:
     """Attach adapter matrices to `model`, and freeze everything else except `modules_to_save`.
 
-    Frozen weights need no master copy, because FSDP would round it to the precision of the run before every use. Must
-    be called under the device of the model.
+    Frozen weights need no master copy in higher precision: FSDP would round it to the precision of the run before every
+    use. Must be called with the model's device as the default device.
 
     Args:
         model: The model, usually on meta.
@@ -171,7 +171,7 @@ def _adaptable(model: nn.Module) -> dict[str, str]:
 def matches(name: str, pattern: str) -> bool:
     """Whether `pattern` matches `name`.
 
-    A pattern with wildcards must match the full name, any other its end, as in PEFT.
+    A pattern with wildcards must match the full name. As in PEFT, any other pattern must match the end of the name.
     """
     if re.search(r"[*?[]", pattern):
         return fnmatchcase(name, pattern)
@@ -229,7 +229,7 @@ def _find_saved(model: nn.Module, settings: AdapterSettings, targets: Sequence[s
             "matrices. Exclude the target, or remove the module."
         )
 
-    # PEFT trains an untied copy of a module. A file with only one of two tied weights would be a different model there.
+    # PEFT trains an untied copy of a module. If only one of two tied weights were saved, PEFT would load another model.
     for names in tied_names(model):
         trained = [name for name in names if name.startswith(prefixes)]
         if trained and len(trained) < len(names):
@@ -249,7 +249,7 @@ def nearest_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def _check_fit(name: str, model: nn.Module, kind: str, settings: AdapterSettings) -> None:
-    """Check that a target can have adapter matrices, before any are attached."""
+    """Check that adapter matrices can be attached to a target. Called before any are attached."""
     if kind != "linear" and settings.kind == "dora":
         raise UserError(
             f"{KEY}.kind: dora supports only linear layers, and {name} is a target. Exclude {name}, or use lora."
@@ -286,13 +286,13 @@ def _attach_to_linear(module: Any, settings: AdapterSettings, dtype: torch.dtype
         # `set_magnitudes` overwrites this value after the base is loaded.
         magnitude.weight = nn.Parameter(torch.ones(module.out_features, dtype=dtype))
         module.lora_magnitude_vector = nn.ModuleDict({DEFAULT: magnitude})
-    # Set on the instance, where models/interfaces/lm_head.py detects that the head is not a plain linear layer. All
+    # Set on the instance, so models/interfaces/lm_head.py can detect that the head is not a plain linear layer. All
     # layers share one function: with a partial per layer, each layer would have a separate compiled graph.
     vars(module).update({BASE: (module.forward, scaling_of(settings)), "forward": MethodType(_linear, module)})
 
 
 def set_base(module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let `module` compute its base output with `forward`. Adapter matrices stay attached."""
+    """Make `module` compute its base output with `forward`. Adapter matrices stay attached."""
     if BASE in vars(module):
         vars(module)[BASE] = forward, vars(module)[BASE][1]
     else:
@@ -326,7 +326,7 @@ def _linear(module: Any, x: torch.Tensor) -> torch.Tensor:
 
     if hasattr(module, "lora_magnitude_vector"):
         weight = module.weight.to(inputs.dtype)
-        # Treated as a constant in backward, as in section 4.3 of the DoRA paper and in PEFT.
+        # The norm is treated as a constant in backward, as in section 4.3 of the DoRA paper and in PEFT.
         norm = row_norms(weight, first.weight, second.weight, scaling)
         ratio = module.lora_magnitude_vector[DEFAULT].weight / norm
         without_bias = out if module.bias is None else out - module.bias

@@ -1,8 +1,8 @@
 """Read and write PEFT adapter folders: `adapter_config.json` and `adapter_model.safetensors`.
 
 Names in the file are the model's names with the prefix `base_model.model.` and without the adapter name. The adapter
-matrices of fused experts are concatenated in one matrix. Their names contain `base_layer` once for each further PEFT
-wrapper of the module.
+matrices of fused experts are concatenated into one matrix. If PEFT wraps a module several times, the names contain
+`base_layer` once for each wrapper after the first.
 """
 
 import re
@@ -34,7 +34,7 @@ UNIMPORTANT = {
 
 
 def adapter_settings(settings: AdapterSettings) -> AdapterSettings:
-    """Return `settings`, or the settings in the folder `settings.path` if it is set, with full names as targets."""
+    """Return `settings`. If `settings.path` is set, return the settings in that folder, with full names as targets."""
     if settings.path is None:
         return settings
     folder = Path(settings.path)
@@ -104,7 +104,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def lora_config(rank: int, **fields: Any) -> Any:
-    """Return a PEFT config. PEFT is imported here, because the import takes seconds that most runs do not need."""
+    """Return a PEFT config. PEFT is imported here, because the import takes seconds and most runs do not need it."""
     from peft import LoraConfig
 
     return LoraConfig(r=rank, **fields)

@@ -29,7 +29,7 @@ def adapter_record(model: nn.Module, config: Config) -> dict[str, Any] | None:
 
 
 def describe_adapter(model: nn.Module) -> str:
-    """Return one line about the adapter of `model`, or "" if it has none."""
+    """Return a one-line description of the adapter of `model`, or "" if it has none."""
     adapter = attached(model)
     if adapter is None:
         return ""

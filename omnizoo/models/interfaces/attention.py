@@ -2,7 +2,7 @@
 
 No mask function is registered, so models build no mask. Metadata of the pack is passed through the keyword arguments of
 the model. `cu_seq_lens_q` contains the sample boundaries. With sequence parallelism, `attend` is a function that
-includes the tokens on other ranks. `mutual` contains bidirectional spans, which `attend` already includes.
+also attends to the tokens on other ranks. `mutual` contains bidirectional spans, which `attend` already includes.
 
 Some models do not pass these arguments on. For these models, `carry_pack` stores a copy on each module. If both are
 missing, attention raises an error instead of mixing samples.
@@ -82,8 +82,8 @@ def packed(
 def _check_chunks(module: nn.Module, longest_sample: int) -> None:
     """Raise a `UserError` if a layer attends within chunks and a sample is longer than one chunk.
 
-    transformers implements chunks with a mask, which packed attention does not build. Within one chunk, such layers are
-    plain attention.
+    transformers implements chunks with a mask, which packed attention does not build. Within one chunk, such layers
+    compute plain attention.
     """
     layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
     layer = getattr(module, "layer_idx", None)
@@ -100,8 +100,8 @@ def _check_chunks(module: nn.Module, longest_sample: int) -> None:
 def _check_temperature(module: nn.Module, num_tokens: int) -> None:
     """Raise a `UserError` if a layer scales queries by position and the pack is long enough to be affected.
 
-    These layers count positions from the first token of this rank's part of the pack, not of a sample. The scale is 1
-    below `floor_scale` tokens.
+    These layers count positions from the first token of this rank's part of the pack, not from the first token of the
+    sample. Below position `floor_scale`, the scale is 1.
     """
     floor = getattr(module, "floor_scale", None)
     if floor is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
@@ -146,7 +146,7 @@ def attend(
         value: Values `[1, kv_heads, tokens, width]`.
         scale: Factor of the scores (default: 1 / sqrt(width)).
         **kwargs: The keyword arguments of the module's forward. They contain the sample boundaries and, with sequence
-            parallelism, the function that includes tokens on other ranks.
+            parallelism, the function that also attends to tokens on other ranks.
 
     Returns:
         The attention output `[1, tokens, heads, width]`.

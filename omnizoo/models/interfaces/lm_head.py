@@ -36,7 +36,7 @@ class UnsupportedHeadError(UserError):
     """Raised if the head of a model cannot be called separately from the model's forward."""
 
 
-HeadWork = Callable[[torch.Tensor, Logits], None]  # receives all hidden states [N, width] at targets, and the head
+HeadWork = Callable[[torch.Tensor, Logits], None]  # receives the hidden states [N, width] for N targets, and the head
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 TEST_RANGE = 40.0  # range of the test numbers: large enough for a softcap to change them
@@ -69,7 +69,7 @@ class Head:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def _logits(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
-        """Return the head that computes logits with `forward`, the original forward of the head module."""
+        """Return `Logits` that call `forward`, the original forward of the head module."""
         linear = None
         if getattr(forward, "__func__", None) is nn.Linear.forward:  # not a subclass or a replaced forward
             assert isinstance(self.module, nn.Linear)
@@ -80,7 +80,7 @@ class Head:
     def replaced_by(self, work: HeadWork) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """Context manager for one forward pass: call `work` instead of the model's head.
 
-        Yields a function that takes the logits returned by the model and returns a zero that is connected to the
+        Yields a function that accepts the logits returned by the model and returns a zero that is connected to the
         autograd graph. Add it to the loss, so that the backward pass reaches the model.
         """
         original = self.module.forward

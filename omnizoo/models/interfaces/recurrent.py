@@ -1,4 +1,4 @@
-"""Recurrent layers in packs and across ranks: the code of each layer is kept, but calls our functions.
+"""Recurrent layers in packs and across ranks: the code of each layer is unchanged, but it calls our functions.
 
 Layers of transformers call a convolution and a recurrence by global names of the modeling file. `bind_states` gives
 each such layer of a model a `forward` with the same code, in which these names refer to our functions. Other models are
@@ -50,7 +50,7 @@ class LocalPack:
 
 
 def pack_of(module: nn.Module, kwargs: Mapping[str, Any]) -> PackContext | None:
-    """Return the pack that a layer runs on, or None without a pack, as in generation.
+    """Return the pack that a layer runs on. None if there is no pack, as in generation.
 
     `kwargs` are the keyword arguments of the replaced function.
     """
@@ -137,7 +137,7 @@ def state_space(module: nn.Module, original: Rule) -> Rule:
             return original(hidden_states, dt, rate, keys, queries, **kwargs)
         assert kwargs.get("z") is None, "no supported family has a gate inside the scan"
 
-        # At least fp32, as in the fused kernels, whatever the precision of the tokens.
+        # At least fp32, as in the fused kernels, regardless of the precision of the tokens.
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         tokens = hidden_states[0]
         step_size = dt[0].to(dtype)
@@ -175,7 +175,7 @@ REPLACEMENTS: dict[str, Callable[[nn.Module, Rule], Rule]] = {
     "mamba2_split_conv1d_scan_combined": not_fused,
     "mamba2_chunk_scan": state_space,
 }
-# Products with the state per token: the delta rule reads, writes and reads; other rules write and read.
+# Number of products with the state per token: the delta rule reads, writes and reads again; other rules write and read.
 PRODUCTS = {"torch_chunk_gated_delta_rule": 3, "chunk_kimi_delta_attention": 3, "mamba2_chunk_scan": 2}
 # Recurrences that have no replacement yet.
 UNKNOWN = {"mamba_selective_scan"}

@@ -27,8 +27,8 @@ class RouterRecorder:
     """Recorder of router outputs. Create one per model, before or after sharding; `routers` is empty for a dense model.
 
     A router that does not return its chosen experts cannot be recorded. This is an error if `required`, because a loss
-    or bias depends on it; otherwise its layer has no records. `without` lists modules whose routers do not process
-    tokens of packs.
+    or bias depends on it. Otherwise, its layer has no records. `without` lists modules to skip, because their routers
+    do not process the tokens of packs.
     """
 
     def __init__(self, model: nn.Module, required: bool, without: Collection[str] = ()) -> None:

@@ -34,7 +34,7 @@ class MediaTransport(Protocol):
         """
 
     def gather_rows(self, port: Port, states: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `states [tokens, width]`, from all ranks, that this rank's items of a follower read."""
+        """Return the rows of `states [tokens, width]` of all ranks that the follower needs for this rank's items."""
 
     def on_likelihood(self, modality: str, likelihood: TargetLikelihood) -> None:
         """Receive the likelihood of a decoder's targets."""
@@ -120,7 +120,7 @@ def exchange_media(
 
 @dataclass(frozen=True)
 class PromptTransport:
-    """Transport for an unsharded model on one device. Features are not sent, and no token predicts them."""
+    """Transport for an unsharded model on one device. Features are not sent, and are not prediction targets."""
 
     index: Mapping[Port, torch.Tensor]  # placeholder tokens of each port's items, int64
     needs_likelihood: bool = False

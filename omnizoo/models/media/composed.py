@@ -69,9 +69,9 @@ class OmniModel(MediaModel, PreTrainedModel):
             super().save_pretrained(save_directory, *args, **kwargs)
 
     def portable_config(self, out: Path) -> OmniConfig:
-        """Return the config without paths that lead out of the folder `out`.
+        """Return a copy of the config without paths that lead out of the folder `out`.
 
-        The files that it needs are copied to `out`.
+        The files that the config needs are copied to `out`.
         """
         config = deepcopy(self.config)
         assert isinstance(config, OmniConfig)
@@ -152,7 +152,7 @@ class OmniModel(MediaModel, PreTrainedModel):
 def save_model_config(model: PreTrainedModel, out: Path) -> None:
     """Write the config.json of `model` and the files it refers to. The folder can be moved.
 
-    The dtype in the config is that of the published weights, whatever dtype the run uses.
+    The dtype in the config is that of the published weights, regardless of the dtype of the run.
     """
     config = model.portable_config(out) if isinstance(model, OmniModel) else deepcopy(model.config)
     published_dtype = carried(model).dtype

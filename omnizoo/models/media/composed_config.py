@@ -27,7 +27,7 @@ class OmniConfig(PretrainedConfig):
 
     model_type = "omnizoo"
     sub_configs = {"foundation": AutoConfig}  # noqa: RUF012 - as transformers declares it
-    allow_code = cast(tuple[str, ...], ())  # with an annotation, transformers would save it as a field
+    allow_code = cast(tuple[str, ...], ())  # not annotated, because transformers would then save it as a field
     is_own = False
 
     def __init__(
@@ -81,7 +81,7 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_description(modalities: Any) -> dict[str, Any]:
-    """Check the structure of `modalities` in a config.json, and return them."""
+    """Check the structure of `modalities` from a config.json, and return `modalities`."""
     if not isinstance(modalities, dict):
         raise UserError(
             f"modalities: {type(modalities).__name__}; expected a mapping of names to {{encoder, decoder, marks}}"

@@ -18,7 +18,7 @@ from omnizoo.models.media.features import MediaFeatures, TargetLikelihood
 class DecoderLosses:
     """The decoder losses of one forward pass, summed over targets.
 
-    1. At the end of the trunk, the hidden states are stored. With `before_head`, decoders run here.
+    1. At the end of the trunk, the hidden states are stored. With `before_head`, the decoders run at this point.
     2. At the head, decoders that use its weights run, because FSDP has gathered them.
     3. `finish` runs the other decoders.
     """

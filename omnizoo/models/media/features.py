@@ -19,7 +19,7 @@ class Features:
 
     @classmethod
     def at(cls, rows: torch.Tensor, tokens: torch.Tensor) -> "Features":
-        """Return the rows whose token is on this rank. `tokens [N]` is on the host; -1 means another rank."""
+        """Return the rows whose token is on this rank. `tokens [N]` is on the host; -1: token on another rank."""
         local_rows = (tokens >= 0).nonzero().squeeze(1)
         values = rows if len(local_rows) == len(rows) else rows[to_device(local_rows, rows.device)]
         return cls(values, to_device(tokens[local_rows], rows.device))
@@ -31,7 +31,7 @@ class MediaFeatures:
 
     placed: Features  # rows of the placeholder tokens
     predicted: Features  # for decoders only: targets, with the tokens that predict them
-    trained: torch.Tensor | None = None  # rows of `predicted` that contribute to the decoder's loss; None for all
+    trained: torch.Tensor | None = None  # rows of `predicted` that contribute to the decoder's loss; if None, all
 
     @classmethod
     def unpredicted(cls, rows: torch.Tensor, index: torch.Tensor) -> "MediaFeatures":
@@ -51,7 +51,7 @@ class TargetLikelihood:
 def insert_features(embeddings: torch.Tensor, features: Features) -> torch.Tensor:
     """Replace the rows of `embeddings [1, tokens, width]` at the tokens of `features`.
 
-    An index avoids a host sync; a mask would need one to count its tokens.
+    `features` has indices instead of a mask, because counting the tokens of a mask would need a host sync.
     """
     index = features.index
     return embeddings.index_put((torch.zeros_like(index), index), features.values.to(embeddings.dtype))
@@ -71,7 +71,7 @@ def placed_features(
 
 
 def join_by_modality(placed: Mapping[Port, Features]) -> dict[str, Features]:
-    """Concatenate the features of a modality that has an encoder and a decoder."""
+    """Return the features by modality. If a modality has an encoder and a decoder, their features are concatenated."""
     joined: dict[str, Features] = {}
     for port, features in placed.items():
         first = joined.get(port.modality)

@@ -1,4 +1,4 @@
-"""Media of a multimodal HF model as described by its recipe, and `media_model`, which works for any model."""
+"""The media of an HF model, as described by its recipe, and `media_model`, which accepts any model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -106,7 +106,7 @@ class HFMediaModel(MediaModel):
         return embeddings[0]
 
     def attach(self, spec: ModelSection) -> None:
-        """Set the forward of this instance. The class stays unchanged, and the forward runs between FSDP's hooks."""
+        """Replace `forward` on this instance, not on its class. The new forward runs between FSDP's hooks."""
         model = self.model
         modalities = self.modalities(spec)
         if isinstance(model, PreTrainedModel) and (modalities or not _takes_logits_to_keep(model)):

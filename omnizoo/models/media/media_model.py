@@ -38,7 +38,7 @@ class MediaModule:
         return Port(self.modality, self.role)
 
     def within(self, parent: str) -> "MediaModule":
-        """Return the record of the same module for a model that has this model as its submodule `parent`."""
+        """Return a copy of this record for a larger model that contains this model as its submodule `parent`."""
         projectors = tuple(f"{parent}.{name}" for name in self.projectors)
         return replace(self, module=f"{parent}.{self.module}", projectors=projectors)
 
@@ -47,8 +47,8 @@ class MediaModule:
 class SpeakerFormat:
     """The format of turns for a model that has speakers instead of an assistant, and generates no text.
 
-    A turn is written without a chat template. It consists of `before`, its text, `after`, and the item that is the
-    target. `before` may contain {role}, and {bos_token} and {eos_token} of the tokenizer.
+    No chat template is used. A turn consists of `before`, its text, `after`, and the media item to predict. `before`
+    may contain {role}, {bos_token} and {eos_token}. The latter two are replaced by the tokens of the tokenizer.
     """
 
     before: str
@@ -136,7 +136,7 @@ class MediaModel:
         return {}
 
     def attach(self, spec: ModelSection) -> None:
-        """Let the model's forward accept `media` (a `MediaBatch`).
+        """Make the model's forward accept `media` (a `MediaBatch`).
 
         Must be called after sharding and loading weights.
         """

@@ -1,4 +1,4 @@
-"""The modalities of a model without weights, for the data loader."""
+"""What the data loader needs to know about a model: its modalities, without weights."""
 
 import logging
 from copy import deepcopy
@@ -53,7 +53,7 @@ def read_modalities(model: nn.Module, spec: ModelSection) -> dict[str, Any]:
         "turns": copied_media.speaker_format,
     }
 
-    # Loader workers do not get these: a user's recipe may not be picklable.
+    # Not passed to loader workers: a user's recipe may not be picklable.
     for name in (MEDIA_ATTRIBUTE, RECIPE):
         vars(skeleton).pop(name, None)
     return loader_arguments

@@ -1,4 +1,4 @@
-"""Load published weights into a model on meta: find the safetensors, load them, and account for every key."""
+"""Load published weights into a model on meta: find the safetensors, load them, and check that no key is left over."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ def load_weights(
 
 
 def _check_loaded(loaded: Loaded, source: WeightSource, spec: ModelSection, new: Collection[str]) -> None:
-    """Raise a `UserError` if a weight of the model or a key of the files is not accounted for."""
+    """Raise a `UserError` if the files lack a weight or have an unknown key, unless the config allows it."""
     path = source.path
     key = source.key
     missing = sorted(name for name in loaded.missing.difference(new) if not _allowed(name, spec.allow_missing))
@@ -153,7 +153,7 @@ def grown_rows(model: nn.Module, sources: Iterable[WeightSource], spec: ModelSec
 
 
 def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the unsharded model of the folder `spec.path` on the CPU, and account for every weight."""
+    """Load the unsharded model from the folder `spec.path` on the CPU. Missing or unknown weights are an error."""
     assert spec.path is not None
     folder = Path(spec.path)
     config = read_model_config(spec)
@@ -188,7 +188,7 @@ def load_whole(spec: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
         )
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except Exception as error:  # constructors and loaders raise any exception for sizes that do not fit
+    except Exception as error:  # for inconsistent sizes, constructors and loaders raise exceptions of any type
         if is_out_of_memory(error):
             raise
         raise UserError(f"{folder}: cannot build the model that config.json describes: {first_line(error)}") from error
@@ -253,7 +253,7 @@ def load_published(
     """Fill `model` from all folders with published weights.
 
     Returns:
-        The names of `wanted` that the folders lack, and all names of `grown`.
+        The names in `wanted` that the folders lack, and all names in `grown`.
     """
     adapter = attached(model)
     unpublished = set(grown)

@@ -1,4 +1,4 @@
-"""Random initialization of a model on meta. Every weight has a rule, even if the rules of its family omit it."""
+"""Random initialization of a model on meta. Every weight is initialized, even if the rules of its family omit it."""
 
 from collections.abc import Callable, Iterator
 
@@ -43,7 +43,7 @@ def initial_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the `wanted` parameters and buffers of the model that `construct` builds on meta.
 
-    `construct` usually builds in fp32, whatever the precision of the run: an fp64 run then gets the same numbers.
+    `construct` usually builds in fp32, regardless of the precision of the run, so an fp64 run gets the same numbers.
     """
     if not wanted:
         return

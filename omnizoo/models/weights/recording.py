@@ -78,7 +78,7 @@ class Recording(TorchDispatchMode):
         self.calls: list[Call] = []
         self.writers: dict[int, list[int]] = {}  # storage -> numbers of calls that created or changed it
         self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so ids are unique
-        self.before: dict[int, torch.UntypedStorage] = {}  # initial content of outside storages that a call changed
+        self.before: dict[int, torch.UntypedStorage] = {}  # initial content of changed storages from outside
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -108,7 +108,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def opaque(self, name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Record, as one call, a function that fills `tensor` with random values."""
+        """Record a function that fills `tensor` with random values as a single call."""
         window = self.window(tensor)
         self._keep_outside_value(tensor)
         call = Call(
@@ -143,7 +143,7 @@ class Recording(TorchDispatchMode):
 
     @torch.no_grad()
     def value(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
-        """Return the value that `tensor` has if the constructor runs on the CPU instead of meta.
+        """Return the value that `tensor` would have if the constructor ran on the CPU instead of meta.
 
         Raises:
             NotSetError: If the constructor left memory of the tensor uninitialized.
@@ -186,10 +186,10 @@ class Recording(TorchDispatchMode):
         return value
 
     def _needed(self, storage: int) -> tuple[list[int], set[int]]:
-        """Return the calls that determine `storage`, in order, and the storages whose first value does not matter."""
+        """Return the calls that determine `storage`, in order, and the storages whose initial value does not matter."""
         needed: set[int] = set()
         overwritten: set[int] = set()
-        read: set[int] = set()  # storages whose first value is read
+        read: set[int] = set()  # storages whose initial value is read
         visited: set[tuple[int, int]] = set()  # (storage, number of its writers that matter)
         todo = [(storage, len(self.calls))]
         while todo:
@@ -217,7 +217,7 @@ class Recording(TorchDispatchMode):
 class _RealData(TorchFunctionMode):
     """Create tensors from Python numbers on the CPU, then move them to meta.
 
-    Directly on meta, their values would be lost without a call that a dispatch mode can record.
+    If they were created on meta directly, a dispatch mode would see no call, and their values would be lost.
     """
 
     def __torch_function__(
@@ -263,9 +263,9 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _laid_out(result: torch.Tensor, window: Window) -> torch.UntypedStorage:
-    """Return the storage of `result`, with the layout and dtype of `window`, which it had on meta.
+    """Return the storage of `result`, with the layout and dtype that the tensor had on meta (`window`).
 
-    The default dtype may have been different then.
+    The dtype may differ, because the default dtype may have been different at the time of the recording.
     """
     layout = (result.dtype, result.shape, result.stride(), result.storage_offset())
     if layout != (window.dtype, window.size, window.stride, window.offset):

@@ -1,7 +1,7 @@
 """Resize the embedding and the head for a vocabulary with more tokens than the model has rows.
 
-Published rows are kept. New rows are initialized by the family's rule, as part of the full tensor, so they do not
-depend on the layout.
+Published rows are kept. New rows are initialized by the family's rule. The full tensor is always initialized, so
+the new rows do not depend on the layout.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +66,7 @@ def ends(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def rows_of_files(model: PreTrainedModel, files: list[Path], mapping: list[Any]) -> dict[str, PublishedRows]:
-    """Return the embedding and head weights, keyed by name, of which the files contain only the first rows.
+    """Return the embedding and head weights, keyed by name, for which the files contain only the first rows.
 
     Only headers are read, so all ranks get the same result.
     """

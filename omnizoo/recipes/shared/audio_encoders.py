@@ -26,7 +26,7 @@ class MaskedWindowEncoder(AudioTowerEncoder):
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float | None = None) -> None:
         super().__init__(model, TOWER, PROJECTOR)
-        # The tower processes a batch of windows, with attention within each window, so there is nothing to pack.
+        # The tower processes a batch of windows, with attention within each window, so packed attention is not needed.
         self.tower.config._attn_implementation = "sdpa"
         audio = model.config.audio_config
         self.extractor = load_processor(WhisperFeatureExtractor, folder, {}, feature_size=audio.num_mel_bins)
@@ -132,7 +132,7 @@ class MultiWindowEncoder(MaskedWindowEncoder):
 
 
 class FullWindowEncoder(MaskedWindowEncoder):
-    """Encoder of Voxtral: full windows, because the model was trained with placeholder tokens for padding, too."""
+    """Encoder of Voxtral. Padding also gets placeholder tokens, as in the training of the model."""
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 1800.0) -> None:
         super().__init__(model, folder)

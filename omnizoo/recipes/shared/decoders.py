@@ -1,4 +1,4 @@
-"""Common code of the decoders and followers in recipes: losses with the model's head, sampling with its `generate`."""
+"""Code shared by the decoders and followers in recipes: losses with the model's head, sampling with `generate`."""
 
 import warnings
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def generate_arguments(sampling: Sampling) -> dict[str, Any]:
 def seeded(sampling: Sampling) -> Iterator[None]:
     """Context manager: seed torch's global generator, which transformers uses, from the generator of `sampling`."""
     with torch.random.fork_rng(), warnings.catch_warnings():
-        # The penalty is meant to apply to codes only.
+        # transformers warns that the penalty ignores the prompt, but it is meant to apply to codes only.
         warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")
         if sampling.generator is not None:
             device = sampling.generator.device

@@ -1,4 +1,4 @@
-"""Common code of the encoders in recipes, which use a tower of a multimodal HF model.
+"""Code shared by the encoders in recipes, which use a tower of a multimodal HF model.
 
 Such an encoder has no weights: it calls the model that it was built for. The features of a media item do not depend on
 the other items in the batch. There is no host sync: everything that depends on sizes is computed in `prepare`, or from
@@ -36,7 +36,7 @@ from omnizoo.models.recipe import Options
 
 log = logging.getLogger(__name__)
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # normalization that several families share
-SHARE = 2**62  # an interpolation weight of 1, as an integer
+SHARE = 2**62  # integer that represents an interpolation weight of 1
 PREVIEW_FRAMES = 8  # frames of a video in a preview
 POSITIVE_AUDIO = ("sampling_rate", "hop_length", "n_fft", "feature_size")
 POSITIVE_VIDEO = ("rescale_factor", "fps", "num_frames", "min_frames", "max_frames")
@@ -58,7 +58,7 @@ class UsesModel:
 class TowerEncoder(UsesModel, SharedTower, Encoder):
     """Encoder that calls a tower of the model, and a separate projector if `projector` names one."""
 
-    # Whether the items of a call form one sequence, with attention within each item.
+    # Whether the items of a call are packed into one sequence, with attention within each item.
     packs_items: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, tower: str, projector: str = "") -> None:
@@ -91,7 +91,7 @@ class TowerEncoder(UsesModel, SharedTower, Encoder):
         return work, token.flops
 
     def flops(self, patches: int, placeholders: int) -> float:
-        """Return the FLOPs of `patches` that attend to each other and become `placeholders` placeholder tokens."""
+        """Return the FLOPs of an item: `patches` that attend to each other become `placeholders` placeholder tokens."""
         tower, per_placeholder = self.work
         return tower.flops(patches) + placeholders * per_placeholder
 
@@ -172,7 +172,7 @@ def build_with_options(build: Callable[..., Any], options: Options, name: str, *
         name: A modality for its encoder, or "MODALITY/decoder".
 
     Raises:
-        UserError: If `build` does not have one of the options. The message contains the key of this option.
+        UserError: If `build` does not accept one of the options. The message contains the key of this option.
     """
     user_options = options.get(name, {})
     try:
@@ -184,7 +184,7 @@ def build_with_options(build: Callable[..., Any], options: Options, name: str, *
 
 
 def check_positive(key: str, **options: float | None) -> None:
-    """Raise a `UserError` if an option is set but not above 0. `key` is the config key of the options."""
+    """Raise a `UserError` if an option is set to 0 or less. `key` is the config key of the options."""
     for name, value in options.items():
         if value is not None and not value > 0:
             raise UserError(f"{key}.{name}: {value!r} must be above 0")
@@ -199,7 +199,7 @@ def check_frame_options(fps: float | None, num_frames: int | None, **options: fl
 
 
 def checked_settings(folder: str | None, kind: str) -> tuple[dict[str, Any], str]:
-    """Return the result of `processor_settings`, after a check for invalid numbers that processors accept."""
+    """Return the result of `processor_settings`, but raise a `UserError` for invalid numbers that processors accept."""
     settings, file = processor_settings(folder, kind)
     for name in POSITIVE_AUDIO + POSITIVE_VIDEO:
         value = settings.get(name)
@@ -220,7 +220,7 @@ def load_processor(processor: Any, folder: str | None, defaults: Mapping[str, An
     """Build a processor of transformers with the settings in the model's folder, or with `defaults` if it has none.
 
     Args:
-        overrides: Settings that the model or an option decides; None leaves them to the folder.
+        overrides: Settings from the model or from options. If None, the setting of the folder is used.
     """
     kind = "feature_extractor" if issubclass(processor, FeatureExtractionMixin) else "image_processor"
     overrides = {name: value for name, value in overrides.items() if value is not None}

@@ -52,8 +52,8 @@ SOFT_TOKENS = (70, 140, 280, 560, 1120)  # numbers of placeholder tokens per ima
 class PanAndScanEncoder(TileEncoder):
     """Image encoder of Gemma 3, with optional pan and scan.
 
-    With `pan_and_scan`, an elongated image is encoded as a whole and then as crops. None uses the setting of the
-    folder's preprocessor.
+    With `pan_and_scan`, an elongated image is encoded as a whole and then as crops. If None, the setting of the
+    folder's preprocessor is used.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, pan_and_scan: bool | None = None) -> None:
@@ -91,11 +91,11 @@ class PanAndScanEncoder(TileEncoder):
 
 
 class SoftTokenEncoder(PatchEncoder):
-    """Base class for images with a limited number of placeholder tokens (`max_soft_tokens`)."""
+    """Base class of encoders for images with a limited number of placeholder tokens (`max_soft_tokens`)."""
 
     kind: ClassVar[str] = "image"
     square: int  # side of a patch, in pixels
-    pooled: int = 1  # side of the square of a placeholder token, in patches
+    pooled: int = 1  # side of the square that a placeholder token covers, in patches
     max_soft_tokens: int
 
     def fitted(self, media: Media, height: int, width: int) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class SoftTokenEncoder(PatchEncoder):
 class PooledImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models with a tower.
 
-    An image has at most `max_soft_tokens` placeholder tokens. None uses the setting of the folder's preprocessor.
+    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
@@ -154,8 +154,8 @@ class PooledImageEncoder(SoftTokenEncoder):
     def tower_work(self) -> TowerFlops:
         """Return the FLOPs of the tower, corrected for the position table and the pooling.
 
-        The table of positions is looked up, not multiplied. Pooling is a matmul of all placeholder tokens with all
-        patches of an image, with constant weights that need no gradient.
+        The position table is a lookup, not a matmul. Pooling multiplies the patches of an image by a constant matrix
+        `[placeholder tokens, patches]`, which needs no gradient.
         """
         work = TowerFlops.of(self.tower)
         with_table = FlopCounter()
@@ -218,8 +218,8 @@ class PooledImageEncoder(SoftTokenEncoder):
 class RawImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models without a tower: a placeholder token is a square of pixels.
 
-    An image has at most `max_soft_tokens` placeholder tokens. None uses the setting of the folder's preprocessor. The
-    processor of transformers takes tensors and needs torchvision, so `TensorImageProcessor` replaces it.
+    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
+    The processor of transformers needs torchvision, so `TensorImageProcessor` replaces it.
     """
 
     packs_items = False
@@ -236,7 +236,7 @@ class RawImageEncoder(SoftTokenEncoder):
     def per_placeholder(self) -> float:
         """FLOPs of one placeholder token."""
         counter = FlopCounter()
-        counter.run(self.tower.patch_ln1, 1)  # gradients flow back to it if it is trained
+        counter.run(self.tower.patch_ln1, 1)  # if it is trained, the modules after it must propagate gradients
         counter.run(self.tower.patch_dense, 1)
         counter.run(self.projector, 1)
         return counter.flops
@@ -310,7 +310,7 @@ class MelAudioEncoder(AudioTowerEncoder):
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_seconds: float = 30.0) -> None:
         super().__init__(model, "model.audio_tower", "model.embed_audio")
-        # The number of mel bins, for which the config has no other field.
+        # This is also the number of mel bins, for which the config has no separate field.
         bins = self.tower.config.subsampling_conv_channels[0]
         self.extractor = load_processor(Gemma4AudioFeatureExtractor, folder, {}, feature_size=bins)
         self.max_seconds = max_seconds
@@ -330,8 +330,8 @@ class MelAudioEncoder(AudioTowerEncoder):
     def per_placeholder(self) -> float:
         """FLOPs of one placeholder token.
 
-        The two convolutions process its four frames. In the layers it attends to itself and to the tokens just before
-        it.
+        The two convolutions process the four frames of the token. In the layers, the token attends to itself and to the
+        tokens just before it.
         """
         tower = self.tower
         convolutions = tower.subsample_conv_projection
@@ -361,7 +361,7 @@ class MelAudioEncoder(AudioTowerEncoder):
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Encode audio clips, padded to the longest one.
 
-        The tower attends only backwards and not to masked frames, so padding does not change the features.
+        In the tower, frames attend only to earlier, unmasked frames, so padding does not change the features.
         """
         mels = pad_sequence([item["mels"] for item in items], batch_first=True)
         frames = torch.tensor([len(item["mels"]) for item in items])

@@ -25,10 +25,10 @@ FRAMES_PER_PART = 8  # frames per part: longer videos are split, so that several
 
 
 class _VideoMixin:
-    """Mixin that turns an image encoder of Gemma 4 into a video encoder; it comes first among the base classes.
+    """Mixin that turns an image encoder of Gemma 4 into a video encoder. It must be the first base class.
 
     A video is sampled as `num_frames` frames, or as `fps` frames per second, each of at most `max_soft_tokens`
-    placeholder tokens. None uses the setting of the folder, or the default of the family.
+    placeholder tokens. If None, the setting of the folder or the default of the family is used.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class _VideoMixin:
         self.fps: float | None = fps or settings.get("fps")
 
     def choose(self, video: VideoInfo) -> list[int]:
-        """Return indices of evenly spaced frames from the first one on, as `default_sample_indices_fn` does."""
+        """Return the indices of evenly spaced frames, beginning with the first, as `default_sample_indices_fn` does."""
         count = self.num_frames
         if count is None and self.fps:
             count = max(1, int(video.frames / video.rate * self.fps))

@@ -37,7 +37,7 @@ class GlmImageEncoder(QwenImageEncoder):
         return fitted
 
     def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
-        """Also return the grid of each step, which the tower's position table needs. It stays on the device."""
+        """Add the grid of each step, which the tower's position table needs. The grid stays on the device."""
         one_step = torch.ones_like(items[0]["grid"][:1])
         step_grids = []
         for item in items:
@@ -61,7 +61,7 @@ class GlmVideoEncoder(GlmImageEncoder, QwenVideoEncoder):
     }
 
     def choose(self, video: VideoInfo) -> list[int]:
-        """Return an even number of frame indices at regular times, as `Glm4vVideoProcessor` chooses them."""
+        """Return an even number of frame indices at regular intervals, as `Glm4vVideoProcessor` does."""
         seconds = video.frames / video.rate
         max_seconds = self.settings["max_duration"]
         count = int(max_seconds * self.fps)

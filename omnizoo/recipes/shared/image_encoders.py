@@ -1,4 +1,4 @@
-"""Base classes of image encoders: `TileEncoder` for tiles of one size, `PatchEncoder` for patches of any image."""
+"""Base classes of image encoders: `TileEncoder` for tiles of one size, `PatchEncoder` for images of any shape."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -24,8 +24,8 @@ class TileEncoder(ImageTowerEncoder):
         projector: Path of the projector in the model.
         processor: Image processor of the model family.
         edge: Side of a tile, in pixels.
-        patches: Patches of a tile.
-        placeholders: Placeholder tokens of a tile.
+        patches: Number of patches per tile.
+        placeholders: Number of placeholder tokens per tile.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Decoders for images as codes of the model's own VQ model, which is frozen. It encodes images and decodes codes.
+"""Decoders for images as codes. The model's own VQ model, which is frozen, converts images to codes and back.
 
 Such a decoder has no weights: it calls the model that it was built for. The VQ model processes one image at a time: in
 a batch, rounding could change a code.
@@ -29,7 +29,7 @@ from omnizoo.recipes.shared.encoders import UsesModel
 from omnizoo.recipes.shared.image_encoders import TileEncoder
 
 SIZE_END, FRAME_END = "<|image token|>", "<|extra_201|>"  # tokens before and after the image codes in Emu3
-PUBLISHED_AREA = 720 * 720  # pixels of images that Emu3 generates by default
+PUBLISHED_AREA = 720 * 720  # number of pixels of the images that Emu3 generates by default
 
 
 class SquareImageEncoder(TileEncoder):
@@ -37,7 +37,7 @@ class SquareImageEncoder(TileEncoder):
 
     def __init__(self, model: PreTrainedModel, processor: Any, tower: str, projector: str) -> None:
         vision: Any = model.get_submodule(tower).config
-        vision._attn_implementation = "sdpa"  # images form a batch, so there is nothing to pack
+        vision._attn_implementation = "sdpa"  # images form a batch, so packed attention is not needed
         patches = (vision.image_size // vision.patch_size) ** 2
         super().__init__(
             model,
@@ -69,7 +69,7 @@ class ImageCodesDecoder(UsesModel, CustomFlops, Decoder):
 
     @property
     def vq(self) -> Any:
-        """The VQ model, always in eval mode, because some VQ models have norms that would update their statistics."""
+        """The VQ model, always in eval mode, because the norms of some VQ models would update their statistics."""
         return self.model.model.vqmodel.eval()
 
     def prepare(self, media: Media) -> Inputs:
@@ -151,7 +151,7 @@ class VocabularyCodes(VocabularyDecoder, ImageCodesDecoder):
     def __init__(self, model: PreTrainedModel, processor: Any, edge: int) -> None:
         super().__init__(model, processor)
         self.edge = edge
-        self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)  # edge of a code's square, in pixels
+        self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)  # pixels per side of a code
 
     def modules_run_by(self, method: Literal["embed", "loss"]) -> Iterable[nn.Module]:
         return [self.model.get_output_embeddings()] if method == "loss" else []
@@ -172,7 +172,7 @@ class VocabularyCodes(VocabularyDecoder, ImageCodesDecoder):
         return MediaSize((self.edge // self.factor) ** 2, cost=self.edge**2 * self.per_pixel)
 
     def dummy_input(self) -> Inputs:
-        return {"pixels": torch.zeros(3, 2 * self.factor, 2 * self.factor)}  # norms do not accept a single code
+        return {"pixels": torch.zeros(3, 2 * self.factor, 2 * self.factor)}  # norms fail for a single code
 
     @torch.no_grad()
     def targets(self, items: Sequence[Inputs]) -> torch.Tensor:
@@ -207,8 +207,8 @@ class LineCodes(VocabularyCodes):
     """Decoder of Emu3: images of any shape, preceded by their size as text, with a token at the end of each line.
 
     Args:
-        min_pixels: Minimum number of pixels. None uses the setting of the folder's preprocessor.
-        max_pixels: Maximum number of pixels. None uses the setting of the folder's preprocessor.
+        min_pixels: Minimum number of pixels. If None, the setting of the folder's preprocessor.
+        max_pixels: Maximum number of pixels. If None, the setting of the folder's preprocessor.
         draw: Height and width of generated images, in pixels.
     """
 
@@ -270,7 +270,7 @@ class LineCodes(VocabularyCodes):
     def generate(
         self, hidden: torch.Tensor, advance: Callable[[torch.Tensor], torch.Tensor], sampling: Sampling
     ) -> torch.Tensor:
-        """Generate tokens for the size of an image, then its codes. Finally, advance past the end of the frame."""
+        """Feed the tokens for the size of an image, generate its codes, and feed the token that ends the frame."""
         lines, columns = self.generated_grid
         tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
 

@@ -29,7 +29,7 @@ PUBLISHED = {"max_patches": 16384, "resample": BICUBIC, "size": {"max_height": 5
 class NativeSizeEncoder(PatchEncoder):
     """Image encoder of Kimi K2.5.
 
-    An image has at most `max_patches` patches. None uses the setting of the folder's preprocessor.
+    An image has at most `max_patches` patches. If None, the folder's preprocessor config sets the limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_patches: int | None = None) -> None:
@@ -46,7 +46,7 @@ class NativeSizeEncoder(PatchEncoder):
         self.max_edge = side * self.patch  # pixels
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width, scaled down if an image has too many patches in total or along a side."""
+        """Return the height and width of an image, scaled down if it has too many patches in total or along a side."""
         max_patches = self.processor.settings["max_patches"]
         max_edge: int = self.max_edge
         patches = max(1, height // self.patch) * max(1, width // self.patch)
@@ -72,7 +72,7 @@ class NativeSizeEncoder(PatchEncoder):
         return self.size_of(patches, placeholders, (f"{BEGIN}image{CONTENT}", placeholders, END))
 
     def tower_work(self) -> TowerFlops:
-        """Return the FLOPs of the tower. Its table of positions is looked up, not multiplied."""
+        """Return the FLOPs of the tower. Its position table is a lookup, not a matmul."""
         work = TowerFlops.of(self.tower)
         table = FlopCounter(work.trained)
         table.multiply(self.tower.patch_embed.pos_emb.position_embeddings, 1)

@@ -27,7 +27,7 @@ PUBLISHED = {"max_patches": 16, "resize_to_max_canvas": False, "resample": BILIN
 class CanvasEncoder(TileEncoder):
     """Image encoder of Llama 4.
 
-    An image has at most `max_tiles` tiles on its canvas. None uses the setting of the folder's preprocessor.
+    An image has at most `max_tiles` tiles on its canvas. If None, the folder's preprocessor config sets the limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_tiles: int | None = None) -> None:
@@ -49,8 +49,9 @@ class CanvasEncoder(TileEncoder):
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles of the canvas for an image.
 
-        Among canvases that an image fits without shrinking, choose the canvas with the least enlargement, or with the
-        most if `resize_to_max_canvas` is set. If there is none, choose the canvas with the least shrinking.
+        Among the canvases that the image fits on without shrinking, choose the canvas with the least enlargement, or
+        with the most if `resize_to_max_canvas` is set. If there is no such canvas, choose the one with the least
+        shrinking.
         """
         max_tiles = self.processor.settings["max_patches"]
         prefers_large = self.processor.settings["resize_to_max_canvas"]
@@ -67,8 +68,8 @@ class CanvasEncoder(TileEncoder):
     def fitted(self, height: int, width: int, canvas: tuple[int, int]) -> tuple[int, int]:
         """Return the height and width of an image on its canvas.
 
-        The aspect ratio is kept, and small images are enlarged at most to the edge of one tile. If the canvas is the
-        limit, the model's processor divides in fp32, which decides how sides are rounded.
+        The aspect ratio is kept, and small images are enlarged at most to the edge of one tile. If the canvas
+        limits the size, the division is in fp32, as in the model's processor, so that sides are rounded equally.
         """
         fills_canvas = self.processor.settings["resize_to_max_canvas"]
 

@@ -30,7 +30,7 @@ class SlicedEncoder(PatchEncoder):
     """Image encoder of MiniCPM-V.
 
     An image becomes one downscaled copy and at most `max_slices` slices, each of about `resolution` x `resolution`
-    pixels. None uses the setting of the folder's preprocessor.
+    pixels. If None, the folder's preprocessor config sets these values.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class SlicedEncoder(PatchEncoder):
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Encode images.
 
-        Sizes stay on the host, where the tower reads them. Tensors that the tower would compute from them are computed
-        here and copied to the device without blocking.
+        Sizes stay on the host, where the tower reads them. Tensors that the tower would compute from these sizes are
+        computed here and copied to the device without blocking.
         """
         crops = [crop for item in items for crop in (item["small"], *item["slices"])]
         sizes = torch.tensor([crop.shape[:2] for crop in crops], dtype=torch.int32)

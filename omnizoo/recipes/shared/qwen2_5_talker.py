@@ -1,7 +1,8 @@
 """Talker of Qwen2.5-Omni, which has one codebook.
 
-Its context is the whole conversation before the response. Each token is the sum of the thinker's last hidden state and
-its embedding. Media have no embedding. The text of the response follows, one token per frame.
+Its context is the whole conversation before the response. For each token, the talker receives the sum of the
+thinker's last hidden state and embedding; for media, only the hidden state. The text of the response follows, one token
+per frame.
 
 Inputs are built as the model's own `generate` builds them for a prompt that is padded on the left. For a prompt without
 padding, transformers 5.22.2 drops the mask before it calls the talker. The talker then adds no codec marks before the
@@ -151,8 +152,8 @@ class Qwen25Talker(Talker):
         text = self.text_inputs(states[: context.rows], [notes])
         begin = len(context.before) + PREFIX
 
-        # One position of padding on the left, so that the mask reaches the talker and it adds the marks: see the module
-        # docstring.
+        # One position of padding on the left: the talker then receives the mask and adds the marks (see the module
+        # docstring).
         padding = text.new_zeros(1, text.shape[1])
         embeddings = torch.cat([padding, text[:begin]])[None]
         mask = torch.ones(1, 1 + begin, dtype=torch.int64, device=device)
@@ -187,7 +188,7 @@ class Qwen25Talker(Talker):
     def render(self, targets: torch.Tensor, options: Mapping[str, Any]) -> Any:
         """Return audio samples at `RATE`.
 
-        The codec starts from noise. Its seed is fixed, so equal codes give equal audio.
+        The codec generates audio from random noise. The seed is fixed, so the same codes give the same audio.
         """
         if not len(targets):
             return np.zeros(0, np.float32)

@@ -2,7 +2,7 @@
 
 Its context consists of the user's turns: text as the thinker's embeddings, and media as hidden states of a middle layer
 of the thinker. The text of the response follows, one token per frame of speech. The talker predicts the first codebook,
-and its code predictor all others.
+and its code predictor predicts all others.
 """
 
 import math
@@ -78,7 +78,7 @@ class Qwen3Talker(Talker):
             )
 
     def notes(self, context: TalkerContext, frames: int) -> Inputs:
-        """Also return the indices of media rows and of text rows."""
+        """Return the indices of media rows and of text rows, in addition to the notes of the base class."""
         is_media = np.isin(context.before, self.media_ids)
         response = np.arange(len(context.before), context.rows)
         text = np.append(np.flatnonzero(~is_media), response)
@@ -87,7 +87,7 @@ class Qwen3Talker(Talker):
 
     @property
     def position_model(self) -> Any:
-        """A stand-in for the talker, with an `audio_config`.
+        """An object with the attributes of the talker that `get_rope_index` reads, including an `audio_config`.
 
         `get_rope_index` reads `audio_config` if there are images and audio, but published configs lack it (transformers
         5.22.2).
@@ -226,7 +226,7 @@ class Qwen3Talker(Talker):
 
     @contextmanager
     def audio_config_set(self) -> Iterator[None]:
-        """Context manager: set the `audio_config` that `position_model` explains."""
+        """Context manager: set the `audio_config` that published configs lack (see `position_model`)."""
         is_set = hasattr(self.settings, "audio_config")
         if not is_set:
             self.settings.audio_config = self.config.thinker_config.audio_config

@@ -101,7 +101,7 @@ class QwenAudioEncoder(AudioTowerEncoder):
 
     @property
     def projectors(self) -> Sequence[nn.Module]:
-        """Modules after the layers."""
+        """Modules that run after the layers of the tower."""
         return (self.tower.proj1, self.tower.proj2)
 
     def prepare(self, media: Media) -> Inputs:
@@ -119,7 +119,7 @@ class QwenAudioEncoder(AudioTowerEncoder):
         return chunks
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        """Split audio between windows, because positions attend only within their window."""
+        """Split audio at window boundaries, because positions attend only within their window."""
         parts: list[tuple[MediaSize, Inputs]] = []
         for mels in inputs["mels"].split(WINDOWS_PER_PART * self.window_frames):
             placeholders = self.count_placeholders({"mels": mels})
@@ -142,11 +142,11 @@ class QwenAudioEncoder(AudioTowerEncoder):
         placeholders = [self.count_placeholders(item) for item in items]
         padded = [self.chunks_of(item["mels"]) for item in items]
         device = padded[0].device
-        # Only the last chunk of an item has positions that are padding.
+        # Only the last chunk of an item contains padded positions.
         lengths = [len(chunks) * -(-self.chunk // 8) for chunks in padded]
         out = self.tower(
             padded_feature=torch.cat(padded).transpose(1, 2),
-            chunk_lengths=torch.empty(0),  # only used to compute arguments that are passed here
+            chunk_lengths=torch.empty(0),  # not used, because the arguments that depend on it are passed
             valid_indices=first_rows(lengths, placeholders, device),
             cu_seqlens=boundaries([(count, self.window) for count in placeholders], device),
             max_seqlen=min(self.window, max(placeholders)),
@@ -157,7 +157,10 @@ class QwenAudioEncoder(AudioTowerEncoder):
 
 
 def first_rows(lengths: Sequence[int], counts: Sequence[int], device: torch.device, step: int = 1) -> torch.Tensor:
-    """Return the indices of every `step`-th of the first `counts` rows of items that have `lengths` rows."""
+    """Return indices of rows in a concatenation of items: every `step`-th of the first `counts[i]` rows of item i.
+
+    Item i has `lengths[i]` rows.
+    """
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
     rows = []
     for start, count in zip(starts, counts, strict=True):
@@ -196,7 +199,7 @@ class PooledAudioEncoder(QwenAudioEncoder):
     def unit_flops(self) -> tuple[float, float, float]:
         """FLOPs per chunk, per placeholder token and per pair of placeholder tokens.
 
-        A placeholder token has two rows, so a pair has four pairs of rows.
+        A placeholder token has two rows, so a pair of tokens has four pairs of rows.
         """
         tower = self.tower
         chunk = FlopCounter()
@@ -227,7 +230,7 @@ class PooledAudioEncoder(QwenAudioEncoder):
         return {"mels": mels.clone(), "chunks": torch.tensor(lengths, dtype=torch.int32)}
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        """Split audio between windows. Parts without placeholder tokens are dropped."""
+        """Split audio at window boundaries. Parts without placeholder tokens are dropped."""
         parts = []
         for part_size, part in super().split(size, inputs):
             if part_size.num_placeholders:
@@ -242,7 +245,7 @@ class PooledAudioEncoder(QwenAudioEncoder):
         chunk_rows = self.chunk // 2
         padded = [self.chunks_of(item["mels"]) for item in items]
         rows = [(len(item["mels"]) - 1) // 2 + 1 for item in items]  # number of rows after the convolutions
-        # Only the last chunk of an item has rows that are padding.
+        # Only the last chunk of an item contains padded rows.
         lengths = [len(chunks) * chunk_rows for chunks in padded]
         out = self.tower(
             padded_feature=torch.cat(padded).transpose(1, 2),
@@ -277,7 +280,7 @@ class ChunkedAudioEncoder(QwenAudioEncoder):
     def encode(self, items: Sequence[Inputs]) -> torch.Tensor:
         """Encode every chunk as a separate audio clip.
 
-        The attention boundaries, which the tower would compute from these chunks, are passed for the original clips.
+        The tower would compute attention boundaries from the chunks, so the boundaries of the clips are passed instead.
         """
         placeholders = [self.count_placeholders(item) for item in items]
         chunks = torch.cat([self.chunks_of(item["mels"]) for item in items]).transpose(1, 2)
@@ -296,8 +299,9 @@ class ChunkedAudioEncoder(QwenAudioEncoder):
 class VideoWithAudioEncoder(QwenVideoEncoder):
     """Video encoder that can also encode the audio of videos.
 
-    The option `use_audio_in_video`, of one video in its row or of all videos of a run, turns this on. Placeholder
-    tokens of frames and audio are then interleaved as in the model's processor. `build_thinker` sets `audio_modality`.
+    The option `use_audio_in_video` turns this on, either for one video (in its row) or for all videos of a run. The
+    placeholder tokens of frames and audio are then interleaved as in the model's processor. `build_thinker` sets
+    `audio_modality`.
     """
 
     item_options = (*VIDEO_OPTIONS, AUDIO_IN_VIDEO)
@@ -338,7 +342,7 @@ class VideoWithAudioEncoder(QwenVideoEncoder):
 
 
 def interleave_chunks(times: npt.NDArray[np.float64], num_audio: int, chunk: int) -> list[int | NestedRun]:
-    """Interleave by chunks of time, as Qwen2.5-Omni does: video of a chunk, then its audio.
+    """Interleave in chunks of time, as Qwen2.5-Omni does: the video of a chunk, then its audio.
 
     Args:
         chunk: Length of a chunk, in placeholder tokens of audio.
@@ -359,7 +363,7 @@ def interleave_chunks(times: npt.NDArray[np.float64], num_audio: int, chunk: int
 
 
 def interleave_by_time(times: npt.NDArray[np.float64], num_audio: int) -> list[int | NestedRun]:
-    """Interleave token by token in order of time, as Qwen3-Omni does. Video precedes audio of the same time."""
+    """Interleave token by token in order of time, as Qwen3-Omni does. At equal times, video precedes audio."""
     order = np.argsort(np.concatenate([times, np.arange(num_audio)]), kind="stable")
     is_audio_token = (order >= len(times)).tolist()
     runs: list[int | NestedRun] = []

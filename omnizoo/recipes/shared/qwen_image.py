@@ -1,6 +1,6 @@
 """Image encoders of Qwen models, positions of images, and the insertion of features into the text.
 
-Features of deepstack models are concatenated over levels along the width, so that they are sent once.
+In deepstack models, the features of all levels are concatenated along the width, so that they are sent together.
 `merge_visual_features` splits them again.
 """
 
@@ -28,7 +28,7 @@ from omnizoo.recipes.shared.encoders import (
     read_interpolation,
 )
 
-LEVELS = "deepstack_levels"  # keyword that carries deeper levels through the model
+LEVELS = "deepstack_levels"  # keyword argument that passes deeper levels through the model
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 KINDS = {"image": 1, "video": 2}  # token type ids of the models
 # Sizes for small copies: M-RoPE splits 8 frequencies in the same ratio as the 64 of published models.
@@ -49,8 +49,8 @@ SMALL_WINDOWS = {"fullatt_block_indexes": [1], "window_size": 56}
 class QwenImageEncoder(ImageTowerEncoder):
     """Image encoder of Qwen2-VL, and base class for later models.
 
-    Images have `min_pixels` to `max_pixels`; None uses the setting of the folder's preprocessor. Patches have rotary
-    positions on two axes.
+    Images are resized to between `min_pixels` and `max_pixels` pixels. If None, the folder's preprocessor config sets
+    these limits. Patches have rotary positions on two axes.
     """
 
     packs_items = True
@@ -65,7 +65,7 @@ class QwenImageEncoder(ImageTowerEncoder):
     ) -> None:
         super().__init__(model, "model.visual")
         self.vision = vision = model.config.vision_config
-        # Edge of a placeholder token's square, in pixels.
+        # Side of the square that a placeholder token covers, in pixels.
         self.factor: int = vision.patch_size * vision.spatial_merge_size
         self.processor = load_processor(
             self.kind,
@@ -120,8 +120,8 @@ class QwenImageEncoder(ImageTowerEncoder):
     def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
         """Return the inputs with the positions of patches.
 
-        Everything that depends on the grid is computed here. The tower would read the grid from the device, which is a
-        host sync.
+        Everything that depends on the grid is computed here. The tower would read the grid from the device, which
+        needs a host sync.
         """
         positions = get_vision_position_ids(grid[None], self.vision.spatial_merge_size).int()
         # [steps, patches, 2]: `tower_inputs` reads both counts from the shape, without a host sync.
@@ -175,7 +175,7 @@ class WindowedImageEncoder(QwenImageEncoder):
     by_step = ("positions", "order", "windows")
 
     def with_positions(self, pixels: torch.Tensor, grid: torch.Tensor) -> Inputs:
-        """Also return the order of patches in windows.
+        """Return the inputs of the base class, and the order of patches in windows.
 
         `order [steps, placeholders]` is the window order of the placeholder tokens of each step, and `windows [steps,
         n]` the number of patches in each of its windows.
@@ -190,7 +190,7 @@ class WindowedImageEncoder(QwenImageEncoder):
         return super().with_positions(pixels, grid) | windows
 
     def tower_inputs(self, items: Sequence[Inputs]) -> dict[str, Any]:
-        """Also return the window order and the window boundaries, concatenated over all steps of all items."""
+        """Add the window order and the window boundaries, concatenated over all steps of all items."""
         start = 0
         orders = []
         device = items[0]["order"].device
@@ -290,10 +290,10 @@ def merge_audio_visual_features(
 
 
 def deepstack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of the language model, with deepstack features as long as the text.
+    """Return the inputs of the language model, with deepstack features for every token of the sequence.
 
-    These features are added to the whole sequence. In place of a mask of placeholder tokens, the model receives the
-    index of the only row of the batch.
+    These features are added to the whole sequence. Instead of a mask that selects placeholder tokens, the model
+    receives the index of the only row of the batch, which selects all tokens.
     """
     inputs = dict(inputs)
     levels = inputs.pop(LEVELS, None)

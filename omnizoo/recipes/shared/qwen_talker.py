@@ -1,6 +1,6 @@
 """Talkers of Qwen omni models: followers that learn the audio codes of spoken responses.
 
-This file has the common part. qwen3_talker.py and qwen2_5_talker.py build the inputs of each model as its own
+This file contains the common part. qwen3_talker.py and qwen2_5_talker.py build the inputs of each model as its own
 `generate` does. In training, all responses of a rank form one packed sequence, and there is no host sync.
 """
 
@@ -53,7 +53,7 @@ class Talker(UsesModel, TalkerFollower):
     speakers: Mapping[str, int]  # token id of each speaker
     no_speakers: ClassVar[str] = "It has no speakers."  # advice in the error message if there are no speakers
     end_id: int  # code that follows the last frame
-    depth: int | None = None  # thinker layer whose hidden states are used; None for those after the final norm
+    depth: int | None = None  # thinker layer whose hidden states are used; if None, those after the final norm
 
     def __init__(self, model: PreTrainedModel, speaker: str | None, codec: str | None, max_frames: int) -> None:
         super().__init__(model)
@@ -105,7 +105,10 @@ class Talker(UsesModel, TalkerFollower):
         return read_codes(media, self.sizes, self.max_frames, self.codec, RATE)
 
     def voice(self, speaker: Any, what: str) -> str:
-        """Return a speaker's name as a key of `speakers`; `self.speaker` is the default. Errors begin with `what`."""
+        """Return the key of `speaker` in `speakers`. If it is None, use `self.speaker` or the only speaker.
+
+        Error messages begin with `what`.
+        """
         speaker = speaker if speaker is not None else self.speaker
         if speaker is None and len(self.speakers) == 1:
             return next(iter(self.speakers))
@@ -166,7 +169,7 @@ class Talker(UsesModel, TalkerFollower):
         return torch.isin(ids, self.constants(self.media_ids, ids.device))
 
     def text_inputs(self, rows: torch.Tensor, items: Sequence[Inputs]) -> torch.Tensor:
-        """Return the text embeddings at each position of the talker's sequences, `[positions, width]`."""
+        """Return the text embedding at each position of the talker's sequences, `[positions, width]`."""
         raise NotImplementedError
 
     def marks(self, item: Inputs) -> torch.Tensor:
@@ -268,9 +271,10 @@ class Talker(UsesModel, TalkerFollower):
     def generation_inputs(
         self, ids: Ids, items: Sequence[MediaItem], options: Mapping[str, Any], device: torch.device
     ) -> tuple[TalkerContext, Inputs]:
-        """Return the talker's context for a conversation that ends in the response, and its inputs with the voice.
+        """Return the talker's context and inputs for generating speech, for a conversation that ends with the response.
 
-        The inputs have a frame for each text token of the response except the first, one for its end, and one more.
+        The inputs include the voice. They have one frame for each text token of the response except the first, one for
+        the end of the text, and one for padding.
         """
         try:
             context = self.find_context(ids, items, -1, None, "response")

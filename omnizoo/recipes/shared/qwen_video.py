@@ -47,8 +47,8 @@ class QwenVideoEncoder(QwenImageEncoder):
     """Video encoder of Qwen2-VL, and base class for later models.
 
     A video is sampled at `fps` frames per second, limited to `min_frames` and `max_frames`, or as `num_frames` frames.
-    `temporal_patch_size` consecutive frames form one step. None uses the setting of the folder, or the default of the
-    family.
+    `temporal_patch_size` consecutive frames form one step. If an option is None, the setting of the folder or the
+    default of the family is used.
     """
 
     item_options = VIDEO_OPTIONS
@@ -94,7 +94,7 @@ class QwenVideoEncoder(QwenImageEncoder):
         self.frames_per_step: int = self.vision.temporal_patch_size
 
     def sampling_settings(self, model: PreTrainedModel, folder: str | None, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings.
+        """Return the settings for sampling frames.
 
         Options take precedence over the folder, and the folder over the defaults of the family.
         """
@@ -109,7 +109,7 @@ class QwenVideoEncoder(QwenImageEncoder):
         return self.published_video | settings | options
 
     def choose(self, video: VideoInfo) -> list[int]:
-        """Return indices of evenly spaced frames from the first one on, as `Qwen2VLVideoProcessor` does.
+        """Return the indices of evenly spaced frames, beginning with the first, as `Qwen2VLVideoProcessor` does.
 
         Their number is a multiple of the frames per step.
         """
@@ -168,7 +168,7 @@ class QwenVideoEncoder(QwenImageEncoder):
         return self.with_positions(patches, grid)
 
     def split(self, size: MediaSize, inputs: Inputs) -> list[tuple[MediaSize, Inputs]]:
-        """Split a video between steps, because patches attend only within their step."""
+        """Split a video at step boundaries, because patches attend only within their step."""
         steps, patches, _ = inputs["positions"].shape
         steps_per_part = max(1, PATCHES_PER_PART // patches)
         pieces_by_name = {name: inputs[name].split(steps_per_part * patches) for name in self.by_patch}
@@ -197,7 +197,7 @@ class InterpolatedVideoEncoder(InterpolatedImageEncoder, QwenVideoEncoder):
 
 
 class TimedVideoEncoder(InterpolatedVideoEncoder):
-    """Video encoder of Qwen3-VL and later, which writes the time before each step as text.
+    """Video encoder of Qwen3-VL and later, which inserts the time as text before each step.
 
     `min_pixels` and `max_pixels` limit the sum over all frames of a video.
     """
@@ -220,7 +220,7 @@ class TimedVideoEncoder(InterpolatedVideoEncoder):
         return fitted
 
     def layout(self, times: npt.NDArray[np.float64], placeholders: int) -> tuple[str | int, ...]:
-        """Return the layout. The time of a step is the mean of its first and last frame."""
+        """Return the layout. The time of a step is the mean of the times of its first and last frame."""
         layout: list[str | int] = []
         for seconds in times[:, [0, -1]].mean(1):
             layout += [f"<{seconds:.1f} seconds>{BEGIN}", placeholders, END]

@@ -1,7 +1,7 @@
 """Decoders for speech as codes of the model's own codec, one frame per token.
 
-The head of the language model predicts the first codebook. A small model, the depth decoder, predicts the others one
-after the other.
+The head of the language model predicts the first codebook. A small model, the depth decoder, predicts the others in
+sequence.
 
 Such a decoder has no weights: it calls the model that it was built for. The codec in the model is frozen, computes in
 at least fp32, and processes one audio clip at a time, as in transformers.
@@ -74,7 +74,7 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
                 "Use equal numbers."
             )
         for module in (*self.codec.modules(), *self.depth.modules()):
-            if isinstance(module, PreTrainedModel):  # no packing: attention is within one audio clip, or one frame
+            if isinstance(module, PreTrainedModel):  # not packed: sequences are single audio clips or frames
                 module.config._attn_implementation = "sdpa"
 
     @property
@@ -188,8 +188,8 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
         """Return the loss of the depth decoder.
 
         Each frame is one sequence: the hidden state that predicts it, then its codes. Each position predicts the code
-        of the next codebook. Without frames, a dummy frame is run: the depth decoder may be sharded, and other ranks
-        take part in its collectives.
+        of the next codebook. Without frames, it runs on a dummy frame, because it may be sharded, and other ranks
+        would wait in its collectives.
         """
         if not len(codes):
             dummy_hidden = hidden.sum(0, keepdim=True)
@@ -238,6 +238,6 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
 def merge_frame_embeddings(
     model: PreTrainedModel, inputs: dict[str, Any], features: Mapping[str, Features]
 ) -> dict[str, Any]:
-    """Insert the embeddings of frames among the text embeddings, which have a separate table."""
+    """Insert the embeddings of frames between the text embeddings, which come from a separate table."""
     embeddings = text_embedding(model)(inputs["input_ids"])
     return merge_features(model, inputs | {"inputs_embeds": embeddings}, features)

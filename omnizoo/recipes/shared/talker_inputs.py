@@ -18,7 +18,7 @@ from omnizoo.modalities.media import BadMedia
 from omnizoo.recipes.shared.qwen_audio import thinker_positions
 
 HEADER = 3  # tokens before the text of a response: start of turn, role, line break
-PAD, BOS, EOS = -1, -2, -3  # special embeddings, instead of the index of a row
+PAD, BOS, EOS = -1, -2, -3  # stand for special embeddings, where other values are row indices
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TalkerContext:
     spans: list[tuple[int, int]]  # (first token, count): the context, then the response
     before: Ids  # token ids of the context and the header of the response
     items: list[MediaItem]  # media items in the context
-    text: int  # number of text tokens of the response, which are last in the spans
+    text: int  # number of text tokens of the response, which come last in the spans
 
     @property
     def rows(self) -> int:

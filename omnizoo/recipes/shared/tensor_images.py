@@ -1,7 +1,7 @@
-"""Image preparation for families whose processor takes tensors and needs torchvision, which OmniZoo does not use.
+"""Image preparation for families whose processor needs torchvision, which OmniZoo does not use.
 
-It implements the settings of the processor, its resizing of uint8 images and its conversion to floats. The rest depends
-on the family.
+It reads the settings of the processor, resizes uint8 images and converts them to floats like the processor. The rest
+depends on the family.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class TensorImageProcessor:
         folder: Folder of the model.
         defaults: Settings that are used if the folder does not contain them.
         modality: "image", or "video" to prepare frames of videos.
-        overrides: Settings that the model or an option decides; None leaves them to the folder.
+        overrides: Settings from the model or from options. If None, the setting of the folder is used.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TensorImageProcessor:
         return to_bytes(read_image(media))
 
     def resize(self, pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Resize uint8 pixels with the filter of the settings."""
+        """Resize uint8 pixels with the filter in the settings."""
         return resize(pixels, height, width, self.settings["resample"])
 
     def tiles(self, pixels: torch.Tensor, size: tuple[int, int], grid: tuple[int, int], edge: int) -> torch.Tensor:
