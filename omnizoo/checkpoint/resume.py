@@ -9,6 +9,7 @@ from omnizoo.checkpoint import folder as folders
 from omnizoo.checkpoint import manifest, retention
 from omnizoo.checkpoint.run_id import new_id, only_owner, read_identity
 from omnizoo.config.errors import UserError
+from omnizoo.config.hub import parse_name
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.checkpoint import OLD_WEIGHTS_PREFIX
 from omnizoo.parallel.errors import sync_errors
@@ -166,6 +167,11 @@ def _from_weights(config: Config, origin: StartingPoint) -> ResumePlan:
         return ResumePlan(origin)
     path = Path(config.model.init_from).expanduser()
     origin = replace(origin, weights_only=True)
+    if parse_name(config.model.init_from) is not None:
+        raise UserError(
+            f"model.init_from: {config.model.init_from} is a name on the hub, which has no checkpoints of OmniZoo. Set "
+            "model.path to it instead."
+        )
     if not path.is_dir():
         raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.")
     if is_checkpoint(path):

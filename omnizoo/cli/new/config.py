@@ -6,6 +6,7 @@ Values that depend on the user's goal, such as the learning rate and the number 
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import yaml
 from omnizoo.cli.render_file import render_file
 from omnizoo.cli.train import check_nproc
 from omnizoo.config.errors import UserError
-from omnizoo.config.hub import hub_hint
+from omnizoo.config.hub import local_path, parse_name
 from omnizoo.config.load import load_config
+from omnizoo.hub.resolve import resolve_names, with_values
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
 MAX_MEASURED = 2**15  # in tokens; longer samples are not measured exactly
@@ -89,10 +91,16 @@ def new_config(args: argparse.Namespace) -> int:
 
 def collect_facts(model: str, data: str, nproc: int | None) -> NewConfigFacts:
     """Build the model on the meta device, render some samples, and return the facts that the config depends on."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        hint = hub_hint(model, "model")
-        raise UserError(f"MODEL_FOLDER: {model} is not a folder; expected a folder with a Hugging Face model{hint}")
+    if parse_name(model) is None and not Path(model).expanduser().is_dir():
+        raise UserError(
+            f"MODEL: {model} is not a folder; expected a folder with a Hugging Face model, or ORG/NAME on the hub"
+        )
+    settings: dict[str, Any] = {
+        "model": {"path": model},
+        "data": {"sources": [{"path": data}], "pack_tokens": MAX_MEASURED},
+    }
+    config, pins = resolve_names(load_config(settings), with_weights=False)
+    folder = Path(local_path(str(config.model.path))).expanduser()
     import torch
 
     from omnizoo.data.loading.inspection import inspect_data, one_lane
@@ -102,21 +110,18 @@ def collect_facts(model: str, data: str, nproc: int | None) -> NewConfigFacts:
     from omnizoo.training.setup import build_bundle
 
     part = _part(folder)
-    splits = _splits(data)
-    source: dict[str, Any] = {"path": data}
+    splits = _splits(str(config.data.sources[0].path))
     if splits:
-        source["split"] = splits[0]
-    model_section = {"path": model}
+        settings["data"]["sources"][0]["split"] = splits[0]
     if part:
-        model_section["part"] = part
-    settings: dict[str, Any] = {"model": model_section, "data": {"sources": [source], "pack_tokens": MAX_MEASURED}}
+        settings["model"]["part"] = part
 
     with memory_limits():
-        bundle = build_bundle(one_lane(load_config(settings)))
+        bundle = build_bundle(one_lane(with_values(load_config(settings), pins)))
         reader = bundle.reader()
         if reader.format_of(0)[0] == "preference":
             settings["train"] = {"losses": [{"kind": "dpo"}]}
-            bundle = build_bundle(one_lane(load_config(settings)))
+            bundle = build_bundle(one_lane(with_values(load_config(settings), pins)))
             reader = bundle.reader()
         inspection = inspect_data(reader, 0)
     if inspection.bad_rows:
@@ -167,15 +172,21 @@ def _part(folder: Path) -> str | None:
 
 
 def _splits(data: str) -> tuple[str, str] | None:
-    """Return the names of the training and evaluation splits, if the data is a folder that has both."""
+    """Return the names of the training and evaluation splits, if the data is a folder or repository that has both."""
     from omnizoo.data.sources.open import data_files
+    from omnizoo.hub.dataset import files_in_split
 
     path = Path(data).expanduser()
-    if not path.is_dir():
+    name = parse_name(data)
+    if name is None and not path.is_dir():
         return None
+
+    def files_of(split: str) -> Sequence[Any]:
+        return files_in_split(name, split) if name is not None else data_files(path, split)
+
     for eval_split in ("validation", "test"):
         try:
-            if data_files(path, "train") != data_files(path, eval_split):
+            if files_of("train") != files_of(eval_split):
                 return "train", eval_split
         except UserError:
             continue
