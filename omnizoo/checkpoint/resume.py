@@ -167,13 +167,9 @@ def _from_weights(config: Config, origin: StartingPoint) -> ResumePlan:
         return ResumePlan(origin)
     path = Path(config.model.init_from).expanduser()
     origin = replace(origin, weights_only=True)
-    if parse_name(config.model.init_from) is not None:
-        raise UserError(
-            f"model.init_from: {config.model.init_from} is a name on the hub, which has no checkpoints of OmniZoo. Set "
-            "model.path to it instead."
-        )
     if not path.is_dir():
-        raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.")
+        hint = "" if parse_name(config.model.init_from) is None else " For a model on the hub, set model.path instead."
+        raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.{hint}")
     if is_checkpoint(path):
         return ResumePlan(origin, exact=path)
     if (path / "config.json").exists():

@@ -6,9 +6,10 @@ the name has the prefix `hub:` or `modelscope:`. Downloads add the commit: `ORG/
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from omnizoo.config.errors import UserError
 
@@ -16,7 +17,7 @@ RepoType = Literal["model", "dataset"]
 HUB = "hub:"
 MODELSCOPE = "modelscope:"
 PREFIXES = (HUB, MODELSCOPE)
-COMMIT = re.compile("[0-9a-f]{40}")
+COMMIT_AT_END = re.compile("@[0-9a-f]{40}$")
 PART = r"[A-Za-z0-9][\w.-]*"
 REVISION = r"(?:@(?P<revision>[^@\s]+?))??(?:@(?P<commit>[0-9a-f]{40}))?"
 PLAIN_NAME = re.compile(rf"(?P<repo>{PART}/{PART})(?P<inside>){REVISION}")
@@ -82,6 +83,22 @@ def without_revision(text: str) -> str:
     """Return the name of a repository without its revision and commit, and any other text unchanged."""
     name = parse_name(text) if "@" in text else None
     return text if name is None else f"{name.prefix}{name.address}"
+
+
+def pinned_names(value: Any) -> list[HubName]:
+    """Return the distinct names with a commit in nested mappings and lists, such as a saved config."""
+    if isinstance(value, str):
+        name = parse_name(value) if COMMIT_AT_END.search(value) else None
+        return [name] if name is not None and name.prefix != MODELSCOPE else []
+    children: Iterable[Any] = ()
+    if isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, list):
+        children = value
+    names: dict[HubName, None] = {}  # a dict as an ordered set
+    for child in children:
+        names.update(dict.fromkeys(pinned_names(child)))
+    return list(names)
 
 
 def local_path(text: str, repo_type: RepoType = "model") -> str:

@@ -7,6 +7,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.hub import HubName
 from omnizoo.hub.dataset_files import CARD, SAVED, files_on_card, media_files, row_files
 from omnizoo.hub.download import fetch
+from omnizoo.hub.errors import download_command, unreachable_reason
 from omnizoo.hub.model_files import inside
 from omnizoo.hub.repository import Repository, known_repository
 
@@ -24,6 +25,12 @@ class DatasetFiles:
 
 def fetch_dataset(repository: Repository, split: str, key: str) -> None:
     """Download the rows of a split, and the media files that they may refer to."""
+    if not repository.is_complete:
+        name = repository.name
+        raise UserError(
+            f"{key}: {name.shown}: the cache has {len(repository.files)} files, but no list of all files, and "
+            f"{unreachable_reason()}. {download_command(name, 'dataset')}."
+        )
     if CARD in repository.files:
         fetch(repository, [CARD], key, shows_progress=False)
     try:

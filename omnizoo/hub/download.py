@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, hf_hub_download
+import httpx2
+from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.utils.tqdm import tqdm
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -28,9 +29,9 @@ from omnizoo.hub.errors import (
     HUB_ERRORS,
     check_free_space,
     download_command,
+    is_unreachable,
     readable_size,
     unreachable_reason,
-    is_unreachable,
     user_error,
 )
 from omnizoo.hub.repository import HubFile, Repository, record_folder, verified_files, write_record
@@ -41,7 +42,11 @@ CHUNK = 2**20  # bytes
 
 
 class Interrupted(Exception):  # noqa: N818 - raised in threads to end them, never shown
-    """The download was stopped by Ctrl-C or by the failure of another file."""
+    """The download was stopped by Ctrl-C."""
+
+
+class NotReachedError(Exception):
+    """The hub could not be reached."""
 
 
 def fetch(repository: Repository, names: Sequence[str], key: str, shows_progress: bool = True) -> None:
@@ -81,7 +86,10 @@ def _fetch(repository: Repository, names: Sequence[str], key: str, shows_progres
     if absent and (constants.is_offline_mode() or not repository.is_complete):
         raise _incomplete(repository, names, key)
     if absent:
-        _download(repository, absent, key, shows_progress)
+        try:
+            _download(repository, absent, key, shows_progress)
+        except NotReachedError as error:
+            raise _incomplete(repository, names, key) from error
     verified = verified_files(repository.name, repository.repo_type)
     for name in names:
         if name not in verified:
@@ -107,6 +115,7 @@ def _download(repository: Repository, names: Sequence[str], key: str, shows_prog
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old_partials(folder)
         check_free_space(size, folder, repository.name, key)
+        _check_connection()
         stopped = threading.Event()
         commit = str(repository.name.commit)[:7]
         files = "1 file" if len(names) == 1 else f"{len(names)} files"
@@ -115,14 +124,26 @@ def _download(repository: Repository, names: Sequence[str], key: str, shows_prog
             _download_all(repository, names, bar, stopped)
     except HUB_ERRORS as error:
         if is_unreachable(error) and not isinstance(error, BROKEN):
-            raise _incomplete(repository, names, key) from error
+            raise NotReachedError from error
         raise user_error(error, repository.name, repository.repo_type, key) from error
 
 
-def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm], stopped: threading.Event) -> None:
-    """Download files in threads, and raise the first error. After an error or Ctrl-C, threads end at the next chunk.
+def _check_connection() -> None:
+    """Raise an error if the hub cannot be reached. A download would retry for 24 seconds before it gives up."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+        raise NotReachedError from error
+    except httpx2.HTTPError:
+        return  # the download reports what is wrong
 
-    The threads are daemons, unlike those of `concurrent.futures`, so they do not delay the end of the process.
+
+def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm], stopped: threading.Event) -> None:
+    """Download files in threads, and raise the first error.
+
+    After an error, files that have begun are completed, because huggingface_hub would discard their parts. After
+    Ctrl-C, threads end at their next chunk. They are daemons, unlike those of `concurrent.futures`, so the process can
+    end.
     """
     name = repository.name
     waiting = queue.SimpleQueue[str]()
@@ -132,7 +153,7 @@ def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm],
 
     def work() -> None:
         with suppress(queue.Empty):
-            while not stopped.is_set():
+            while not errors and not stopped.is_set():
                 filename = waiting.get_nowait()
                 try:
                     hf_hub_download(
@@ -140,7 +161,6 @@ def _download_all(repository: Repository, names: Sequence[str], bar: type[tqdm],
                     )
                 except Exception as error:  # noqa: BLE001 - raised on the calling thread
                     errors.append(error)
-                    stopped.set()
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(NUM_THREADS, len(names)))]
     try:
@@ -242,8 +262,8 @@ def _check_hash(repository: Repository, name: str, key: str) -> None:
     except OSError as error:
         raise user_error(error, repository.name, repository.repo_type, key) from error
     raise UserError(
-        f"{key}: {repository.name.shown}: {name} was damaged on the way: its hash differs from that on the hub. The file was "
-        "removed. Run again to download it."
+        f"{key}: {repository.name.shown}: {name} was damaged on the way: its hash differs from that on the "
+        "hub. The file was removed. Run again to download it."
     )
 
 

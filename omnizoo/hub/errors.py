@@ -108,7 +108,8 @@ def _page(name: HubName, repo_type: RepoType) -> str:
 
 def offline_reason(name: HubName, repo_type: RepoType) -> str:
     """Return why a repository cannot be used without network, and what the cache contains instead."""
-    return f"not in the cache, and {unreachable_reason()}. {cache_content(name, repo_type)}. {download_command(name, repo_type)}"
+    reason = f"not in the cache, and {unreachable_reason()}"
+    return f"{reason}. {cache_content(name, repo_type)}. {download_command(name, repo_type)}"
 
 
 def unreachable_reason() -> str:
@@ -154,8 +155,8 @@ def check_free_space(needed: int, folder: Path, name: HubName, key: str) -> None
     free = status.f_bavail * status.f_frsize
     if needed > free:
         raise UserError(
-            f"{key}: {name.shown}: the download has {readable_size(needed)}, but {folder} has only {readable_size(free)} free. Free "
-            "some space, or set HF_HOME to a folder on a larger disk."
+            f"{key}: {name.shown}: the download has {readable_size(needed)}, but only {readable_size(free)} are free "
+            f"in {folder}. Free some space, or set HF_HOME to a folder on a larger disk."
         )
 
 

@@ -12,8 +12,9 @@ from huggingface_hub import HfApi, cached_assets_path, constants, get_cached_rep
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
+from omnizoo.config.errors import UserError
 from omnizoo.config.hub import HubName, RepoType, snapshot_folder
-from omnizoo.hub.errors import HUB_ERRORS, is_unreachable, user_error
+from omnizoo.hub.errors import HUB_ERRORS, is_unreachable, offline_reason, user_error
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +77,15 @@ def list_repository(name: HubName, repo_type: RepoType, key: str) -> Repository:
     recorded = read_record(name, repo_type)
     if recorded is not None:
         return recorded
+    cached = cached_repository(name, repo_type)
+    if constants.is_offline_mode() and cached.files:
+        return cached
+    if constants.is_offline_mode():
+        raise UserError(f"{key}: {name.shown}: {offline_reason(name, repo_type)}.")
     try:
         entries = HfApi().list_repo_tree(name.repo, recursive=True, revision=name.commit, repo_type=repo_type)
         repository = Repository(name, repo_type, _files_of(entries))
     except HUB_ERRORS as error:
-        cached = cached_repository(name, repo_type)
         if not is_unreachable(error) or not cached.files:
             raise user_error(error, name, repo_type, key) from error
         return cached
@@ -117,7 +122,9 @@ def _files_of(entries: Iterable[Any]) -> dict[str, HubFile]:
 
 def record_folder(name: HubName, repo_type: RepoType) -> Path:
     """Return the folder of our records of a repository: `HF_HOME/assets/omnizoo/...`."""
-    return cached_assets_path("omnizoo", namespace=f"{repo_type}s", subfolder=name.repo)
+    return cached_assets_path(
+        "omnizoo", namespace=f"{repo_type}s", subfolder=name.repo, assets_dir=constants.HF_ASSETS_CACHE
+    )
 
 
 def read_record(name: HubName, repo_type: RepoType) -> Repository | None:
@@ -129,15 +136,28 @@ def read_record(name: HubName, repo_type: RepoType) -> Repository | None:
 
 
 def verified_files(name: HubName, repo_type: RepoType) -> set[str]:
-    """Return the files whose hashes were checked after their download."""
-    return set(_read_fields(name, repo_type).get("verified", ()))
+    """Return the files whose hashes were checked, and that have not been written since."""
+    folder = snapshot_folder(name, repo_type)
+    times = _read_fields(name, repo_type).get("verified", {})
+    return {path for path, time in times.items() if _time_of(folder / path) == time}
+
+
+def _time_of(path: Path) -> int | None:
+    """Return the time of the last change of a file; None if it does not exist."""
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def write_record(repository: Repository, verified: Iterable[str]) -> None:
-    """Record the files of a commit and those with checked hashes. A cache that is not writable gets no record."""
+    """Record the files of a commit and those with checked hashes, if all files of the commit are known.
+
+    A cache that is not writable gets no record.
+    """
+    if not repository.is_complete:
+        return
     name = repository.name
     files = {path: [file.size, file.blob, file.sha256] for path, file in repository.files.items()}
-    text = json.dumps({"endpoint": constants.ENDPOINT, "files": files, "verified": sorted(verified)})
+    times = {path: _time_of(repository.folder / path) for path in sorted(verified)}
+    text = json.dumps({"files": files, "verified": times})
     try:
         folder = record_folder(name, repository.repo_type)
         partial = folder / f".{name.commit}.{os.getpid()}.partial"
@@ -153,5 +173,5 @@ def _read_fields(name: HubName, repo_type: RepoType) -> dict[str, Any]:
         fields = json.loads((record_folder(name, repo_type) / f"{name.commit}.json").read_text())
     except (OSError, ValueError):
         return {}
-    is_valid = isinstance(fields, dict) and isinstance(fields.get("files"), dict)
+    is_valid = isinstance(fields, dict) and isinstance(fields.get("files"), dict) and "verified" in fields
     return fields if is_valid else {}

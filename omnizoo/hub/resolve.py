@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.hub import MODELSCOPE, HubName, RepoType, parse_name
+from omnizoo.config.hub import MODELSCOPE, HubName, RepoType, local_path, parse_name, pinned_names
 from omnizoo.config.schema import Config
 
 
@@ -188,6 +188,26 @@ def resolve_names(config: Config, with_weights: bool = True, with_data: bool = T
     return with_values(config, folders), values | folders
 
 
+def fetch_model(text: str, key: str) -> Path | None:
+    """Download the model that a command-line argument names, and return its folder; None if the text is a path.
+
+    Raises:
+        UserError: If the model does not exist, cannot be accessed, or cannot be downloaded.
+    """
+    name = _name_in(text, key)
+    if name is None:
+        return None
+    if name.prefix == MODELSCOPE:
+        from omnizoo.hub.modelscope import fetch_from_modelscope
+
+        return Path(fetch_from_modelscope(name, "model", key))
+    from omnizoo.hub.repository import resolve
+
+    name = resolve(name, "model", key)
+    _download_one(Reference(key, name, "model", "model"))
+    return Path(local_path(str(name)))
+
+
 def with_values(config: Config, values: dict[str, str]) -> Config:
     """Return a config with new values for dotted keys that exist."""
     for key, value in values.items():
@@ -224,10 +244,9 @@ def _saved_commits(config: Config) -> dict[tuple[RepoType, str, str | None], str
     commits: dict[tuple[RepoType, str, str | None], str] = {}
     for section, content in saved.items():
         repo_type: RepoType = "dataset" if section == "data" else "model"
-        for text in _texts(content):
-            name = parse_name(text) if "@" in text and "/" in text else None
-            if name is not None and name.commit is not None:
-                commits[repo_type, name.repo, name.revision] = name.commit
+        for name in pinned_names(content):
+            assert name.commit is not None
+            commits[repo_type, name.repo, name.revision] = name.commit
     return commits
 
 
@@ -241,11 +260,3 @@ def _checkpoint_config(config: Config) -> Path | None:
     directory = Path(config.checkpoint.dir or Path(config.log.dir) / "checkpoints")
     files = directory.glob("step_*/config.yaml")
     return max(files, key=lambda path: path.parent.name.zfill(40), default=None)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _texts(child)

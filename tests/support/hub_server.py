@@ -11,6 +11,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,6 +53,7 @@ class Hub:
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[tuple[str, str]] = []
+        self.connections: list[socket.socket] = []
         handler = type("Handler", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
@@ -86,13 +88,21 @@ class Hub:
         return Counter(path.rpartition("/")[2] for path in gets)
 
     def close(self) -> None:
+        """Stop, and end open connections. A second call has no effect."""
         self.server.shutdown()
         self.server.server_close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
+
+    def setup(self) -> None:
+        super().setup()
+        self.hub.connections.append(self.connection)
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -155,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_file(self, kind: str, name: str, revision: str, file: str) -> None:
         found = self.find(kind, name, revision)
         if found is None:
-            return
+            return None
         repo, commit = found
         if repo.access != "open":
             return self.fail(403 if "Authorization" in self.headers else 401, "GatedRepo")

@@ -1,4 +1,4 @@
-"""`omnizoo new MODEL_FOLDER DATA`: write a config that trains without edits, with the reason for each value.
+"""`omnizoo new MODEL DATA`: write a config that trains without edits, with the reason for each value.
 
 Sizes depend on the lengths of the samples, the experts and positions of the model, and the memory of this machine.
 Values that depend on the user's goal, such as the learning rate and the number of epochs, are marked with "choose".

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from omnizoo.config.errors import UserError
-from omnizoo.config.hub import local_path
+from omnizoo.config.hub import local_path, pinned_names
 from omnizoo.config.sections.model import AdapterSettings
 from omnizoo.models.adapters.lora import DEFAULT, KEY, AdapterInfo, attached, factor_names, matches
 from omnizoo.models.untrusted_folders import open_weights, read_json, tensor_names
@@ -216,8 +216,9 @@ def write_folder(
 ) -> None:
     """Write the trained parameters `state` as a PEFT adapter.
 
-    `path` is the folder of the base model, and `base` its hash.
+    `path` is the folder of the base model, or its name and commit on the hub, and `base` its hash.
     """
+    on_hub = pinned_names(path)
     settings = adapter.settings
     tensors = {key: _to_file(state[name], name, adapter).contiguous() for name, key in file_names(adapter).items()}
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt", BASE: base})
@@ -231,7 +232,8 @@ def write_folder(
         target_modules=list(adapter.modules),
         target_parameters=list(adapter.experts) or None,
         modules_to_save=list(adapter.saved) or None,
-        base_model_name_or_path=path,
+        base_model_name_or_path=on_hub[0].address if on_hub else path,
+        revision=on_hub[0].commit if on_hub else None,
         task_type="CAUSAL_LM" if adapter.generates else None,
         inference_mode=True,
     )
