@@ -31,6 +31,7 @@ SPLIT_WORDS = {
     "test": "test(?:ing)?|eval(?:uation)?",
 }
 CARD = "README.md"
+MAX_PATTERNS = 10_000
 # Code, pickles and archives are never read, so they are not downloaded.
 UNUSED = (".py", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".npy", ".npz", ".zip", ".gz", ".tgz", ".zst", ".xz", ".7z")
 UNUSED_TEXT = (".md", ".gitattributes", ".gitignore", ".yaml", ".yml")
@@ -156,6 +157,8 @@ def _patterns_by_split(config: dict[str, Any]) -> dict[str, list[str]]:
         paths = entry.get("path", []) if isinstance(entry, dict) else entry
         for path in paths if isinstance(paths, list) else [paths]:
             patterns.setdefault(split, []).append(prefix + str(path))
+            if len(patterns[split]) > MAX_PATTERNS:  # aliases in YAML could multiply them
+                raise UserError(f"{CARD}: more than {MAX_PATTERNS:,} patterns of data files")
     return patterns
 
 

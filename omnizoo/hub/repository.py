@@ -36,6 +36,7 @@ class Repository:
     repo_type: RepoType
     files: dict[str, HubFile]  # by path in the repository
     is_complete: bool = True  # whether `files` lists all files of the commit, not only those on disk
+    is_from_hub: bool = True  # whether the hub listed the files, with their hashes
 
     @property
     def folder(self) -> Path:
@@ -102,12 +103,13 @@ def cached_repository(name: HubName, repo_type: RepoType) -> Repository:
     """Return the files of a commit as the cache of huggingface_hub lists them, or else those on disk."""
     try:
         tree = get_cached_repo_tree(name.repo, repo_type=repo_type, revision=name.commit)
-        return Repository(name, repo_type, _files_of(tree))
+        files = {file.path: HubFile(file.size) for file in tree}  # hashes of large files are not in this list
+        return Repository(name, repo_type, files, is_from_hub=False)
     except (CachedRepoTreeNotFoundError, OSError):  # never listed, or listed by another user of the cache
         folder = snapshot_folder(name, repo_type)
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {path.relative_to(folder).as_posix(): HubFile(path.stat().st_size) for path in paths}
-        return Repository(name, repo_type, files, is_complete=False)
+        return Repository(name, repo_type, files, is_complete=False, is_from_hub=False)
 
 
 def _files_of(entries: Iterable[Any]) -> dict[str, HubFile]:
@@ -116,7 +118,8 @@ def _files_of(entries: Iterable[Any]) -> dict[str, HubFile]:
     for entry in entries:
         if isinstance(entry, RepoFile):
             sha256 = entry.lfs.sha256 if entry.lfs is not None else ""
-            files[entry.path] = HubFile(entry.size, entry.blob_id or "", sha256)
+            is_plain = entry.lfs is None and entry.xet_hash is None  # otherwise the git hash is that of a pointer
+            files[entry.path] = HubFile(entry.size, entry.blob_id if is_plain else "", sha256)
     return files
 
 
@@ -148,11 +151,11 @@ def _time_of(path: Path) -> int | None:
 
 
 def write_record(repository: Repository, verified: Iterable[str]) -> None:
-    """Record the files of a commit and those with checked hashes, if all files of the commit are known.
+    """Record the files of a commit and those with checked hashes, if the hub listed them.
 
     A cache that is not writable gets no record.
     """
-    if not repository.is_complete:
+    if not repository.is_from_hub:
         return
     name = repository.name
     files = {path: [file.size, file.blob, file.sha256] for path, file in repository.files.items()}

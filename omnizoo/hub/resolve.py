@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from omnizoo.config.errors import UserError
 from omnizoo.config.hub import MODELSCOPE, HubName, RepoType, local_path, parse_name, pinned_names
 from omnizoo.config.schema import Config
+from omnizoo.config.yaml_file import parse_yaml, read_text
 
 
 @dataclass(frozen=True)
-class Reference:
+class HubReference:
     """A config key whose value names a repository."""
 
     key: str
@@ -24,7 +24,7 @@ class Reference:
     use: str  # `model`, `settings`, `component`, `adapter`, or the split of a dataset
 
 
-def references(config: Config, with_weights: bool = True, with_data: bool = True) -> Iterator[Reference]:
+def references(config: Config, with_weights: bool = True, with_data: bool = True) -> Iterator[HubReference]:
     """Yield every hub name in a config.
 
     Args:
@@ -54,18 +54,18 @@ def references(config: Config, with_weights: bool = True, with_data: bool = True
             texts.append((f"train.losses.{i}.options.reference", loss.options.get("reference"), "model"))
     for key, text, use in texts:
         if (name := _name_in(text, key)) is not None:
-            yield Reference(key, name, "model", use)
+            yield HubReference(key, name, "model", use)
     if with_data:
         yield from _data_references(config)
 
 
-def _data_references(config: Config) -> Iterator[Reference]:
+def _data_references(config: Config) -> Iterator[HubReference]:
     """Yield the hub names of the sources of rows."""
     for section, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
         for i, source in enumerate(sources):
             key = f"data.{section}.{i}.path"
             if (name := _name_in(source.path, key)) is not None:
-                yield Reference(key, name, "dataset", source.split)
+                yield HubReference(key, name, "dataset", source.split)
 
 
 def _name_in(value: Any, key: str) -> HubName | None:
@@ -123,7 +123,7 @@ def download(config: Config, with_weights: bool = True, with_data: bool = True) 
     return folders
 
 
-def _download_one(reference: Reference) -> None:
+def _download_one(reference: HubReference) -> None:
     """Download the files of one repository that its key needs."""
     from omnizoo.hub.dataset import fetch_dataset
     from omnizoo.hub.download import fetch
@@ -147,7 +147,7 @@ def choose_model_files(names: Sequence[str], folder: str, use: str) -> list[str]
     Args:
         names: All files of the repository.
         folder: The folder of the model in the repository; empty for the top folder.
-        use: The use of the model, as in `Reference`.
+        use: The use of the model, as in `HubReference`.
 
     Raises:
         UserError: If the repository has no model that can be used in this way.
@@ -204,7 +204,7 @@ def fetch_model(text: str, key: str) -> Path | None:
     from omnizoo.hub.repository import resolve
 
     name = resolve(name, "model", key)
-    _download_one(Reference(key, name, "model", "model"))
+    _download_one(HubReference(key, name, "model", "model"))
     return Path(local_path(str(name)))
 
 
@@ -235,9 +235,11 @@ def as_overrides(values: dict[str, str]) -> list[str]:
 def _saved_commits(config: Config) -> dict[tuple[RepoType, str, str | None], str]:
     """Return the commits in the checkpoint that a run resumes from, by type, repository and revision."""
     path = _checkpoint_config(config)
+    if path is None or not path.is_file():
+        return {}
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        saved, _ = parse_yaml(read_text(path), str(path))
+    except UserError:
         return {}  # the checkpoint is damaged, which is reported when it is loaded
     if not isinstance(saved, dict):
         return {}

@@ -222,5 +222,7 @@ def entry(path: str, content: bytes) -> dict[str, Any]:
     oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     value: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": oid}
     if len(content) >= LARGE:
-        value["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        sha256 = hashlib.sha256(content).hexdigest()
+        value["lfs"] = {"oid": sha256, "size": len(content), "pointerSize": 134}
+        value["oid"] = hashlib.sha1(f"pointer to {sha256}".encode()).hexdigest()  # git stores a pointer
     return value
