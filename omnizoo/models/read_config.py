@@ -102,10 +102,11 @@ def _read_config(model: ModelSection | SubmoduleSettings, section: str, trust_re
     key = f"{section}.path" if model.path else f"{section}.config"
     folder = model.path or model.config
     assert isinstance(folder, str)
+    is_on_hub = local_path(folder) != folder
     folder = local_path(folder)
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"{key}: {folder} is not a Hugging Face model folder (no config.json in it)")
-    settings = check_settings(Path(folder), trust_remote_code, key)
+    settings = check_settings(Path(folder), trust_remote_code, key, is_on_hub)
     if not isinstance(settings.get("model_type"), str) and not trust_remote_code:
         raise UserError(f"{key}: {folder}/config.json has no `model_type`")
     try:

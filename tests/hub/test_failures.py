@@ -222,3 +222,15 @@ def test_modelscope_downloads_with_its_own_package(
     resolved, changes = resolve_names(load_config(config, ["--model.path", "modelscope:acme/tiny@v1"]))
     assert requests == [("acme/tiny", "v1")]
     assert resolved.model.path == changes["model.path"] == str(published)
+
+
+@pytest.mark.parametrize("trust", ["false", "true"])
+def test_a_repository_that_needs_code_is_refused(
+    hub: Hub, config: Path, capsys: pytest.CaptureFixture[str], trust: str
+) -> None:
+    needs_code = b'{"model_type": "unknown", "auto_map": {"AutoConfig": "modeling_tiny.Config"}}'
+    hub.repos["models/acme/tiny"].push({"config.json": needs_code})
+    line = error_of(config, capsys, "--model.trust_remote_code", trust)
+    assert line.startswith("error: model.path: ")
+    assert "downloads no code" in line
+    assert "modeling_tiny.py" not in hub.files()
