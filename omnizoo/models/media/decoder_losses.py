@@ -19,7 +19,7 @@ class DecoderLosses:
     """The decoder losses of one forward pass, summed over targets.
 
     1. At the end of the trunk, the hidden states are stored. With `before_head`, the decoders run at this point.
-    2. At the head, decoders that use its weights run, because FSDP has gathered them.
+    2. At the head, the decoders that use its weights run, because FSDP has gathered these weights at this point.
     3. `finish` runs the other decoders.
     """
 

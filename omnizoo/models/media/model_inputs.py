@@ -1,4 +1,4 @@
-"""What the data loader needs to know about a model: its modalities, without weights."""
+"""Collect the arguments of the data loader that depend on the model, such as its modalities, without weights."""
 
 import logging
 from copy import deepcopy
