@@ -53,7 +53,7 @@ class VideoEncoder(VisionEncoder):
     ) -> None:
         for name, value in {"fps": fps, "max_frames": max_frames, "max_seconds": max_seconds}.items():
             if not value > 0:
-                raise UserError(f"encoder.{name}: {value!r} must be above 0")
+                raise UserError(f"encoder.{name}: {value!r} is out of range; expected a number greater than 0")
         self.has_times = time_embedding
         self.fps = fps
         self.max_frames = max_frames
