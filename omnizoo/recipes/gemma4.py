@@ -30,7 +30,7 @@ CONFIG_FIELDS = {"image": "vision_config", "video": "vision_config", "audio": "a
 def build_encoders(
     specs: Mapping[str, EncoderSpec], model: PreTrainedModel, folder: str | None, options: Options
 ) -> dict[str, Modality]:
-    """Build the encoders of this model. The config of a missing encoder is None: 26B-A4B and 31B have no audio."""
+    """Build the encoders of this model. Not all models have all of them: 26B-A4B and 31B have no audio encoder."""
     available = {name: spec for name, spec in specs.items() if getattr(model.config, CONFIG_FIELDS[name]) is not None}
     return build_modalities(available, model, folder, options)
 

@@ -1,4 +1,4 @@
-"""Llama 4: images as square tiles, whose number depends on the shape, and a thumbnail; experts.
+"""Llama 4: experts. An image is split into square tiles, as many as its shape requires, and a thumbnail.
 
 The experts bypass the experts interface of transformers and run on all tokens, so expert parallelism is unavailable.
 """

@@ -312,11 +312,11 @@ BAD = {
     "two codebooks": ([[1, 2]], {}, "codes are 1 x 2"),
     "of floats": ([0.5], {}, "1 x 1 of float64"),
     "nested": ([[[1]]], {}, "1 x 1 x 1 of int64"),
-    "beyond the codebook": ([1, 64], {}, "code 64 in codebook 0; expected 0 to 63"),
+    "beyond the codebook": ([1, 64], {}, "code 64 in codebook 0 is out of range"),
     "below zero": ([-1], {}, "code -1 in codebook 0"),
     "none": ([], {}, "speech (item 0)"),
     "a speaker nobody knows": ([1], {"speaker": "eve"}, "'eve'. Use one of ada, ben"),
-    "no speaker": ([1], {"speaker": None}, "no `speaker`. Use one of ada, ben"),
+    "no speaker": ([1], {"speaker": None}, "`speaker` is not set. Use one of ada, ben"),
 }
 
 

@@ -273,7 +273,7 @@ def test_gemma4_video_matches_published_processor(family: str, tmp_path: Path) -
     with pytest.raises(UserError, match=r"model.modalities.video.encoder.options: max_soft_tokens is 71"):
         build(model, None, {"video": {"max_soft_tokens": 71}})
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": None, "fps": []}))
-    with pytest.raises(UserError, match=r"video_preprocessor_config.json: fps is \[\]; expected a number above 0"):
+    with pytest.raises(UserError, match=r"video_preprocessor_config.json: fps is \[\]"):
         build(model, str(tmp_path), {})
 
 

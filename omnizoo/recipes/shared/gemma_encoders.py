@@ -104,7 +104,7 @@ class SoftTokenEncoder(PatchEncoder):
         try:
             size: tuple[int, int] = get_aspect_ratio_preserving_size(height, width, self.square, patches, self.pooled)
         except ValueError as error:
-            raise BadMedia(f"{media.name}: {width} x {height} pixels: {error}") from None
+            raise BadMedia(f"{media.name}: an image of {width} x {height} pixels cannot be resized: {error}") from None
         return size
 
     def frame_size(self, height: int, width: int) -> MediaSize:
@@ -321,7 +321,7 @@ class MelAudioEncoder(AudioTowerEncoder):
         first_frame_end = self.extractor.frame_length - self.extractor.frame_length // 2
         frames = max(0, (samples - 1 - first_frame_end) // self.extractor.hop_length + 1)
         if not frames:
-            raise BadMedia(f"{media.name}: {samples / self.rate:.3f} s is too short for a mel frame")
+            raise BadMedia(f"{media.name}: the audio of {samples / self.rate:.3f} s is too short for a mel frame")
         placeholders = count_audio_placeholders(frames)
         cost = self.per_placeholder * placeholders
         return MediaSize(placeholders, cost, layout=(AUDIO_BEGIN, placeholders, AUDIO_END))

@@ -58,7 +58,9 @@ class _VideoMixin:
         elif count is None:
             count = video.frames
         if count > video.frames:
-            raise BadMedia(f"{video.name}: {video.frames} frames, fewer than num_frames {count}")
+            raise BadMedia(
+                f"{video.name}: the video has only {video.frames} frames, but num_frames or fps requires {count}"
+            )
         return [i * video.frames // count for i in range(count)]
 
     def sample(self: Any, media: Media) -> tuple[VideoInfo, list[int], tuple[int, int]]:

@@ -93,7 +93,8 @@ class NativeSizeEncoder(PatchEncoder):
         return self.with_positions(torch.zeros(rows * columns, 3, self.patch, self.patch), rows, columns)
 
     def with_positions(self, pixels: torch.Tensor, rows: int, columns: int) -> Inputs:
-        """Return the inputs with positions, and with `order [placeholders, patches]`, the patches to be merged."""
+        """Return the inputs with positions. `order [placeholders, patches]` lists the patches of each placeholder
+        token."""
         grid = torch.tensor([[1, rows, columns]])
         table = self.tower.patch_embed.pos_emb
         order = torch.arange(rows * columns).view(-1, self.merge[0], columns // self.merge[1], self.merge[1])
