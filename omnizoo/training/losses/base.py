@@ -199,7 +199,7 @@ class NamedLoss:
         for metric in self.loss.metrics:
             if metric not in sums:
                 raise UserError(
-                    f"{self.who}: {metric!r} is in `metrics`, but not in `metric_sums` after {self.input_kind}. "
+                    f"{self.who}: {metric!r} is in `metrics`, but {self.input_kind} did not set it in `metric_sums`. "
                     f"Set it in {self.input_kind}."
                 )
         return {f"{self.name}/{metric}": sums[metric].detach() for metric in self.loss.metrics}

@@ -185,7 +185,7 @@ def _assign_parameters(model: nn.Module, config: Config) -> dict[Choice, Paramet
 
 @contextmanager
 def optimizer_state_offloaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager: offload optimizer state and averaged weights to the CPU, if `parallel.offload` requests it."""
+    """Context manager that offloads optimizer state and averaged weights to the CPU, if the config enables it."""
     if not isinstance(optimizer, OptimizerGroup) or optimizer.offloaded_state is None:
         yield
         return
@@ -312,7 +312,7 @@ def _accepts_decay(optimizer_class: Any) -> bool:
 def _half_of_muon(choice: Choice, is_matrix: bool) -> Choice:
     """Return the choice for a parameter if the optimizer is `muon`: Muon for matrices, AdamW for all others.
 
-    Each keeps only those options that apply to it.
+    Only the options that apply to the chosen optimizer are kept.
     """
     options = {}
     for name, value in json.loads(choice.options).items():
