@@ -128,7 +128,7 @@ def _run_trunk(model: PreTrainedModel, language: PreTrainedModel, media: MediaMo
     outside = [p for name, p in model.named_parameters() if id(p) not in inside and not name.startswith(followers)]
     trunk = FlopCounter(trained=any(parameter.requires_grad for parameter in outside))
 
-    excluded = [f"{name}." for name in frozen_tokenizers(language)]  # their cost is counted by decoders
+    excluded = [f"{name}." for name in frozen_tokenizers(language)]  # decoders count their cost
     if language is model:  # modules that decoders run for each target are counted with the decoders
         excluded += [f"{module.module}." for module in media.modules_of("decoder") if module.module]
 

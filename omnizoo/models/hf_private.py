@@ -220,7 +220,11 @@ def conversion_mapping(model: nn.Module) -> list[Any]:
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """Return the names of tied weights in published files, keyed by name in `named_parameters`, where they differ."""
+    """Return tied weights whose names in published files differ from those in `named_parameters`.
+
+    Returns:
+        The names in published files, keyed by the name in `named_parameters`.
+    """
     names = {name for name, _ in model.named_parameters()}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {target: source for target, source in tied.items() if target in names and source not in names}

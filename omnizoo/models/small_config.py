@@ -125,7 +125,7 @@ def shrink_model(model: ModelSection, shrinking: Shrinking) -> ModelSection:
         encoder = modality.encoder
         description = config.modalities[name].get("encoder")
         if encoder is not None and description["config"] is not None:
-            # Decoders stay unchanged: their tokenizers determine the targets in the data.
+            # Decoders stay unchanged, because their tokenizers determine the targets in the data.
             small_encoder = shrink_tower(description["config"], shrinking)
             encoder = encoder.model_copy(update={"path": None, "config": small_encoder})
         modalities[name] = modality.model_copy(update={"encoder": encoder})

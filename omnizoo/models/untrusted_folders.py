@@ -128,7 +128,7 @@ def _kernels(settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def inside(folder: Path, name: Any, source: str) -> Path:
-    """Return the path of a file that another file of `folder` names. Raise a `UserError` if it leads outside.
+    """Return the path of a file that another file of `folder` names. Raise a `UserError` if it leads out of `folder`.
 
     `source` is the key and the file that contains the name, for messages.
     """

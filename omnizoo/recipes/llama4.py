@@ -1,4 +1,4 @@
-"""Llama 4: experts. An image is split into square tiles, as many as its shape requires, and a thumbnail.
+"""Llama 4: experts; images as square tiles and a thumbnail. The shape of an image determines the number of tiles.
 
 The experts bypass the experts interface of transformers and run on all tokens, so expert parallelism is unavailable.
 """

@@ -110,7 +110,7 @@ def apply_recompute_budget(
 
     modes = dict.fromkeys(blocks, "full")
     for kind, counts in zip(kinds, plan.counts, strict=True):
-        # Blocks that keep the most memory come last: backward frees their memory before the first blocks are
+        # Blocks that keep the most memory come last, because backward frees their memory before the first blocks are
         # recomputed.
         for name, mode in zip(names_by_kind[kind], modes_in_order(counts), strict=True):
             modes[name] = mode

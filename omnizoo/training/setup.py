@@ -340,7 +340,7 @@ def prepare_run(
         check_metrics(config, evaluator.metric_names())
     num_steps = config.train.steps - state.step
     steps = resources.enter_context(Prefetcher(loader, setup.balancer, num_steps, setup.objective.phases))
-    first_step = steps.next()  # unusable data raises here, before any file is written
+    first_step = steps.next()  # unusable data raises an error here, before any file is written
     clock.done("data")
     recompute = sync_errors(mesh, lambda: apply_recompute_budget(setup.objective, first_step, saved.get("recompute")))
     return RunContext(

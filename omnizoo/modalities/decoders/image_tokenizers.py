@@ -66,7 +66,7 @@ class HFTokenizer(Tokenizer):
         values = self.scale.values(pixels, self.like)[None]
         takes_sizes = "image_sizes" in inspect.signature(self.model.encode).parameters
         sizes = {"image_sizes": torch.tensor([self.size])} if takes_sizes else {}
-        codes = self.model.encode(values, **sizes).image_tokens  # with sizes, a list of grids; otherwise a flat tensor
+        codes = self.model.encode(values, **sizes).image_tokens  # a list of grids if sizes are passed, otherwise flat
         grid: torch.Tensor = codes[0] if takes_sizes else codes.view(self.grid)
         return grid
 

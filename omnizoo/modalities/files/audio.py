@@ -17,7 +17,7 @@ from omnizoo.modalities.media import BadMedia, Media
 
 MAX_CHANNELS = 64  # maximum number of audio channels
 BLOCK_SAMPLES = 1 << 20  # samples decoded at once, so that a wrong length in a header cannot exhaust memory
-SAMPLE_RATES = range(1_000, 400_000)  # other rates mean a damaged header, or one crafted to exhaust memory
+SAMPLE_RATES = range(1_000, 400_000)  # other rates indicate a header that is damaged or crafted to exhaust memory
 AUDIO_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
 CONTAINER_SIGNATURES = (
     b"\x1a\x45\xdf\xa3",
@@ -220,7 +220,8 @@ def resample(wave: Samples, rate: int, new_rate: int) -> Samples:
     common = math.gcd(rate, new_rate)
     old = rate // common
     new = new_rate // common
-    cutoff = 0.98 * min(1.0, new / old)  # relative to the old Nyquist frequency; below the new one, to prevent aliasing
+    # Fraction of the old Nyquist frequency. It must be less than the new Nyquist frequency to prevent aliasing.
+    cutoff = 0.98 * min(1.0, new / old)
     reach = math.ceil(48 / cutoff)  # 48 zero crossings on each side
     padded = np.pad(wave.astype(np.float64), reach)
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)

@@ -139,7 +139,7 @@ class _FrameDecoder:
         return (timestamp - (self.stream.start_time or 0)) * self.stream.time_base
 
     def start(self, packet: Any) -> Any:
-        """Return the time of a packet. Old containers have no `pts`, so its decoding time is used instead."""
+        """Return the time of a packet. Packets of old containers have no `pts`; their decoding time is used instead."""
         return self.seconds(packet.dts if packet.pts is None else packet.pts)
 
     @property

@@ -78,7 +78,7 @@ class MediaBatch:
         """Return the rows that `compute` returns for all items. Without items, `compute` runs on the dummy input."""
         inputs_to_run = items or [dummy_input()]
         rows = compute([to_compute(inputs, self.device, dtype) for inputs in inputs_to_run])
-        return rows if items else rows[:0]  # an empty slice: the gradient of the dummy input is zero
+        return rows if items else rows[:0]  # an empty slice, so that the dummy input has zero gradient
 
     def follower_losses(self, port: Port, follower: Follower, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the losses of a follower on this rank's items.

@@ -41,7 +41,7 @@ class OmniConfig(PretrainedConfig):
             foundation = AutoConfig.for_model(fields.pop("model_type", None), **fields)
         self.foundation = foundation
         self.modalities = check_description(modalities or {})
-        # Ignore these fields: otherwise a file could allow its own code.
+        # Ignore these fields, because otherwise a file could allow its own code.
         super().__init__(**{key: value for key, value in kwargs.items() if key not in NEVER_FROM_FILES})
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> Any:

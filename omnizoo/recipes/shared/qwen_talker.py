@@ -105,7 +105,7 @@ class Talker(UsesModel, TalkerFollower):
         return read_codes(media, self.sizes, self.max_frames, self.codec, RATE)
 
     def voice(self, speaker: Any, what: str) -> str:
-        """Return the key of `speaker` in `speakers`. If it is None, use `self.speaker` or the only speaker.
+        """Return the key of `speaker` in `speakers`. If `speaker` is None, use `self.speaker` or the only speaker.
 
         Error messages begin with `what`.
         """

@@ -190,9 +190,9 @@ class DepthCodes(UsesModel, MultiLossDecoder, HeadDecoder, ItemDecoder, CustomFl
     def residual_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """Return the loss of the depth decoder.
 
-        Each frame is one sequence: the hidden state that predicts it, then its codes. Each position predicts the code
-        of the next codebook. Without frames, the depth decoder runs on a dummy frame. It may be sharded, so other ranks
-        would otherwise wait in its collectives.
+        Each frame is one sequence, which consists of the hidden state that predicts the frame and its codes. Each
+        position predicts the code of the next codebook. Without frames, the depth decoder runs on a dummy frame. It may
+        be sharded, so other ranks would otherwise wait in its collectives.
         """
         if not len(codes):
             dummy_hidden = hidden.sum(0, keepdim=True)

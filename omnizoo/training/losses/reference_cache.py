@@ -1,4 +1,4 @@
-"""Disk cache for log-probabilities of responses under the reference. If it contains all of them, no model is built.
+"""Disk cache for log-probabilities of responses under the reference. If all are cached, no reference is built.
 
 There is one folder per reference and precision, with Arrow streams of (key, log-probability). Each rank that
 computes values writes a separate file, and all ranks read all files. A key is a hash of everything that the value

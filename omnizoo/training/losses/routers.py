@@ -1,8 +1,8 @@
 """Losses on MoE routers. They do not depend on the layout or on the number of micro-batches.
 
-The balance loss is a product of two means over tokens, so it depends on the set of tokens. We compute it for each pack.
-Its value for a pack equals `load_balancing_loss_func` of transformers on the tokens of this pack, over all layers. The
-value for a step is the mean over packs.
+The balance loss is a product of two means over tokens, so its value depends on the set of tokens. It is computed for
+each pack. Its value for a pack equals `load_balancing_loss_func` of transformers on the tokens of this pack, over all
+layers. The value for a step is the mean over packs.
 """
 
 from collections.abc import Callable, Sequence

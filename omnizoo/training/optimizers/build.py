@@ -223,7 +223,7 @@ def try_fused_step(optimizer: torch.optim.Optimizer, skip: torch.Tensor, grad_di
     if not all(type(part) is ShardAdamW and part.defaults["fused"] for part in parts):
         return False
     if any(p.device != skip.device for part in parts for group in part.param_groups for p in group["params"]):
-        # Offloaded weights: copy explicitly, because torch does not wait for its own copies to the CPU.
+        # The weights are offloaded. Copy explicitly, because torch does not wait for its own copies to the CPU.
         skip = skip.cpu()
         grad_divisor = None if grad_divisor is None else grad_divisor.cpu()
     for part in parts:
@@ -349,7 +349,7 @@ def _build(
 
     arguments = choice.arguments | {"lr": config.train.lr}
     if accepts_decay:
-        arguments["weight_decay"] = config.optimizer.weight_decay  # only a default: each parameter group sets its own
+        arguments["weight_decay"] = config.optimizer.weight_decay  # only a default; each parameter group sets its own
     if choice.kind == "muon" and config.train.precision == "bf16":
         arguments["dtype"] = torch.bfloat16
     if choice.kind == BF16:
