@@ -183,7 +183,7 @@ def _audio_array(media: Media, sample_rate: int) -> OpenAudio:
             wave = wave.mean(channel_dim)
         if wave.ndim != 1 or wave.dtype.kind != "f":
             raise BadMedia(
-                f"{media.name}: samples must be floats in -1..1 or int16, with one dimension or with channels"
+                f"{media.name}: samples must be floats in -1..1 or int16, with one dimension, or two with channels"
             )
         samples = wave.astype(np.float32)
         return len(samples), int(rate), lambda first, last: samples[first:last]

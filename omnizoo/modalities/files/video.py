@@ -18,7 +18,7 @@ from omnizoo.modalities.media import BadMedia, Media
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_VIDEO_PIXELS = 1 << 36  # maximum sum over all decoded frames of a video, such as 33,000 frames of 1920 x 1080
+MAX_VIDEO_PIXELS = 1 << 36  # maximum number of pixels of all decoded frames, such as 33,000 frames of 1920 x 1080
 
 
 def sample_times(seconds: float, fps: float, max_frames: int) -> list[float]:

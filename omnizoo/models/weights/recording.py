@@ -58,7 +58,7 @@ class Call:
 
     @property
     def reads(self) -> set[int]:
-        """The storages of the arguments of the operation."""
+        """The storages that the operation reads: those of its arguments."""
         return {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Window)}
 
 

@@ -52,8 +52,8 @@ SOFT_TOKENS = (70, 140, 280, 560, 1120)  # numbers of placeholder tokens per ima
 class PanAndScanEncoder(TileEncoder):
     """Image encoder of Gemma 3, with optional pan and scan.
 
-    With `pan_and_scan`, an elongated image is encoded as a whole and then as crops. If None, the setting of the
-    folder's preprocessor is used.
+    With `pan_and_scan`, an elongated image is encoded as a whole and then as crops. If `pan_and_scan` is None, the
+    setting of the folder's preprocessor is used.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, pan_and_scan: bool | None = None) -> None:
@@ -131,7 +131,8 @@ class SoftTokenEncoder(PatchEncoder):
 class PooledImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models with a tower.
 
-    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
+    An image has at most `max_soft_tokens` placeholder tokens. If `max_soft_tokens` is None, the folder's preprocessor
+    config sets the limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_soft_tokens: int | None = None) -> None:
@@ -218,8 +219,8 @@ class PooledImageEncoder(SoftTokenEncoder):
 class RawImageEncoder(SoftTokenEncoder):
     """Image encoder of Gemma 4 models without a tower: a placeholder token is a square of pixels.
 
-    An image has at most `max_soft_tokens` placeholder tokens. If None, the folder's preprocessor config sets the limit.
-    The processor of transformers needs torchvision, so `TensorImageProcessor` replaces it.
+    An image has at most `max_soft_tokens` placeholder tokens. If `max_soft_tokens` is None, the folder's preprocessor
+    config sets the limit. The processor of transformers needs torchvision, so `TensorImageProcessor` replaces it.
     """
 
     packs_items = False

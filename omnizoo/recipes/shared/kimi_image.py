@@ -29,7 +29,8 @@ PUBLISHED = {"max_patches": 16384, "resample": BICUBIC, "size": {"max_height": 5
 class NativeSizeEncoder(PatchEncoder):
     """Image encoder of Kimi K2.5.
 
-    An image has at most `max_patches` patches. If None, the folder's preprocessor config sets the limit.
+    An image has at most `max_patches` patches. If `max_patches` is None, the folder's preprocessor config sets the
+    limit.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str | None, max_patches: int | None = None) -> None:

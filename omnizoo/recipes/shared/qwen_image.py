@@ -49,8 +49,8 @@ SMALL_WINDOWS = {"fullatt_block_indexes": [1], "window_size": 56}
 class QwenImageEncoder(ImageTowerEncoder):
     """Image encoder of Qwen2-VL, and base class for later models.
 
-    Images are resized to between `min_pixels` and `max_pixels` pixels. If None, the folder's preprocessor config sets
-    these limits. Patches have rotary positions on two axes.
+    Images are resized to between `min_pixels` and `max_pixels` pixels. Limits that are None are set by the folder's
+    preprocessor config. Patches have rotary positions on two axes.
     """
 
     packs_items = True
