@@ -61,9 +61,9 @@ class LossSums:
 
 
 class Objective:
-    """Base class of objectives: the loss terms of a batch, and the count that each of them is divided by.
+    """Base class of objectives. An objective defines the loss terms of a batch, and the count that divides each term.
 
-    A subclass implements `loss_counts` and `terms`. This class computes gradients from them:
+    A subclass implements `loss_counts` and `terms`. This class computes gradients from both:
 
         for batch in objective.micro_batches(data, step):
             loss = objective.loss(batch)

@@ -79,7 +79,7 @@ class VideoEncoder(VisionEncoder):
 
     def prepare(self, media: Media) -> Inputs:
         times, frames, grid = self._frames(media)
-        # Integers, because floats are cast to the precision of the computation.
+        # Times are stored as integers, because floats would be cast to the precision of the computation.
         milliseconds = torch.tensor([round(1000 * time) for time in self._step_times(times)])
         return {"pixel_values": self.kind.frame_values(frames, grid), "milliseconds": milliseconds}
 

@@ -90,7 +90,8 @@ class Adafactor(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Member:
-    """A parameter during a step. Its methods return sums over the local shard, which the caller sums over ranks."""
+    """A parameter that the current step updates. Its methods return sums over the local shard, which the caller sums
+    over ranks."""
 
     parameter: torch.Tensor
     group: dict[str, Any]
