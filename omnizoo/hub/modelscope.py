@@ -1,6 +1,5 @@
 """Download repositories from ModelScope with its own package, which checks sha256 itself."""
 
-from importlib import import_module
 from importlib.util import find_spec
 
 from omnizoo.config.errors import UserError, first_line
@@ -18,7 +17,7 @@ def fetch_from_modelscope(name: HubName, repo_type: RepoType, key: str) -> str:
     """
     if find_spec("modelscope") is None:
         raise UserError(f"{key}: {name}: needs the package modelscope. Run `pip install modelscope`.")
-    modelscope = import_module("modelscope")
+    import modelscope
 
     function = modelscope.dataset_snapshot_download if repo_type == "dataset" else modelscope.snapshot_download
     try:
