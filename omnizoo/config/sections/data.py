@@ -22,6 +22,7 @@ RowFormat = Literal[
     "caption",
     "from_caption",
     "document",
+    "tokenized",
 ]
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 

@@ -139,8 +139,8 @@ class Lane:
         """Update the counters with the samples of a row."""
         counters = self.counters
         max_positions = self.reader.most_positions
-        if split.counter:
-            setattr(counters, split.counter, getattr(counters, split.counter) + 1)
+        for name in split.counters:
+            setattr(counters, name, getattr(counters, name) + 1)
         counters.few_targets += split.few_targets
         if max_positions is not None:
             counters.beyond_positions += sum(sample.num_positions > max_positions for sample in split.samples)
