@@ -5,6 +5,7 @@ the ids of the samples in its packing window. The order of rows can be computed 
 resuming does not replay data.
 """
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
@@ -41,6 +42,19 @@ class Counters:
     beyond_positions: int = 0  # samples longer than the model's maximum number of positions
 
 
+def shares_of(reader: Reader, by_rows: bool) -> list[float]:
+    """Return the share of each source in the rows that are read, from weights or from the numbers of rows.
+
+    Args:
+        reader: The data of a run.
+        by_rows: Whether to use the numbers of rows even if the sources have weights.
+    """
+    weights: Sequence[float] | None = None if by_rows else reader.config.data.weights
+    if weights is None:
+        weights = [len(source) for source in reader.sources]
+    return [weight / sum(weights) for weight in weights]
+
+
 @dataclass
 class Lane:
     """A stream of packs. `next_pack` returns the samples of the next pack.
@@ -52,7 +66,7 @@ class Lane:
     lane: int
     epochs: float | None = None
     patience: int = 0  # number of bad rows to collect before `data.on_bad_row: error` raises
-    by_rows: bool = False  # mix sources by their numbers of rows instead of their weights
+    by_rows: bool = False  # mix sources by their numbers of rows even if they have weights
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # messages about rows skipped since the last `take_bad_rows`
 
@@ -60,10 +74,7 @@ class Lane:
         self.data = self.reader.config.data
         self.sources = self.reader.sources
         self.seed = self.reader.config.train.seed
-        weights = [spec.weight for spec in self.data.sources]
-        if self.by_rows:
-            weights = [len(source) for source in self.sources]
-        self.weights = [weight / sum(weights) for weight in weights]
+        self.shares = shares_of(self.reader, self.by_rows)
         # Lanes start at different positions of the mix. Otherwise, all lanes would begin with the same source.
         self.jitter = [float(random_bits(1, self.seed, self.lane, i)[0]) / 2**64 for i in range(len(self.sources))]
         # A source with fewer rows than lanes cannot be divided among the lanes. Each lane then reads all rows of every
@@ -154,7 +165,7 @@ class Lane:
         rows = 1 + sum(cursor.rows_read for cursor in self.cursors)
 
         def rows_behind(i: int) -> float:
-            return self.weights[i] * rows + self.jitter[i] - self.cursors[i].rows_read
+            return self.shares[i] * rows + self.jitter[i] - self.cursors[i].rows_read
 
         return max(open_sources, key=rows_behind, default=None)
 
