@@ -65,7 +65,6 @@ class Lane:
     reader: Reader
     lane: int
     epochs: float | None = None
-    patience: int = 0  # number of bad rows to collect before `data.on_bad_row: error` raises
     by_rows: bool = False  # mix sources by their numbers of rows even if they have weights
     counters: Counters = field(default_factory=Counters)
     bad_rows: list[str] = field(default_factory=list)  # messages about rows skipped since the last `take_bad_rows`
@@ -115,7 +114,6 @@ class Lane:
         if i is None:
             return False
         cursor = self.cursors[i]
-        source = self.sources[i]
         epoch = cursor.epoch
         row = self.orders[i][cursor.position]
         self._advance(i)
@@ -125,13 +123,19 @@ class Lane:
             self.packer.add(sample)
 
         cursor.rows_without_sample = 0 if split.samples else cursor.rows_without_sample + 1
-        # The limit exceeds one epoch of all lanes, because a lane's part of a small source may have no usable row.
-        if cursor.rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
-            raise UserError(
-                f"{self.data.sources[i].name}: none of the last {cursor.rows_without_sample} rows was usable; "
-                f"the last one ({source.where(row)}): {split.reason}"
-            )
+        self._check_usable(i, row, split.reason)
         return True
+
+    def _check_usable(self, i: int, row: int, reason: str) -> None:
+        """Raise `UserError` if source `i` has no usable rows. `reason` is that of the last row."""
+        source = self.sources[i]
+        rows_without_sample = self.cursors[i].rows_without_sample
+        # The limit exceeds one epoch of all lanes, because a lane's part of a small source may have no usable row.
+        if rows_without_sample >= len(source) + 64 * min(self.data.lanes, len(source)):
+            raise UserError(
+                f"{self.data.sources[i].name}: none of the last {rows_without_sample} rows was usable; "
+                f"the last one ({source.where(row)}): {reason}"
+            )
 
     def samples_of(self, i: int, epoch: int, row: int) -> SampleSplit:
         """Return the samples of a row. A bad row has no samples, or raises an error with `data.on_bad_row: error`."""
@@ -140,7 +144,7 @@ class Lane:
         except BadRow as bad:
             where = self.sources[i].where(row)
             message = f"{where}: {bad}"
-            if self.data.on_bad_row == "error" and len(self.bad_rows) >= self.patience:
+            if self.data.on_bad_row == "error":
                 raise UserError(stop_message(message)) from None
             self.counters.skipped_rows += 1
             self.bad_rows.append(message)

@@ -49,12 +49,11 @@ class TokenRowRenderer:
             raise BadRow("no targets: `weight` is 0")
 
         ids = tokens.ids.astype(np.int32)
-        positions = [self.positions(ids[span]) for span in spans]
-        has_positions = positions[0] is not None
+        positions = [part for span in spans if (part := self.positions(ids[span])) is not None]
         columns = make_columns(
             input_ids=ids,
             labels=np.where(tokens.is_target, ids, IGNORE_INDEX),
-            position_ids=np.concatenate(positions, axis=-1) if has_positions else None,
+            position_ids=np.concatenate(positions, axis=-1) if positions else None,
             loss_weights=None if weight == 1 else np.where(tokens.is_target, np.float32(weight), np.float32(0)),
         )
         return RenderedRow(
