@@ -101,7 +101,7 @@ class DataSection(ConfigSection):
     """training data, mixed by `weight`, or by size if no source has a weight"""
 
     eval_sources: list[SourceSettings] = Field([])
-    """held-out data for evaluations"""
+    """held-out data for evaluations, which is read in proportion to `weight` (default: equal numbers of packs)"""
 
     pack_tokens: Annotated[int, Field(ge=2, le=2**30)] = 2048
     """maximum number of tokens of a pack, and of the longest sample"""
