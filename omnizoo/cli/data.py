@@ -280,7 +280,7 @@ def bad_row_lines(groups: "Sequence[BadRowGroup]") -> Iterator[Text]:
     from omnizoo.data.loading.inspection import visible
 
     for group in groups[:MAX_BAD_GROUPS]:
-        yield Text(visible(group.line), "red")
+        yield Text.assemble((f"{group.title}: ", "bold red"), (visible(group.first.message), "red"))
     num_hidden = sum(group.count for group in groups[MAX_BAD_GROUPS:])
     if num_hidden:
         yield Text(f"and {num_hidden:,} more bad rows for other reasons", "red")

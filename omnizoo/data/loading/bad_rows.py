@@ -36,11 +36,9 @@ class BadRowGroup:
     first: BadRowRecord  # the bad row with the lowest number
 
     @property
-    def line(self) -> str:
-        """The group as one line: the number of rows, the first row and its reason."""
-        if self.count == 1:
-            return f"bad row: {self.first.message}"
-        return f"{self.count:,} bad rows, the first: {self.first.message}"
+    def title(self) -> str:
+        """The number of rows. The message of the first row follows it."""
+        return "bad row" if self.count == 1 else f"{self.count:,} bad rows, the first"
 
 
 def group_bad_rows(records: Iterable[BadRowRecord]) -> list[BadRowGroup]:
