@@ -71,7 +71,10 @@ def _integers(row: Row, name: str) -> Integers:
     is_mask = name in TARGET_MASKS or name == "attention_mask"
     if is_mask and array.dtype.kind in "bf":
         array = _without_fractions(array, name)
-    if array.size and (array.dtype.kind not in "iu" or array.max() > np.iinfo(np.int64).max):
+    # Among integers, numpy would convert booleans to 0 and 1.
+    has_booleans = not is_mask and isinstance(value, list | tuple) and bool in set(map(type, value))
+    is_integer = array.dtype.kind in "iu" and not has_booleans
+    if array.size and (not is_integer or array.max() > np.iinfo(np.int64).max):
         raise BadRow(f"`{name}` contains {_first_other(value, array)}; {expected}")
     return array.astype(np.int64)
 
