@@ -56,6 +56,10 @@ class SourceSettings(ConfigSection):
     """folder for relative media paths in the rows; default: the folder of the data file, or the working directory for
     rows from Python"""
 
+    untagged_media: Literal["first"] | None = None
+    """position of media in a column if no text of the row has a tag such as `<image>` for them: `first` places them at
+    the beginning of the first user message; default: such rows are bad rows"""
+
     rows: Annotated[Text, plugin("a callable that returns rows; expected `package.module:callable`")] | None = None
     """`package.module:callable` of a plugin, instead of `path`, that returns a list of dicts, a `datasets.Dataset`, a
     torch dataset or an `omnizoo.RowSource` (docs/how-to/plugins.md)"""

@@ -16,7 +16,8 @@ from omnizoo.models.read_config import tokenizer_folder
 
 log = logging.getLogger(__name__)
 
-FORMAT_KEYS = ("format", "columns", "json_columns", "take")  # keys of a source that define how its rows are interpreted
+# Keys of a source that define how its rows are interpreted.
+FORMAT_KEYS = ("format", "columns", "json_columns", "take", "untagged_media")
 # Keys of the fingerprint. Checkpoints store them, so they must never change.
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
