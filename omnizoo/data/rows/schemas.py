@@ -149,7 +149,9 @@ def _format_fixes(matches: Collection[str], schema: SourceSchema) -> list[Fix]:
 
 
 def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collection[str] = ()) -> list[Fix]:
-    """Return the renamed columns with which a row that no rule matches can be read; empty if there are none.
+    """Return the renamed columns with which a row that no rule matches can be read.
+
+    If the names of its fields do not show how to read it, only the user can choose the columns.
 
     Args:
         row: The whole row.
@@ -159,7 +161,7 @@ def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collectio
     """
     columns, purpose = _columns_of(row, present, media)
     renamed = {name: field for name, field in columns.items() if name != field}
-    return [Fix(f"{schema.key}.columns", renamed, purpose)] if renamed else []
+    return [Fix(f"{schema.key}.columns", renamed or None, purpose)]
 
 
 def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[str, str], str]:

@@ -239,9 +239,11 @@ class RowFields:
         reasons = _unsupported_reasons(unused)
         if not location and self.preferences == "refused":
             if NEEDS_PREFERENCE_LOSS in reasons:
-                return [Fix("train.losses", [{"kind": "dpo"}], "the rows are preference pairs; or simpo, orpo, kto")]
+                losses = [{"kind": "dpo", "options": {"beta": 0.1}}]
+                return [Fix("train.losses", losses, "the rows are preference pairs; dpo, simpo, orpo or kto")]
             if LABELS in reasons and any(name in names for name in (*RESPONSES, "messages", "conversations")):
-                return [Fix("train.losses", [{"kind": "kto"}], "the rows have labeled responses")]
+                losses = [{"kind": "kto", "options": {"beta": 0.1}}]
+                return [Fix("train.losses", losses, "the rows have labeled responses, which only kto uses")]
         is_media = any(name.removesuffix("s") in WELL_KNOWN for name in unused)
         if is_media or any(reason in NEVER_DROPPED for reason in reasons if reason != NEEDS_PREFERENCE_LOSS):
             return []
@@ -276,14 +278,15 @@ class RowFields:
 
 
 def suggestion(fixes: Sequence[Fix]) -> str:
-    """Return the line of the config that the best fix sets, as the end of an error message; "" without fixes."""
-    if not fixes:
+    """Return the renamed columns of the best fix as the end of an error message; "" if only the user can choose them.
+
+    Args:
+        fixes: Fixes of `columns`.
+    """
+    if not fixes or fixes[0].value is None:
         return ""
-    value = fixes[0].value
-    listed = (
-        "{" + ", ".join(f"{name}: {item}" for name, item in value.items()) + "}" if isinstance(value, dict) else value
-    )
-    return f". {fixes[0].reason.capitalize()}, set {fixes[0].key}: {listed}"
+    columns = ", ".join(f"{name}: {field}" for name, field in fixes[0].value.items())
+    return f". {fixes[0].reason.capitalize()}, set {fixes[0].key}: {{{columns}}}"
 
 
 def unsupported_reason(name: str) -> str | None:
