@@ -228,6 +228,10 @@ def llama_factory_tagged(number: int) -> Row:
     return sharegpt(number) | {"kto_tag": number % 2 == 0}
 
 
+def argilla_pair(number: int) -> Row:
+    return {"instruction": f"Write {number} lines.", "chosen_response": "A. B.", "rejected_response": "A."}
+
+
 def swift_pair(number: int) -> Row:
     return {"messages": [user(f"Who are you, {number}?"), assistant("A model.")], "rejected_response": "Nobody."}
 
@@ -337,6 +341,8 @@ SHAPES = [
           "mllm.json", media={"mllm_demo_data/1.mp3": "audio0.flac"}),
     Shape("LLaMA-Factory mllm_video_demo", llama_factory_media("video", "mllm_demo_data/1.mp4"), "qwen3_vl",
           "mllm.json", media={"mllm_demo_data/1.mp4": "video0.mp4"}),
+    Shape("chosen_response and rejected_response", argilla_pair, loss=PAIRS,
+          source={"columns": {"chosen": "chosen_response", "rejected": "rejected_response"}}),
     Shape("ms-swift rejected_response", swift_pair, loss=PAIRS),
     Shape("LLaMA-Factory glaive_toolcall", function_call, file="tools.json", template=True),
     Shape("LLaMA-Factory reason_tool_use", reasoning_and_calls, template=True),

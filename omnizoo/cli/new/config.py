@@ -240,7 +240,7 @@ def power_above(value: float) -> int:
 
 def pack_tokens(facts: NewConfigFacts) -> int:
     """Return a pack length that fits 99 % of the samples, and several samples of median length."""
-    if "data.pack_tokens" in facts.changes:
+    if facts.changes.get("data.pack_tokens"):
         return int(facts.changes["data.pack_tokens"])
     num_samples = len(facts.lengths)
     percentile_99 = facts.lengths[min(num_samples - 1, int(0.99 * num_samples))]
@@ -263,8 +263,10 @@ def packs_per_step(facts: NewConfigFacts, num_packs: float) -> int:
     An epoch has about 50 steps, unless a step would then exceed a usual number of tokens. On a machine without devices,
     users start up to one rank per core.
     """
-    if "train.packs_per_step" in facts.changes:
+    if facts.changes.get("train.packs_per_step"):
         return int(facts.changes["train.packs_per_step"])
+    if facts.changes.get("train.tokens_per_step"):
+        return max(1, int(facts.changes["train.tokens_per_step"]) // pack_tokens(facts))
     multiple = facts.nproc
     if facts.is_host:
         multiple = math.lcm(facts.nproc, power_above((min(facts.cores, MAX_CORES) + 1) / 2))
@@ -336,8 +338,8 @@ def render_config(facts: NewConfigFacts, name: str) -> str:
     num_held_out = facts.rows // every if every else 0
     num_packs = (facts.rows - num_held_out) * facts.mean / tokens
     step_packs = packs_per_step(facts, num_packs)
-    epochs = facts.changes.get("train.epochs", 1 if facts.is_plain_text else 3)
-    steps = facts.changes.get("train.steps", math.ceil(max(1, math.ceil(num_packs / step_packs)) * epochs))
+    epochs = facts.changes.get("train.epochs") or (1 if facts.is_plain_text else 3)
+    steps = facts.changes.get("train.steps") or math.ceil(max(1, math.ceil(num_packs / step_packs)) * epochs)
     train_source, eval_sources = source_lines(facts, every)
     losses = facts.settings.sections.get("train", {}).get("losses")
 

@@ -191,6 +191,8 @@ def folder_with(name: str, data: Path) -> str | None:
 
     The search goes from the folder of the data to its parent and all folders below, the closest ones first.
     """
+    if not data.exists():
+        return None  # the rows are not on this machine
     start = data if data.is_dir() else data.parent
     for root in (start, start.resolve().parent):
         folders = [root]

@@ -109,7 +109,9 @@ class RowMedia:
         if not prompts or not untagged:
             return  # `check_counts` raises the error
         if self.schema.untagged_media is None:
-            raise self._untagged_error(untagged[0])
+            if self.notation.modalities[untagged[0]].decoder is None:
+                raise self._untagged_error(untagged[0])
+            return  # the items may belong to a response
         for name in reversed(untagged):
             content: Any = prompts[0].get("content") or ""
             num_items = len(self.columns[name])

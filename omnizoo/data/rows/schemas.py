@@ -29,6 +29,10 @@ OTHER_PAIRS = (
     *(("input", "target"), ("inputs", "targets"), ("problem", "solution"), ("problem", "answer")),
     *(("question", "solution"), ("user", "assistant"), ("human", "assistant"), ("dialogue", "summary")),
 )
+OTHER_SIDES = (
+    *(("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"), ("accepted", "rejected")),
+    *(("preferred", "dispreferred"), ("better", "worse")),
+)
 # Names of the transcript of a sound, or of the description of a picture.
 TRANSCRIPTS = ("sentence", "transcription", "transcript", "raw_transcription", "normalized_text", "description")
 # Formats in the order in which `omnizoo new` prefers them for rows that match several of them.
@@ -169,6 +173,9 @@ def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[st
     for name, value in present.items():
         if isinstance(value, list) and value and all(map(_is_message, value)):
             return {"messages": name}, "to read it as a chat"
+    for chosen, rejected in OTHER_SIDES:
+        if chosen in present and rejected in present:
+            return {"chosen": chosen, "rejected": rejected}, "to read them as a preference pair"
     for prompt, response in OTHER_PAIRS:
         if prompt in present and response in present:
             if "context" in row:  # may be empty in this row

@@ -4,7 +4,7 @@ If fields were dropped silently, a run could train without an image, without a s
 rejected.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -151,7 +151,7 @@ class RowFields:
             return False
         if any(name in present for name in SIDES):
             response_fields: tuple[str, ...] = SIDES
-        elif REJECTED_RESPONSE in present:
+        elif REJECTED_RESPONSE in present and "chosen_response" not in present:
             response_fields = (REJECTED_RESPONSE, *RESPONSES)
         elif self.labeled_responses and any(name in present for name in SINGLE):
             response_fields = ("label", *RESPONSES)
@@ -177,8 +177,9 @@ class RowFields:
         if self.preferences == "required":
             labeled = ", or `completion` and `label`" if self.labeled_responses else ""
             raise BadRow(
-                f"not a preference row: all losses in train.losses need `chosen` and `rejected`{labeled}. Add "
-                "cross_entropy to train.losses to train on other rows as well."
+                f"not a preference row: all losses in train.losses need `chosen` and `rejected`{labeled}"
+                f"{suggestion(fixes) or '. Add cross_entropy to train.losses to train on other rows as well'}.",
+                fixes,
             )
 
         conversations = [name for name in CONVERSATION if name in present]
@@ -221,19 +222,19 @@ class RowFields:
         Raises:
             BadRow: If a field is not used.
         """
-        names = list(names)
+        values = names if isinstance(names, Mapping) else dict.fromkeys(names)
         others = [name for name in names if name not in used and name not in METADATA_FIELDS]
         unused = [name for name in others if not self.is_ignored(name)]
         if unused:
-            fixes = self._fixes_of_unused(unused, names, location)
+            fixes = self._fixes_of_unused(unused, values, location)
             raise BadRow(self.unused_message(unused, location), fixes)
 
-    def _fixes_of_unused(self, unused: Sequence[str], names: Sequence[str], location: str) -> list[Fix]:
+    def _fixes_of_unused(self, unused: Sequence[str], values: Mapping[str, Any], location: str) -> list[Fix]:
         """Return config values with which unused fields are either used, or dropped without changing the training.
 
         Args:
             unused: The unused fields.
-            names: All fields.
+            values: All fields.
             location: Location of the fields; empty for the row itself.
         """
         reasons = _unsupported_reasons(unused)
@@ -241,7 +242,8 @@ class RowFields:
             if NEEDS_PREFERENCE_LOSS in reasons:
                 losses = [{"kind": "dpo", "options": {"beta": 0.1}}]
                 return [Fix("train.losses", losses, "the rows are preference pairs; dpo, simpo, orpo or kto")]
-            if LABELS in reasons and any(name in names for name in (*RESPONSES, "messages", "conversations")):
+            has_label = any(isinstance(values.get(name), bool) for name in LABEL_FIELDS)
+            if has_label and any(name in values for name in (*RESPONSES, "messages", "conversations")):
                 losses = [{"kind": "kto", "options": {"beta": 0.1}}]
                 return [Fix("train.losses", losses, "the rows have labeled responses, which only kto uses")]
         is_media = any(name.removesuffix("s") in WELL_KNOWN for name in unused)

@@ -75,6 +75,11 @@ def test_labeled_responses_of_other_tools_equal_those_of_trl(tmp_path: Path, nam
     ("row", "is_labeled", "match"),
     [
         ({"question": "hi", "chosen": "yes", "rejected": "no"}, False, r"data\.sources\.N\.columns: {query: question}"),
+        (
+            {"instruction": "hi", "chosen_response": "yes", "rejected_response": "no"},
+            False,
+            r"data\.sources\.N\.columns: {chosen: chosen_response, rejected: rejected_response}",
+        ),
         ({"query": "hi", "instruction": "hi", "chosen": "yes", "rejected": "no"}, False, "`query` and `instruction`"),
         ({"query": "hi", "prompt": "hi", "chosen": "yes", "rejected": "no"}, False, "`query` and another prompt"),
         ({"messages": ASKS, "rejected_response": "no"}, False, "`messages` does not end with a response"),
