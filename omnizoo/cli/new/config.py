@@ -135,7 +135,6 @@ def dataset_settings(model: str, data: str, changes: Mapping[str, Any], out: Pat
     for key, value in changes.items():
         if key.startswith(("model.", "data.", "train.losses")):
             apply_override(sections, key, value)
-    sections["data"].pop("pack_tokens", None)
     template_file = out.with_name(f"{out.stem}_template.jinja")
     return DatasetSettings(sections=sections, template_file=template_file, fixed=frozenset(changes))
 
@@ -155,7 +154,6 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
         raise UserError(f"MODEL_FOLDER: {model} is not a folder; expected a folder with a Hugging Face model{hint}")
     import torch
 
-    from omnizoo.data.loading.inspection import inspect_data
     from omnizoo.data.rendering.template_limits import memory_limits
     from omnizoo.data.sources.open import open_source
     from omnizoo.models.recipe import read_facts
@@ -165,10 +163,10 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
     settings = dataset_settings(model, data, changes, out)
     with memory_limits():
         bundle = build_bundle(settings.config())
-        reader = fit_settings(settings, bundle)
-        source = reader.sources[0] if reader else open_source(SourceSettings(path=data))
-        lengths = sorted(inspect_data(reader, 0).lengths) if reader else estimated_lengths(source)
-        format_name = reader.format_of(0)[0] if reader else "not known yet"
+        fitted = fit_settings(settings, bundle)
+    source = fitted.reader.sources[0] if fitted else open_source(SourceSettings(path=data))
+    lengths = fitted.lengths if fitted else estimated_lengths(source)
+    format_name = fitted.reader.format_of(0)[0] if fitted else "not known yet"
 
     device = pick_device(0)
     num_devices = 1 if is_host(device) else torch.accelerator.device_count()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from omnizoo.data.sources.base import RowSource
     from omnizoo.training.setup import ModelBundle
 
-MAX_MEASURED = 2**15  # in tokens; longer samples are not measured exactly
 MAX_ROWS = 512  # number of rows to try
 MAX_BAD = 0.1  # share of rows that may be bad; they are skipped
 MAX_FOLDERS = 2000  # number of folders in which media files are searched
@@ -51,9 +50,8 @@ class DatasetSettings:
         return source
 
     def config(self) -> Config:
-        """Return the validated config for reading the rows, in one lane and with long packs."""
-        config = load_config(deepcopy(self.sections))
-        return config.changed(data={"pack_tokens": MAX_MEASURED, "lanes": 1})
+        """Return the validated config for reading the rows."""
+        return load_config(deepcopy(self.sections))
 
     def apply(self, fix: Fix) -> bool:
         """Set the key of a fix. Return whether this changed a value."""
@@ -81,7 +79,15 @@ class DatasetSettings:
         self.choice = reason
 
 
-def fit_settings(settings: DatasetSettings, bundle: "ModelBundle") -> "Reader | None":
+@dataclass(frozen=True)
+class FittedRows:
+    """A reader of rows that can be used, and the lengths of those that were tried."""
+
+    reader: "Reader"
+    lengths: list[int]  # in tokens, sorted
+
+
+def fit_settings(settings: DatasetSettings, bundle: "ModelBundle") -> FittedRows | None:
     """Change the settings until the rows can be used.
 
     Args:
@@ -89,30 +95,30 @@ def fit_settings(settings: DatasetSettings, bundle: "ModelBundle") -> "Reader | 
         bundle: The model.
 
     Returns:
-        A reader of the rows; None if the user has to choose a setting first.
+        The rows; None if the user has to choose a setting first.
 
     Raises:
         UserError: If many rows are bad for a reason that no setting changes.
     """
     while True:
         reader = _reader(settings, bundle)
-        num_rows = 0
+        lengths = []
         bad_rows: list[tuple[str, BadRow]] = []
         is_changed = False
-        for where, bad in _tried_rows(reader, settings.template_file):
-            num_rows += 1
-            if bad is None:
+        for where, result in _tried_rows(reader, settings.template_file):
+            if isinstance(result, int):
+                lengths.append(result)
                 continue
-            if any(_apply(settings, fix, bundle.tokenizer) for fix in bad.fixes):
+            if any(_apply(settings, fix, bundle.tokenizer) for fix in result.fixes):
                 is_changed = True
                 break
-            bad_rows.append((where, bad))
+            bad_rows.append((where, result))
         if is_changed or _find_media(settings, bad_rows):
             continue
-        if bad_rows and not _skips(settings, bad_rows, num_rows):
+        if bad_rows and not _skips(settings, bad_rows, len(lengths)):
             _choose_or_raise(settings, bad_rows)
             return None
-        return _reader(settings, bundle)
+        return FittedRows(_reader(settings, bundle), sorted(lengths))
 
 
 def _apply(settings: DatasetSettings, fix: Fix, tokenizer: Any) -> bool:
@@ -124,11 +130,12 @@ def _apply(settings: DatasetSettings, fix: Fix, tokenizer: Any) -> bool:
     return True
 
 
-def _skips(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]], num_rows: int) -> bool:
+def _skips(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]], num_good: int) -> bool:
     """Set `data.on_bad_row: skip` if only few rows are bad. Return whether bad rows are skipped."""
     is_set = settings.sections["data"].get("on_bad_row") == "skip"
+    num_rows = num_good + len(bad_rows)
     if is_set or len(bad_rows) > MAX_BAD * num_rows:
-        return is_set and len(bad_rows) < num_rows
+        return is_set and num_good > 0
     where, bad = bad_rows[0]
     reason = f"{len(bad_rows)} of {num_rows} tried rows are bad, such as {where}: {bad}"
     return settings.apply(Fix("data.on_bad_row", "skip", reason))
@@ -141,16 +148,17 @@ def _reader(settings: DatasetSettings, bundle: "ModelBundle") -> "Reader":
     return build_reader(settings.config(), bundle.tokenizer, **bundle.media)
 
 
-def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, BadRow | None]]:
-    """Yield the location of each row that is tried, and why the row is bad; None if it can be used."""
+def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, int | BadRow]]:
+    """Yield the location of each row that is tried, and its length in tokens, or why it is bad."""
     source = reader.sources[0]
+    num_copies = 2 if reader.config.mismatched_answers else 1  # each prompt also gets the response of another row
     renderer = reader.renderer
     for number in tried_numbers(len(source)):
         where = source.where(number)
         row: dict[str, Any] = {}
         try:
             row = source.read(number)
-            renderer.render(row, (0, 0, number), _finder(source, number))
+            rendered = renderer.render(row, (0, 0, number), _finder(source, number))
         except BadRow as bad:
             yield where, BadRow(str(bad), [*bad.fixes, *template_fixes(renderer.tokenizer, row, template_file)])
         except UserError as error:  # the tokenizer has no chat template
@@ -159,7 +167,7 @@ def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, Ba
                 raise
             yield where, BadRow(str(error), fixes)
         else:
-            yield where, None
+            yield where, num_copies * len(rendered)
 
 
 def _finder(source: Any, number: int) -> Any:
