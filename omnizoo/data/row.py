@@ -40,6 +40,7 @@ class Fix:
     key: str  # config key, such as `data.sources.0.columns`
     value: Any  # new value of the key; items to append if the key is a list; None if only the user can choose it
     reason: str  # comment for the config
+    file: str = ""  # media file in the row that is missing; only for `media_dir`
 
 
 class BadRow(Exception):  # noqa: N818 (not an error with `data.on_bad_row: skip`)

@@ -136,6 +136,7 @@ def test_unknown_shape_gives_a_config_with_one_line_to_choose(
     lines = out.read_text().splitlines()
     (marked,) = [number for number, line in enumerate(lines) if "# CHOOSE" in line]
     assert f"{key}: " in lines[marked + 1]
+    assert sum("CHOOSE_" in line for line in lines) == 1
     assert main(["data", "inspect", str(out)]) == 2
     assert f"data.sources.0.{key}" in capsys.readouterr().err
 

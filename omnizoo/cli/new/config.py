@@ -101,7 +101,7 @@ def print_summary(facts: NewConfigFacts, out: Path) -> None:
     for key, comment in facts.settings.comments.items():
         print(f"  {key}: {short_comment(comment)}")
     if facts.settings.choice:
-        print(f"written: {out}. Edit the line after CHOOSE first: {short_comment(facts.settings.choice)}")
+        print(f"written: {out}. Edit the line after CHOOSE, then inspect the data and train:")
     else:
         print(f"written: {out}. Inspect the data, then train:")
     print(f"  omnizoo data inspect {out}")
@@ -293,12 +293,14 @@ def source_lines(facts: NewConfigFacts, every: int) -> tuple[str, list[str]]:
     data = facts.settings.sections["data"]
     train_source = dict(facts.settings.source)
     eval_sources = [dict(source) for source in data.get("eval_sources", [])]
+    choice = facts.settings.choice
     if not eval_sources and facts.splits:
         eval_sources = [train_source | {"split": facts.splits[1]}]
     elif not eval_sources and every:
         eval_sources = [train_source | {"take": f"every {every}th"}]
         train_source["take"] = f"all but every {every}th"
-    return source_text(train_source), list(map(source_text, eval_sources))
+    # The user edits a placeholder in one line only; the evaluation source refers to it.
+    return source_text(train_source, anchor=choice), [source_text(source, alias=choice) for source in eval_sources]
 
 
 def short_comment(text: str) -> str:
@@ -322,11 +324,11 @@ def source_comments(facts: NewConfigFacts) -> list[str]:
     """Return the comments above the training source: the reason for each of its keys, and what the user must choose."""
     comments = []
     for key, comment in facts.settings.comments.items():
+        name = key.rpartition(".")[2]
         if key.startswith(f"{SOURCE}."):
-            comments.append(f"choose `{key.rpartition('.')[2]}`: {short_comment(comment)}")
-    if facts.settings.choice:
-        comments.append(f"CHOOSE the value in capitals in the next line: {short_comment(facts.settings.choice)}")
-    return comments
+            verb = "CHOOSE" if name == facts.settings.choice else "choose"
+            comments.append(f"{verb} `{name}`: {short_comment(comment)}")
+    return sorted(comments, reverse=True)  # the line to edit follows CHOOSE
 
 
 def render_config(facts: NewConfigFacts, name: str) -> str:

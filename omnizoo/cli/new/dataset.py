@@ -41,7 +41,7 @@ class DatasetSettings:
     template_file: Path  # file for a chat template, which is written if the rows need another one
     fixed: frozenset[str]  # keys from the command line, which no fix changes
     comments: dict[str, str] = field(default_factory=dict)  # reason for each key that a fix has set
-    choice: str = ""  # what the user has to choose before training; empty if the config trains without edits
+    choice: str = ""  # key of the source that the user has to choose before training; empty if there is none
 
     @property
     def source(self) -> dict[str, Any]:
@@ -72,11 +72,12 @@ class DatasetSettings:
         self.comments[fix.key] = fix.reason
         return bool(new != old)
 
-    def set_placeholder(self, fix: Fix, reason: str) -> None:
+    def set_placeholder(self, fix: Fix) -> None:
         """Set a key that only the user can choose to a placeholder."""
         name = fix.key.rpartition(".")[2]
         self.source[name] = PLACEHOLDERS[fix.key]
-        self.choice = reason
+        self.choice = name
+        self.comments[fix.key] = fix.reason
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def tried_numbers(num_rows: int) -> Sequence[int]:
 def _find_media(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]]) -> bool:
     """Set `media_dir` to a folder near the data that has the missing media files. Return whether there is one."""
     key = f"{SOURCE}.media_dir"
-    names = [fix.reason for _, bad in bad_rows for fix in bad.fixes if fix.key == key]
+    names = [fix.file for _, bad in bad_rows for fix in bad.fixes if fix.key == key]
     path = settings.source.get("path")
     if not names or path is None or settings.source.get("media_dir") is not None:
         return False
@@ -227,7 +228,7 @@ def _choose_or_raise(settings: DatasetSettings, bad_rows: Sequence[tuple[str, Ba
     where, bad = bad_rows[0]
     for fix in bad.fixes:
         if fix.key in PLACEHOLDERS and fix.key not in settings.fixed:
-            settings.set_placeholder(fix, f"{where}: {bad}")
+            settings.set_placeholder(fix)
             return
     raise UserError(f"{where}: {bad}")
 

@@ -17,12 +17,23 @@ def flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
-def source_text(source: Mapping[str, Any]) -> str:
-    """Return the settings of a source as YAML on one line, with its path in quotes."""
+def source_text(source: Mapping[str, Any], anchor: str = "", alias: str = "") -> str:
+    """Return the settings of a source as YAML on one line, with its path in quotes.
+
+    Args:
+        source: The settings.
+        anchor: Key whose value gets an anchor; "" if none does.
+        alias: Key whose value is an alias of the value with the anchor; "" if none is.
+    """
     items = []
     for name, value in source.items():
         is_quoted = name in ("path", "media_dir")
-        items.append(f"{name}: {json.dumps(value, ensure_ascii=False) if is_quoted else flow(value)}")
+        text = json.dumps(value, ensure_ascii=False) if is_quoted else flow(value)
+        if name == anchor:
+            text = f"&{name} {text}"
+        elif name == alias:
+            text = f"*{name}"
+        items.append(f"{name}: {text}")
     return "{" + ", ".join(items) + "}"
 
 

@@ -309,7 +309,7 @@ class RowMedia:
                 self.notation.fields.check_used(options, {*module.item_options, *FORMAT_KEYS}, label)
             return media, module.measure(media)
         except MissingMedia as missing:
-            fix = Fix(f"{self.schema.key}.media_dir", None, missing.name)
+            fix = Fix(f"{self.schema.key}.media_dir", None, f"the folder that has {missing.name}", missing.name)
             hint = f". If it is in another folder, set {fix.key}"
             raise BadRow(f"{label}: {missing}{hint}", [fix]) from None
         except BadMedia as bad:

@@ -155,7 +155,7 @@ def _format_fixes(matches: Collection[str], schema: SourceSchema) -> list[Fix]:
 def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collection[str] = ()) -> list[Fix]:
     """Return the renamed columns with which a row that no rule matches can be read.
 
-    If the names of its fields do not show how to read it, only the user can choose the columns.
+    If the names of its texts do not show how to read it, only the user can choose the columns.
 
     Args:
         row: The whole row.
@@ -165,7 +165,14 @@ def columns_fixes(row: Row, present: Row, schema: SourceSchema, media: Collectio
     """
     columns, purpose = _columns_of(row, present, media)
     renamed = {name: field for name, field in columns.items() if name != field}
-    return [Fix(f"{schema.key}.columns", renamed or None, purpose)]
+    if renamed:
+        return [Fix(f"{schema.key}.columns", renamed, purpose)]
+    texts = [name for name in present if isinstance(present[name], str) and name not in METADATA_FIELDS]
+    if len(texts) < 2:
+        return []
+    listed = ", ".join(texts)
+    reason = f"which of {listed} is the prompt, and which one the response; or {{text: FIELD}} for plain text"
+    return [Fix(f"{schema.key}.columns", None, reason)]
 
 
 def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[str, str], str]:
