@@ -18,6 +18,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.join_responses import join_responses
 from omnizoo.data.rendering.placeholders import TokenizedText, locate_followed, place, tokens_of_spans
+from omnizoo.data.rendering.response_spans import target_spans
 from omnizoo.data.rendering.template_conventions import Conventions
 from omnizoo.data.row import CONVERSATION, BadRow, Row
 from omnizoo.data.rows.media import Find, MediaNotation, RowMedia
@@ -496,8 +497,9 @@ class Renderer:
         template, messages = self._read_chat(response.row, field)
         conventions = self._conventions(template)
         message_weights = self._write(messages, media, find_response, response.messages)
+        conventions.check_tools(template.tools)
         conventions.check_fields(messages, template.tools, self.fields)
-        text, targets = template.target_spans(messages, message_weights)
+        text, targets = target_spans(template, messages, message_weights)
         conventions.check(messages, template.tools, text)
 
         text, marks = media.widen(text, [mark for span, _ in targets for mark in span])
