@@ -126,6 +126,18 @@ class ResponseFinder:
             return None if index < 0 else begin + index + len(header)
         return begin + shared
 
+    def _start_after_prefix(self, i: int) -> int | None:
+        """Return where response `i` departs from its prompt, if the messages before it are written as a prefix."""
+        try:
+            prompt = self.template.render(self.messages[:i], prompt=True)
+            unprompted = self.template.render(self.messages[:i])
+        except TemplateRefusal:
+            return None
+        if not self.text.startswith(unprompted) or not prompt.startswith(unprompted):
+            return None
+        start = len(_shared_prefix([self.text, prompt]))
+        return start if start > len(unprompted) else None
+
     def _start_of_data(self, i: int, turn: Span) -> int:
         """Return where the data of response `i` begins, for a template without a generation prompt.
 
@@ -223,6 +235,10 @@ class ResponseFinder:
         if not responses:
             return {}
         header, spans = prefix_spans(self.template, self.messages, responses, self.text)
+        for i in responses:
+            start = self._start_after_prefix(i) if i not in spans else None
+            if start is not None:
+                spans[i] = self._without_later_messages(i, start)
         missing = [i for i in responses if i not in spans]
         spans |= zip(missing, probe(self.template, self.messages, missing, self.text, header), strict=True)
         for i, (start, stop) in spans.items():

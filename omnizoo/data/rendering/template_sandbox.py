@@ -167,10 +167,14 @@ def _split_at_marks(marked: str) -> Iterator[str]:
 
 
 def _follow_mark(mark: str, current: int | None, enclosing: list[int | None]) -> int | None:
-    """Return the message that is written after a mark. `enclosing` is modified."""
+    """Return the message that is written after a mark. `enclosing` is modified.
+
+    Only the outermost loop over the messages counts: a loop inside a turn may look for other messages.
+    """
     if mark == ENTER:
         enclosing.append(current)
         return current
     if mark == LEAVE:
         return enclosing.pop() if enclosing else None
-    return int(mark) if mark.isdecimal() else current
+    is_nested = any(message is not None for message in enclosing)
+    return int(mark) if mark.isdecimal() and not is_nested else current
