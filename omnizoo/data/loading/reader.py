@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.schema import Config
 from omnizoo.data.rendering.renderer import Renderer
+from omnizoo.data.rendering.thinking import Thinking
 from omnizoo.data.row import BadRow
 from omnizoo.data.rows.schemas import SourceSchema
 from omnizoo.data.sources.base import RowSource
@@ -116,6 +117,7 @@ def build_reader(
         schemas=schemas,
         trains_decoders=config.learns_answers,
         turns=turns,
+        thinking=Thinking.of(data),
     )
     return Reader(
         config=config,

@@ -12,6 +12,9 @@ from omnizoo.data.row import BadRow
 from omnizoo.data.rows.messages import PLAIN, ROLES, SPEAKERS, Message, check_names
 from omnizoo.data.rows.unused_fields import MESSAGE_METADATA_FIELDS, RowFields
 
+NO_REASONING = (
+    "the chat template does not read it. Set data.thinking_tags to write it into the content, or data.thinking: drop."
+)
 TAIL = 64  # characters; a template may remove the beginning of a response (its thinking), but not its end
 
 
@@ -137,6 +140,8 @@ class Conventions:
                 if fields.is_ignored(name) or self._reads(name, number, messages, tools):
                     continue
                 location = f"message {number} ({message['role']})"
+                if name in REASONING and message["role"] == "assistant":
+                    raise BadRow(f"`{name}` of {location} is not used: {NO_REASONING}")
                 raise BadRow(fields.unused_message([name], location, "the chat template does not read it"))
 
     def _reads(self, name: str, number: int, messages: list[Message], tools: list[Any] | None) -> bool:

@@ -1,8 +1,8 @@
 """Run chat templates in a sandbox, and find the text that a template writes for each message.
 
 The sandbox has the filters and functions of transformers. In addition, a template may change lists that it created
-itself, for example with `append`, which transformers refuses. Messages and tools are copied for each rendering, and their lists
-cannot be changed.
+itself, for example with `append`, which transformers refuses. Messages and tools are copied for each rendering, and
+their lists cannot be changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class TurnMarker(NodeTransformer):
         item = nodes.Name(node.target.name, "load")
         call = nodes.Call(nodes.Name(TURN_MARK, "load"), [item], [], None, None)
         node.body.insert(0, nodes.Output([call]))
-        marked = [_write_mark(ENTER), node, _write_mark(LEAVE)]
+        marked: list[nodes.Node] = [_write_mark(ENTER), node, _write_mark(LEAVE)]
         for part in marked:
             part.set_lineno(node.lineno)
         return marked
