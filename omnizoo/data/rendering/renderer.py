@@ -48,7 +48,8 @@ class Question:
 
     prompt: RenderedRow
     shown: str  # the prompt as readable text
-    expected: str | None  # text of the response; None if the row has none
+    expected: str | None  # the response as the chat template writes it, without special tokens; None if there is none
+    expected_items: tuple[MediaItem, ...] = ()  # media of the response that decoders generate
 
 
 class Renderer:
@@ -370,21 +371,47 @@ class Renderer:
         prompt = messages[:num_prompt]
         response = messages[num_prompt:]
         shown = transcript(prompt)
-        expected = "\n".join(plain(message.get("content")) for message in response) if response else None
-
-        for message in messages:
-            message.pop("loss")
+        num_items = 0  # number of items in the prompt
         for number, message in enumerate(messages):
-            if number == num_prompt:
-                prompt_items = list(media.items)
-                prompt_texts = list(media.texts)
+            is_response = number >= num_prompt
+            message.pop("loss")
             media.begin(message["role"])
-            message["content"] = media.write(message.get("content"), False, f"`content` of message {number}")
+            message["content"] = media.write(message.get("content"), is_response, f"`content` of message {number}")
+            if not is_response:
+                num_items = len(media.items)
         media.check_counts()  # for the whole row, because columns also contain the items of the response
-        if response:
-            media.items = prompt_items
-            media.texts = prompt_texts
-        return Question(self._chat_prompt(template, prompt, media), shown, expected)
+        expected = self._expected_text(template, messages, num_prompt, media, num_items) if response else None
+        expected_items = tuple(item for item in media.items[num_items:] if item.port.role == "decoder")
+        media.items = media.items[:num_items]
+        media.texts = media.texts[:num_items]
+        return Question(self._chat_prompt(template, prompt, media), shown, expected, expected_items)
+
+    def _expected_text(
+        self, template: ChatTemplate, messages: list[Message], num_prompt: int, media: RowMedia, num_items: int
+    ) -> str:
+        """Return the last messages as the model generates them, without special tokens. Media are `[modality]`.
+
+        Args:
+            template: The chat template.
+            messages: The messages, with their contents as text.
+            num_prompt: Number of messages before the response.
+            media: The media items of all messages.
+            num_items: Number of items before the response.
+        """
+        weights = [float(number >= num_prompt) for number in range(len(messages))]
+        text, targets = target_spans(template, messages, weights)
+        response = "\n".join(text[slice(*span)] for span, _ in targets)
+        expected = ""
+        for item, item_text in zip(media.items[num_items:], media.texts[num_items:], strict=True):
+            if item.answer is None:
+                before, _, response = response.partition(item_text.strip())
+                expected += self._without_special_tokens(before) + f"[{item.port.modality}]"
+        return expected + self._without_special_tokens(response)
+
+    def _without_special_tokens(self, text: str) -> str:
+        """Return a text as it is decoded from generated tokens."""
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _text_question(self, row: Row, media: RowMedia, prompt: str) -> Question:
         """Split a plain text after its prompt, or in the middle if it has no prompt."""
