@@ -1,6 +1,7 @@
 """Replace the data of a message with marks, to see where a chat template writes it.
 
-A mark is a word that occurs nowhere in the conversation, such as `mark0x3r`: message 3, and the kind of the data.
+A mark is a word that occurs nowhere in the conversation, such as `mark0x3r0x`: message 3, the kind of the data,
+and the index of the tool call.
 """
 
 import itertools
@@ -22,6 +23,7 @@ class Mark(NamedTuple):
 
     message: int
     kind: str
+    call: int  # index of the tool call; 0 for other data
     start: int
     stop: int
 
@@ -45,10 +47,16 @@ def mark_message(message: Message, number: int, word: str) -> Message:
         marked["content"] = _mark_content(message["content"], number, word)
     for name in REASONING:
         if isinstance(message.get(name), str) and message[name].strip():
-            marked[name] = f"{word}{number}{THOUGHT}"
+            marked[name] = _mark(word, number, THOUGHT)
     if "tool_calls" in message:
-        marked["tool_calls"] = [_mark_call(call, f"{word}{number}{CALL}") for call in message["tool_calls"]]
+        calls = enumerate(message["tool_calls"])
+        marked["tool_calls"] = [_mark_call(call, _mark(word, number, CALL, index)) for index, call in calls]
     return marked
+
+
+def _mark(word: str, number: int, kind: str, call: int = 0) -> str:
+    """Return the mark of a message. See `Mark`."""
+    return f"{word}{number}{kind}{call}x"
 
 
 def _mark_content(content: str, number: int, word: str) -> str:
@@ -60,7 +68,7 @@ def _mark_content(content: str, number: int, word: str) -> str:
         if not core or THINK_TAG.fullmatch(core):
             marked.append(text)
             continue
-        mark = f"{word}{number}{THOUGHT if is_thought else CONTENT}"
+        mark = _mark(word, number, THOUGHT if is_thought else CONTENT)
         marked.append(text.replace(core, mark))
     return "".join(marked)
 
@@ -112,8 +120,8 @@ def _mark_strings(value: Any, mark: str) -> Any:
 
 def find_marks(text: str, word: str) -> list[Mark]:
     """Return the marks in a text, in order."""
-    pattern = re.compile(f"{word}(\\d+)([{CONTENT}{CALL}{THOUGHT}])")
-    return [Mark(int(match[1]), match[2], *match.span()) for match in pattern.finditer(text)]
+    pattern = re.compile(f"{word}(\\d+)([{CONTENT}{CALL}{THOUGHT}])(\\d+)x")
+    return [Mark(int(match[1]), match[2], int(match[3]), *match.span()) for match in pattern.finditer(text)]
 
 
 def mark_messages(messages: Sequence[Message], numbers: Sequence[int], word: str) -> list[Message]:

@@ -19,7 +19,7 @@ from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.join_responses import join_responses
 from omnizoo.data.rendering.marked_messages import THINK_TAG
 from omnizoo.data.rendering.placeholders import TokenizedText, locate_followed, place, tokens_of_spans
-from omnizoo.data.rendering.response_spans import target_spans
+from omnizoo.data.rendering.response_spans import check_calls, target_spans
 from omnizoo.data.rendering.template_conventions import Conventions
 from omnizoo.data.rendering.template_sandbox import REASONING
 from omnizoo.data.rendering.thinking import Thinking, TurnChoice, keep_thoughts
@@ -582,6 +582,7 @@ class Renderer:
         messages = messages[:stop]
         conventions.check_tools(template.tools)
         conventions.check_fields(messages, template.tools, self.fields)
+        check_calls(template, messages)
         text, targets = target_spans(template, messages, message_weights)
         if self.thinking.mode == "keep":
             text, targets = keep_thoughts(template, messages, text, targets)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from os.path import commonprefix
 
 from omnizoo.data.rendering.chat_template import ChatTemplate, TemplateRefusal
-from omnizoo.data.rendering.marked_messages import CALL, THOUGHT, Mark, find_marks, mark_messages, unused_mark
+from omnizoo.data.rendering.marked_messages import CALL, Mark, find_marks, mark_messages, unused_mark
 from omnizoo.data.rendering.template_sandbox import REASONING, Span
 from omnizoo.data.row import BadRow
 from omnizoo.data.rows.messages import Message
@@ -351,24 +351,17 @@ def probe(template: ChatTemplate, messages: list[Message], turns: list[int], tex
     return spans
 
 
-def dropped_parts(template: ChatTemplate, messages: list[Message], text: str) -> dict[int, set[str]]:
-    """Return the kinds of data that the template does not write, by the index of the assistant message.
-
-    The kinds are `THOUGHT` and `CALL`.
-    """
-    responses = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    word = unused_mark(text)
-    marked = mark_messages(messages, responses, word)
-    written = {(mark.message, mark.kind) for mark in find_marks(template.render(marked), word)}
-    dropped: dict[int, set[str]] = {}
-    for i in responses:
-        expected = _kinds(marked[i], word)
-        missing = {kind for kind in expected if (i, kind) not in written}
-        if missing:
-            dropped[i] = missing
-    return dropped
-
-
-def _kinds(marked: Message, word: str) -> set[str]:
-    """Return the kinds of marks in a marked message, except those of its content."""
-    return {mark.kind for mark in find_marks(repr(marked), word) if mark.kind in (THOUGHT, CALL)}
+def check_calls(template: ChatTemplate, messages: list[Message]) -> None:
+    """Check that the template writes the arguments of all tool calls. Raises `BadRow` otherwise."""
+    callers = [i for i, message in enumerate(messages) if "tool_calls" in message]
+    if not callers:
+        return
+    word = unused_mark(repr(messages))
+    marked = mark_messages(messages, callers, word)
+    written = {(mark.message, mark.call) for mark in find_marks(template.render(marked), word) if mark.kind == CALL}
+    for i in callers:
+        for mark in find_marks(repr(marked[i]), word):
+            if mark.kind == CALL and (i, mark.call) not in written:
+                raise BadRow(
+                    f"the chat template drops the arguments of call {mark.call} of message {i}. Use another template."
+                )
