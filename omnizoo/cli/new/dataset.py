@@ -145,8 +145,10 @@ def _skips(settings: DatasetSettings, bad_rows: Sequence[tuple[str, BadRow]], nu
 def _reader(settings: DatasetSettings, bundle: "ModelBundle") -> "Reader":
     """Return a reader of the rows with the current settings."""
     from omnizoo.data.loading.reader import build_reader
+    from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 
-    return build_reader(settings.config(), bundle.tokenizer, **bundle.media)
+    config = settings.config()
+    return build_reader(config, load_chat_tokenizer(config), **bundle.media)
 
 
 def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, int | BadRow]]:
@@ -159,7 +161,7 @@ def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, in
         row: dict[str, Any] = {}
         try:
             row = source.read(number)
-            rendered = renderer.render(row, (0, 0, number), _finder(source, number))
+            samples = renderer.render_samples(row, (0, 0, number), _finder(source, number))
         except BadRow as bad:
             yield where, BadRow(str(bad), [*bad.fixes, *template_fixes(renderer.tokenizer, row, template_file)])
         except UserError as error:  # the tokenizer has no chat template
@@ -168,7 +170,7 @@ def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, in
                 raise
             yield where, BadRow(str(error), fixes)
         else:
-            yield where, num_copies * len(rendered)
+            yield where, num_copies * max(map(len, samples))
 
 
 def _finder(source: Any, number: int) -> Any:

@@ -16,7 +16,7 @@ BEGIN, END = "<|im_start|>", "<|im_end|>"  # marks of turns in ChatML
 def template_fixes(tokenizer: Any, row: Mapping[str, Any], template_file: Path) -> list[Fix]:
     """Return a fix that sets a chat template if the row needs one that the tokenizer lacks; otherwise no fixes."""
     from omnizoo.data.rendering.template_analysis import read_template
-    from omnizoo.data.rendering.template_conventions import REASONING
+    from omnizoo.data.rendering.template_sandbox import REASONING
 
     template = tokenizer.chat_template
     if isinstance(template, dict):  # templates by purpose; the one for tools is used for rows with tools
@@ -36,7 +36,7 @@ def template_fixes(tokenizer: Any, row: Mapping[str, Any], template_file: Path) 
 
 def _needs(row: Mapping[str, Any]) -> set[str]:
     """Return what a chat template must render for a row: `chats`, `tools`, `reasoning`."""
-    from omnizoo.data.rendering.template_conventions import REASONING
+    from omnizoo.data.rendering.template_sandbox import REASONING
     from omnizoo.data.rows.messages import CALL_PART, CALLS, REASONING_PARTS, SPEAKERS
 
     chats = [row[name] for name in CHATS if isinstance(row.get(name), list)]

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from omnizoo.config.schema import Config
 from omnizoo.data.rendering.renderer import Renderer
+from omnizoo.data.rendering.thinking import Thinking
 from omnizoo.data.row import BadRow, SourceSchema
 from omnizoo.data.sources.base import RowSource
 from omnizoo.data.sources.open import open_source
@@ -118,6 +119,7 @@ def build_reader(
         schemas=schemas,
         trains_decoders=config.learns_answers,
         turns=turns,
+        thinking=Thinking.of(data),
     )
     return Reader(
         config=config,

@@ -36,10 +36,17 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
     keys = ("lanes", "pack_tokens", "look_ahead", "shuffle", "shuffle_rows", "append_eos", "min_targets")
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     overlong = config.data.overlong
+    # The default is not stored, so that runs from before these keys can be resumed. `data.chat_template` and
+    # `data.template_options` change the chat template, whose hash is part of the fingerprint of the tokenizer.
+    thinking = {
+        "data.thinking": config.data.thinking.replace("template", ""),
+        "data.thinking_tags": config.data.thinking_tags,
+    }
     return {
         **values,
         "data.overlong": overlong or "split",
         OVERLONG_CHATS: overlong or "truncate",
+        **{key: value for key, value in thinking.items() if value},
         "train.epochs": config.train.epochs,
         "model.modalities": _media_settings(config),
         "train.seed": config.train.seed,

@@ -54,6 +54,23 @@ def fit_to_pack(source: int, epoch: int, row: int, rendered: RenderedRow, data: 
     return SampleSplit(samples=samples, counter=counter, few_targets=num_dropped, reason=reason)
 
 
+def fit_all_to_packs(
+    source: int, epoch: int, row: int, samples: Sequence[RenderedRow], data: DataSection
+) -> SampleSplit:
+    """Return the samples of a row that was rendered as several samples, numbered in order. See `fit_to_pack`."""
+    splits = [fit_to_pack(source, epoch, row, rendered, data) for rendered in samples]
+    if len(splits) == 1:
+        return splits[0]
+    parts = [sample for split in splits for sample in split.samples]
+    numbered = [replace(sample, id=SampleId(source, epoch, row, part)) for part, sample in enumerate(parts)]
+    return SampleSplit(
+        samples=numbered,
+        counter=next((split.counter for split in splits if split.counter), ""),
+        few_targets=sum(split.few_targets for split in splits),
+        reason="" if numbered else splits[0].reason,
+    )
+
+
 def split(source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int) -> Iterator[Sample]:
     """Yield samples of at most `pack_tokens` tokens. Only rows without media and preferences are split.
 
