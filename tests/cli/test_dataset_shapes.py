@@ -1,6 +1,7 @@
 """`omnizoo new` writes configs that train without edits for the rows of common datasets."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from test_new_config import model_folder
 
 from omnizoo.cli.main import main
 from omnizoo.config.load import load_config
+from omnizoo.data.loading.reader import build_reader
+from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 
 ROOT = Path(__file__).parents[2]
+PLAIN = SHAPES[0]
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +71,65 @@ def test_shape_trains_evaluates_and_exports(shape: Shape, models: Any, tmp_path:
     assert (tmp_path / "exported/config.json").is_file()
 
 
+CALL = '{"name": "search_recipes", "arguments": {"ingredients": ["rice", "0"]}}'
+LEARNED = {
+    "LLaMA-Factory glaive_toolcall": [
+        f"<tool_call>\n{CALL}\n</tool_call><|im_end|>",
+        "I found one recipe.<|im_end|>",
+    ],
+    "LLaMA-Factory reason_tool_use": [
+        f"<think>\nSearch 0.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call><|im_end|>",
+        "<think>\nOne result.\n</think>\n\nI found one.<|im_end|>",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_written_chat_template_trains_calls_and_reasoning(name: str, models: Any, tmp_path: Path) -> None:
+    (shape,) = [shape for shape in SHAPES if shape.name == name]
+    config = load_config(new_config(shape, models, tmp_path))
+    tokenizer = load_chat_tokenizer(config)
+    rendered = build_reader(config, tokenizer).renderer.render(shape.row(0))
+    ids, is_target = rendered.input_ids, rendered.is_target
+    starts = [i for i in range(1, len(ids)) if is_target[i] and not is_target[i - 1]]
+    texts = []
+    for start in starts:
+        stop = next((i for i in range(start, len(ids)) if not is_target[i]), len(ids))
+        texts.append(tokenizer.decode(ids[start:stop]))
+    assert texts == LEARNED[name]
+
+
+def test_base_model_gets_a_chat_template_that_ends_turns_with_its_eos(models: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(models("text"), tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        file.write_text(file.read_text().replace("<|im_start|>", "<|one|>").replace("<|im_end|>", "<|two|>"))
+    data = PLAIN.write(tmp_path)
+    out = tmp_path / "a.yaml"
+    assert main(["new", str(folder), str(data), "--out", str(out)]) == 0
+    config = load_config(out)
+    assert config.data.chat_template == str(tmp_path / "a_template.jinja")
+    tokenizer = load_chat_tokenizer(config)
+    rendered = build_reader(config, tokenizer).renderer.render(PLAIN.row(0))
+    assert tokenizer.decode(rendered.input_ids[rendered.is_target]) == "1. Eat well." + tokenizer.eos_token
+
+
+def test_existing_file_is_not_overwritten_by_a_chat_template(
+    models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shape,) = [shape for shape in SHAPES if shape.name in LEARNED][:1]
+    (tmp_path / "a_template.jinja").write_text("mine")
+    data = shape.write(tmp_path / "dataset")
+    assert main(["new", str(models("text")), str(data), "--out", str(tmp_path / "a.yaml")]) == 2
+    assert "a_template.jinja already exists" in capsys.readouterr().err
+    assert (tmp_path / "a_template.jinja").read_text() == "mine"
+
+
 def test_reference_lists_the_tested_shapes() -> None:
     text = (ROOT / "docs/reference/rows.md").read_text()
     section = text.partition("## Datasets that `omnizoo new` knows")[2].partition("\n## ")[0]
     rows = [re.split(r"(?<!\\)\|", line)[1].strip() for line in section.splitlines() if line.startswith("| ")]
     assert rows[1:] == [shape.name for shape in SHAPES]  # the first row is the header
-
-
-PLAIN = SHAPES[0]
 
 
 def test_overrides_are_written_to_the_config(models: Any, tmp_path: Path) -> None:

@@ -57,11 +57,6 @@ class NewConfigFacts:
     device: str
 
     @property
-    def mean(self) -> float:
-        """Mean length of the inspected samples, in tokens."""
-        return sum(self.lengths) / len(self.lengths)
-
-    @property
     def median(self) -> int:
         """Median length of the inspected samples, in tokens."""
         return self.lengths[len(self.lengths) // 2]
@@ -336,7 +331,8 @@ def render_config(facts: NewConfigFacts, name: str) -> str:
     tokens = pack_tokens(facts)
     every = held_out(facts)
     num_held_out = facts.rows // every if every else 0
-    num_packs = (facts.rows - num_held_out) * facts.mean / tokens
+    used = facts.lengths if facts.is_plain_text else [min(length, tokens) for length in facts.lengths]
+    num_packs = (facts.rows - num_held_out) * sum(used) / len(used) / tokens
     step_packs = packs_per_step(facts, num_packs)
     epochs = facts.changes.get("train.epochs") or (1 if facts.is_plain_text else 3)
     steps = facts.changes.get("train.steps") or math.ceil(max(1, math.ceil(num_packs / step_packs)) * epochs)

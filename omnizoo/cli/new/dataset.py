@@ -163,12 +163,13 @@ def _tried_rows(reader: "Reader", template_file: Path) -> Iterator[tuple[str, in
             row = source.read(number)
             samples = renderer.render_samples(row, (0, 0, number), _finder(source, number))
         except BadRow as bad:
-            yield where, BadRow(str(bad), [*bad.fixes, *template_fixes(renderer.tokenizer, row, template_file)])
-        except UserError as error:  # the tokenizer has no chat template
-            fixes = template_fixes(renderer.tokenizer, row, template_file)
-            if not fixes:
+            has_template = bool(renderer.tokenizer.chat_template)
+            fixes = template_fixes(renderer.tokenizer, row, template_file) if has_template else []
+            yield where, BadRow(str(bad), [*bad.fixes, *fixes])
+        except UserError as error:
+            if renderer.tokenizer.chat_template:
                 raise
-            yield where, BadRow(str(error), fixes)
+            yield where, BadRow(str(error), template_fixes(renderer.tokenizer, row, template_file))
         else:
             yield where, num_copies * max(map(len, samples))
 

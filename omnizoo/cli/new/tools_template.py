@@ -14,36 +14,36 @@ BEGIN, END = "<|im_start|>", "<|im_end|>"  # marks of turns in ChatML
 
 
 def template_fixes(tokenizer: Any, row: Mapping[str, Any], template_file: Path) -> list[Fix]:
-    """Return a fix that sets a chat template if the row needs one that the tokenizer lacks; otherwise no fixes."""
+    """Return a fix that sets a chat template for a bad row that needs one; no fixes for other rows.
+
+    A bad row needs one if the tokenizer has no chat template, or one that does not use tools or reasoning of the row.
+    """
     from omnizoo.data.rendering.template_analysis import read_template
     from omnizoo.data.rendering.template_sandbox import REASONING
 
     template = tokenizer.chat_template
     if isinstance(template, dict):  # templates by purpose; the one for tools is used for rows with tools
         template = "\n".join(template.values())
-    needs = _needs(row)
-    problem = "the tokenizer has no chat template"
-    if template:
-        facts = read_template(template)
-        reads_reasoning = facts.fields is None or not facts.fields.isdisjoint(REASONING)
-        has = {"chats": True, "tools": "tools" in facts.variables, "reasoning": reads_reasoning}
-        needs = {name for name in needs if not has[name]}
-        problem = "the model's chat template does not use them"
-    if not needs:
+    if not template:
+        return [Fix(TEMPLATE_KEY, str(template_file), "the rows are chats, but the tokenizer has no chat template")]
+    facts = read_template(template)
+    has_reasoning = facts.fields is None or not facts.fields.isdisjoint(REASONING)
+    has = {"tools": "tools" in facts.variables, "reasoning": has_reasoning}
+    missing = sorted(name for name in _needs(row) if not has[name])
+    if not missing:
         return []
-    return [Fix(TEMPLATE_KEY, str(template_file), f"the rows have {' and '.join(sorted(needs))}, but {problem}")]
+    reason = f"the rows have {' and '.join(missing)}, but the model's chat template does not use them"
+    return [Fix(TEMPLATE_KEY, str(template_file), reason)]
 
 
 def _needs(row: Mapping[str, Any]) -> set[str]:
-    """Return what a chat template must render for a row: `chats`, `tools`, `reasoning`."""
+    """Return what a chat template must render for a row: `tools`, `reasoning`."""
     from omnizoo.data.rendering.template_sandbox import REASONING
     from omnizoo.data.rows.messages import CALL_PART, CALLS, REASONING_PARTS, SPEAKERS
 
     chats = [row[name] for name in CHATS if isinstance(row.get(name), list)]
     messages = [message for chat in chats for message in chat if isinstance(message, Mapping)]
-    needs = {"chats"} if messages else set()
-    if row.get("tools"):
-        needs.add("tools")
+    needs = {"tools"} if row.get("tools") else set()
     for message in messages:
         role = message.get("role") or message.get("from")
         content = message.get("content")
