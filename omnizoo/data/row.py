@@ -12,7 +12,8 @@ CHAT_PROMPTS = ("instruction", "input", "query", "history")  # prompts as texts 
 RESPONSES = ("completion", "output", "response")  # fields that may contain a labeled response
 # Other names of the fields of preference rows.
 PREFERENCE_ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected", "kto_tag": "label"}
-CONVERSATION = ("messages", "conversations", "text")  # main content of a row; the first field present is used
+# Main content of a row; the first field present is used.
+CONVERSATION = ("messages", "conversations", "text", "input_ids")
 # Fields whose value is, or may be, a list of objects.
 STRUCTS = (
     *("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion"),

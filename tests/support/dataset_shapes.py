@@ -106,6 +106,11 @@ def c4(number: int) -> Row:
     return {"text": f"Beginners BBQ class {number}.", "timestamp": "2019-04-25T12:57:54Z", "url": "https://a.b/c"}
 
 
+def tokenized(number: int) -> Row:
+    ids = [10 + number, 20, 30, 40]
+    return {"input_ids": ids, "attention_mask": [1, 1, 1, 1], "labels": [-100, -100, 30, 40]}
+
+
 def llava(number: int) -> Row:
     turns = [
         {"from": "human", "value": f"<image>\nWhat are the {number} colors of the bus?"},
@@ -309,6 +314,7 @@ SHAPES = [
     Shape("openai/gsm8k", gsm8k, file="train.parquet", source={"columns": QUESTION}),
     Shape("prompt and response", prompt_response, source={"columns": {"query": "prompt"}}),
     Shape("allenai/c4", c4, ignore=()),
+    Shape("pre-tokenized rows", tokenized, file="tokens.parquet"),
     Shape("LLaVA-Instruct-150K", llava, "qwen3_vl", "llava.json", {"media_dir": "coco/train2017"}, media=COCO),
     Shape("LLaVA mix665k", llava_mixed, "qwen3_vl", "json/mix.json", {"media_dir": ""}, media=COCO),
     Shape("OpenAI image_url with detail", openai_image, "qwen3_vl", ignore=("detail",)),

@@ -64,7 +64,7 @@ class NewConfigFacts:
     @property
     def is_plain_text(self) -> bool:
         """Whether the rows are texts without prompts, as in pretraining."""
-        return self.format in ("text", "document")
+        return self.format in ("text", "document", "tokenized")
 
 
 def new_config(args: argparse.Namespace) -> int:

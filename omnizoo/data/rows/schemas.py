@@ -14,6 +14,7 @@ from typing import Any
 from omnizoo.data.row import CHAT_PROMPTS, DEFAULT_SCHEMA, PROMPTS, SIDES, BadRow, Fix, Row, SourceSchema
 from omnizoo.data.rows.media import read_column
 from omnizoo.data.rows.messages import as_prompt, parse
+from omnizoo.data.rows.tokenized import TOKEN_FIELDS_OF_ROWS
 from omnizoo.data.rows.unused_fields import METADATA_FIELDS, unsupported_reason
 
 # Field names of a plain text, if the row has no other content.
@@ -37,6 +38,7 @@ OTHER_SIDES = (
 TRANSCRIPTS = ("sentence", "transcription", "transcript", "raw_transcription", "normalized_text", "description")
 # Formats in the order in which `omnizoo new` prefers them for rows that match several of them.
 PREFERRED = ("messages", "alpaca", "query_response", "prompt_completion", "caption", "from_caption", "text")
+TOKEN_NAMES = ("token_ids", "tokens")  # other names of `input_ids`; error messages suggest how to rename them
 LISTS = ("messages", "conversations", "history")  # never plain text: a list or object in a string is parsed as JSON
 EITHER = ("prompt", "completion", *SIDES)  # fields that contain either a text or messages
 
@@ -188,7 +190,9 @@ def _columns_of(row: Row, present: Row, media: Collection[str]) -> tuple[dict[st
             if "context" in row:  # may be empty in this row
                 return {"instruction": prompt, "input": "context", "output": response}, "to read them as a chat"
             return {"query": prompt, "response": response}, "to read them as a chat"
-
+    for name in TOKEN_NAMES:
+        if name in present:
+            return {"input_ids": name}, "to read it as token ids"
     names = [name for name in present if name not in METADATA_FIELDS]
     media_columns = [name for name in names if name in media or name.removesuffix("s") in media]
     texts = [name for name in names if isinstance(present[name], str) and name not in media_columns]
@@ -428,6 +432,22 @@ def _from_document(schema_input: SchemaInput) -> tuple[Row, str]:
     return _without(schema_input.present, name) | {"text": schema_input.present[name]}, ""
 
 
+def _fits_tokenized(schema_input: SchemaInput) -> str:
+    return "the row has `input_ids`" if "input_ids" in schema_input.present else ""
+
+
+def _from_tokenized(schema_input: SchemaInput) -> tuple[Row, str]:
+    """Return the row unchanged. An empty list of labels or masks is kept, so that its length is checked."""
+    for column in schema_input.media.values():
+        raise BadRow(
+            f"a pre-tokenized row cannot have media (`{column}`), because the number of their tokens depends on the "
+            "model. Use `messages` or `text`."
+        )
+    present = schema_input.present
+    empty = [name for name in TOKEN_FIELDS_OF_ROWS if name in schema_input.names and name not in present]
+    return present | {name: [] for name in empty}, ""
+
+
 FORMATS = {
     format.name: format
     for format in (
@@ -493,6 +513,13 @@ FORMATS = {
             DOCUMENT,
             _fits_document,
             _from_document,
+        ),
+        Format(
+            "tokenized",
+            "`input_ids` (optional: `labels`, `loss_mask`, `attention_mask`, `position_ids`, `cu_seqlens`)",
+            TOKEN_FIELDS_OF_ROWS,
+            _fits_tokenized,
+            _from_tokenized,
         ),
     )
 }
