@@ -14,8 +14,6 @@ from omnizoo.cli.main import main
 from omnizoo.generation.chat_model import load_chat_model
 from omnizoo.generation.generate import GeneratedPiece
 
-THINK_TOKENS = ("<think>", "</think>")
-
 
 def samples(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
@@ -25,10 +23,10 @@ def test_exact_match_counts_learned_answer_of_template_with_think_block(tmp_path
     messages = [{"role": "user", "content": "capital of France?"}, {"role": "assistant", "content": "Paris"}]
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": messages}] * 16)
     data = {"sources": [{"path": str(rows)}], "eval_sources": [{"path": str(rows)}]}
-    evaluation = {"every": 40, "samples": 1, "max_tokens": 12, "metrics": ["exact_match"]}
-    train = {"steps": 40, "packs_per_step": 2, "lr": 1e-2}
+    evaluation = {"every": 60, "samples": 1, "max_tokens": 40, "metrics": ["exact_match"]}
+    train = {"steps": 60, "packs_per_step": 2, "lr": 1e-2}
     path = write_config(tmp_path, data=data, train=train, evaluation=evaluation)
-    make_tokenizer(tmp_path / "tokenizer", LAST_REASONS, special_tokens=THINK_TOKENS)
+    make_tokenizer(tmp_path / "tokenizer", LAST_REASONS)  # <think> is no special token, as in Qwen3
     assert main(["train", str(path)]) == 0
     assert read_steps(tmp_path / "run")[-1]["eval/exact_match"] == 1.0
 
