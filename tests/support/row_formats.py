@@ -217,7 +217,14 @@ refused("question and answer", lines({"question": "hi", "answer": "yes"}),
         "data.sources.0.columns: {query: question, response: answer}")  # fmt: skip
 refused("input and output", lines({"input": "hi", "output": "yes"}), "columns: {query: input, response: output}")
 refused("Dolly", lines({"instruction": "hi", "context": "so", "response": "yes"}),
-        "columns: {query: instruction, response: response}")  # fmt: skip
+        "columns: {input: context, output: response}")  # fmt: skip
+refused("Dolly without a context", lines({"instruction": "hi", "context": "", "response": "yes"}),
+        "columns: {input: context, output: response}")  # fmt: skip
+becomes("Dolly, renamed", "alpaca", lines({"instruction": "hi", "context": "so", "response": "yes"}),
+        chat("hi\nso", "yes"), columns={"input": "context", "output": "response"})  # fmt: skip
+refused("a prompt and a response", lines({"prompt": "hi", "response": "yes"}),
+        "data.sources.0.columns: {query: prompt}")  # fmt: skip
+refused("messages of another name", lines({"dialog": TURNS}), "data.sources.0.columns: {messages: dialog}")
 
 # JSON as text
 
@@ -303,6 +310,24 @@ refused("token ids and a mask without content", lines({"attention_mask": [1]}), 
 becomes("a text", "text", lines({"text": "so it is"}), prose("so it is"))
 becomes("messages", "messages", lines({"messages": TURNS}), chat("hi", "yes"))
 becomes("conversations", "messages", lines({"conversations": SHARE}), chat("hi", "yes"))
+VALUES = [{"role": "user", "content": [{"type": "text", "value": "hi"}], "loss_weight": 0.0},
+          {"role": "assistant", "content": [{"type": "text", "value": "yes"}], "loss_weight": 1.0}]  # fmt: skip
+becomes("parts with a value, as in LLaMA-Factory", "messages", lines({"messages": VALUES}), chat("hi", "yes"))
+becomes("a response with loss weight 0", "messages",
+        lines({"messages": [*VALUES[:1], VALUES[1] | {"loss_weight": 0.0}, *VALUES]}),
+        chat("hi", "yes", "hi", "yes").replace("[[yes<|im_end|>]]", "yes<|im_end|>", 1))  # fmt: skip
+refused("a loss weight that is not a number", lines({"messages": [VALUES[0], VALUES[1] | {"loss_weight": "1"}]}),
+        "`loss_weight` of message 1")  # fmt: skip
+refused("a loss weight of the user", lines({"messages": [VALUES[0] | {"loss_weight": 1.0}, VALUES[1]]}),
+        "`loss_weight` of message 0 (user) is 1")  # fmt: skip
+refused("two loss weights", lines({"messages": [VALUES[0], VALUES[1] | {"weight": 0.5}]}), "contradict")
+refused("reasoning after the text", lines({"messages": [TURNS[0], {"role": "assistant", "content": [
+        {"type": "text", "value": "yes"}, {"type": "reasoning", "value": "hm"}]}]}), "part 1 of message 1")  # fmt: skip
+refused("reasoning of the user", lines({"messages": [{"role": "user", "content": [
+        {"type": "reasoning", "value": "hm"}]}, TURNS[1]]}), "part 0 of message 0")  # fmt: skip
+refused("a text after a tool call", lines({"messages": [TURNS[0], {"role": "assistant", "content": [
+        {"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}, {"type": "text", "value": "yes"}]}]}),
+        "part 1 of message 1")  # fmt: skip
 becomes("a text with words that look like JSON", "text", lines({"text": '[{"role": "a"}]'}), prose('[{"role": "a"}]'))
 becomes("lines of a text file", "text", raw("so it is\nand so on\n"), prose("and so on"), "rows.txt", row=1)
 refused("messages and a text", lines({"messages": TURNS, "text": "so"}), "`messages` and `text`")
@@ -332,6 +357,34 @@ becomes("a text with a place for its item", "text", lines(MEDIA | {"text": "hear
 becomes("alpaca with a place for an item", "alpaca", lines(ALPACA | {"instruction": "<audio>add", "audios": ["2.toy"]}),
         chat("<audio:(2 audio):audio>add\n1 1", "2"))  # fmt: skip
 refused("alpaca with an item and no place", lines(ALPACA | {"audios": ["2.toy"]}), "<audio> occurs 0 times")
+refused("a transcript of another name", lines(MEDIA | {"sentence": "so"}),
+        "data.sources.0.columns: {caption: sentence}")  # fmt: skip
+refused("an item, a question and an answer", lines(MEDIA | {"question": "hi", "answer": "yes"}),
+        "data.sources.0.columns: {query: question, response: answer}")  # fmt: skip
+QUESTION = {"query": "question", "response": "answer"}
+refused("an item without a tag", lines(MEDIA | {"question": "hi", "answer": "yes"}),
+        "data.sources.0.untagged_media: first", columns=QUESTION)  # fmt: skip
+HEARD = "<audio:(2 audio):audio>"
+becomes("an item before a question", "query_response", lines(MEDIA | {"question": "hi", "answer": "yes"}),
+        chat(f"{HEARD}hi", "yes"), columns=QUESTION, untagged_media="first")  # fmt: skip
+becomes("two items before the messages of ms-swift", "messages", lines({"messages": TURNS, "audios": ["2.toy"] * 2}),
+        chat(f"{HEARD}{HEARD}hi", "yes"), untagged_media="first")  # fmt: skip
+becomes("an item before parts", "messages",
+        lines(MEDIA | {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, TURNS[1]]}),
+        chat(f"{HEARD}hi", "yes"), untagged_media="first")  # fmt: skip
+becomes("an item with a tag in a later message", "messages",
+        lines(MEDIA | {"messages": [*TURNS, {"role": "user", "content": "so<audio>"}, TURNS[1]]}),
+        chat("hi", "yes", f"so{HEARD}", "yes"), untagged_media="first")  # fmt: skip
+refused("fewer tags than items", lines({"messages": [{"role": "user", "content": "<audio>hi"}, TURNS[1]],
+        "audios": ["2.toy"] * 2}), "<audio> occurs 1 times", untagged_media="first")  # fmt: skip
+refused("an item that the model draws, without a tag", lines({"messages": TURNS, "tone": "2.toy"}),
+        "<tone> occurs 0 times", untagged_media="first")  # fmt: skip
+refused("an item in another folder", lines({"messages": [{"role": "user", "content": "<audio>hi"}, TURNS[1]],
+        "audios": ["gone/2.toy"]}), "set data.sources.0.media_dir")  # fmt: skip
+URL = {"url": "2.toy", "detail": "auto"}
+ASKS = [{"type": "audio_url", "audio_url": URL}, {"type": "text", "text": "hi"}]
+becomes("an item of OpenAI's API with detail auto", "messages",
+        lines({"messages": [{"role": "user", "content": ASKS}, TURNS[1]]}), chat(f"{HEARD}hi", "yes"))  # fmt: skip
 refused(
     "a caption of what the model does not read",
     lines({"depth": "2.toy", "caption": "so"}),

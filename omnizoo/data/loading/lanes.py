@@ -13,7 +13,7 @@ from typing import Any
 from omnizoo.config.errors import UserError
 from omnizoo.data.loading.reader import Reader
 from omnizoo.data.loading.row_order import EpochOrder, other_rows, random_bits
-from omnizoo.data.packing.overlong import SampleSplit, fit_to_pack
+from omnizoo.data.packing.overlong import SampleSplit, fit_all_to_packs
 from omnizoo.data.packing.packer import Packer
 from omnizoo.data.row import BadRow, Row, stop_message
 from omnizoo.data.sample import Sample, SampleId
@@ -198,8 +198,8 @@ class Lane:
 
         def render(other: Row | None = None, other_number: int = row) -> SampleSplit:
             find_other = partial(source.find, other_number)
-            rendered = self.reader.renderer.render(fields, (i, epoch, row), find, other, find_other)
-            return fit_to_pack(i, epoch, row, rendered, self.data)
+            samples = self.reader.renderer.render_samples(fields, (i, epoch, row), find, other, find_other)
+            return fit_all_to_packs(i, epoch, row, samples, self.data)
 
         if not self.reader.config.mismatched_answers:
             return render()

@@ -17,7 +17,8 @@ from omnizoo.models.read_config import tokenizer_folder
 
 log = logging.getLogger(__name__)
 
-FORMAT_KEYS = ("format", "columns", "json_columns", "take")  # keys of a source that define how its rows are interpreted
+# Keys of a source that define how its rows are interpreted.
+FORMAT_KEYS = ("format", "columns", "json_columns", "take", "untagged_media")
 # Keys of the fingerprint. Checkpoints store them, so they must never change.
 OVERLONG_CHATS = "data.overlong of chats"
 PREFERENCE_PAIRS = "what train.losses makes of preference pairs"
@@ -37,12 +38,19 @@ def fingerprint(reader: Reader) -> dict[str, Any]:
     keys = ("lanes", "pack_tokens", "look_ahead", "shuffle", "shuffle_rows", "append_eos", "min_targets")
     values = {f"data.{key}": getattr(config.data, key) for key in keys}
     overlong = config.data.overlong
+    # The default is not stored, so that runs from before these keys can be resumed. `data.chat_template` and
+    # `data.template_options` change the chat template, whose hash is part of the fingerprint of the tokenizer.
+    thinking = {
+        "data.thinking": config.data.thinking.replace("template", ""),
+        "data.thinking_tags": config.data.thinking_tags,
+    }
     mix = {MIX: "rows"} if mixes_by_rows(config) else {}
     return {
         **values,
         **mix,
         "data.overlong": overlong or "split",
         OVERLONG_CHATS: overlong or "truncate",
+        **{key: value for key, value in thinking.items() if value},
         "train.epochs": config.train.epochs,
         "model.modalities": _media_settings(config),
         "train.seed": config.train.seed,

@@ -90,6 +90,23 @@ def _fit_document(first: SampleId, rendered: RenderedRow, data: DataSection, min
     )
 
 
+def fit_all_to_packs(
+    source: int, epoch: int, row: int, samples: Sequence[RenderedRow], data: DataSection
+) -> SampleSplit:
+    """Return the samples of a row that was rendered as several samples, numbered in order. See `fit_to_pack`."""
+    splits = [fit_to_pack(source, epoch, row, rendered, data) for rendered in samples]
+    if len(splits) == 1:
+        return splits[0]
+    parts = [sample for split in splits for sample in split.samples]
+    numbered = [replace(sample, id=SampleId(source, epoch, row, part)) for part, sample in enumerate(parts)]
+    return SampleSplit(
+        samples=numbered,
+        counters=next((split.counters for split in splits if split.counters), ()),
+        few_targets=sum(split.few_targets for split in splits),
+        reason="" if numbered else splits[0].reason,
+    )
+
+
 def split(
     source: int, epoch: int, row: int, rendered: RenderedRow, pack_tokens: int, first_part: int = 0
 ) -> Iterator[Sample]:
