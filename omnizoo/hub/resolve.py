@@ -1,7 +1,7 @@
 """Replace the hub names in a config by names with a commit, and download the files that they stand for."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,7 @@ def fetch_model(text: str, key: str) -> Path | None:
     return Path(local_path(str(name)))
 
 
-def with_values(config: Config, values: dict[str, str]) -> Config:
+def with_values(config: Config, values: Mapping[str, str]) -> Config:
     """Return a config with new values for dotted keys that exist."""
     for key, value in values.items():
         config = _replaced(config, key.split("."), value)
