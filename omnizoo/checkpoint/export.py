@@ -12,6 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel
 
 from omnizoo.checkpoint import manifest, tensor_files
+from omnizoo.checkpoint.model_card import write_card
 from omnizoo.checkpoint.resume import best_checkpoint, resolve_checkpoint
 from omnizoo.config.errors import UserError, named_line
 from omnizoo.config.sections.model import ModelSection
@@ -107,6 +108,7 @@ def export(
         kind = "PEFT adapter" if adapter else "user module"
         _write_weights(partial, state, adapter)
     load_tokenizer(spec).save_pretrained(partial)
+    write_card(partial, source, library="transformers" if model is not None else "peft" if adapter else "omnizoo")
     if out.exists():
         out.rmdir()
     os.rename(partial, out)

@@ -11,6 +11,7 @@ from omnizoo.checkpoint import manifest
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.sections.model import ModelSection
+from omnizoo.hub.resolve import resolve_names
 from omnizoo.modalities.frozen_tokenizer import Frozen
 from omnizoo.models.adapters.base_identity import base_identity, check_base_identity
 from omnizoo.models.build import build_model
@@ -33,7 +34,7 @@ def base_weights(source: Path, spec: ModelSection) -> tuple[PreTrainedModel, dic
     Raises:
         UserError: If the base model is a user-defined module, has frozen tokenizers, or has changed since training.
     """
-    config = load_config(source / "config.yaml", [])
+    config, _ = resolve_names(load_config(source / "config.yaml", []), with_data=False)
     state = manifest.read_state(source, manifest.read(source))
     if is_own_module(config.model) or config.model.given is not None:
         raise UserError(f"--merge: the base model of {source} is a user module. Merge the adapter in Python.")

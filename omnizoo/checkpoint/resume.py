@@ -9,6 +9,7 @@ from omnizoo.checkpoint import folder as folders
 from omnizoo.checkpoint import manifest, retention
 from omnizoo.checkpoint.run_id import new_id, only_owner, read_identity
 from omnizoo.config.errors import UserError
+from omnizoo.config.hub import parse_name
 from omnizoo.config.schema import Config
 from omnizoo.config.sections.checkpoint import OLD_WEIGHTS_PREFIX
 from omnizoo.parallel.errors import sync_errors
@@ -167,7 +168,8 @@ def _from_weights(config: Config, origin: StartingPoint) -> ResumePlan:
     path = Path(config.model.init_from).expanduser()
     origin = replace(origin, weights_only=True)
     if not path.is_dir():
-        raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.")
+        hint = "" if parse_name(config.model.init_from) is None else " For a model on the hub, set model.path instead."
+        raise UserError(f"model.init_from: {path} is not a folder. Pass a checkpoint or a run folder.{hint}")
     if is_checkpoint(path):
         return ResumePlan(origin, exact=path)
     if (path / "config.json").exists():

@@ -19,6 +19,7 @@ from rich.text import Text
 from omnizoo.cli.parser import path_argument
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
+from omnizoo.hub.resolve import resolve_names
 
 if TYPE_CHECKING:
     from omnizoo.data.loading.bad_rows import BadRowGroup
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--samples: {args.samples}; expected a number of samples, at least 0")
     if out is not None and out.is_dir():
         raise UserError(f"--out: {out} is a folder. Pass the name of an HTML file to write.")
+    config, _ = resolve_names(config, with_weights=False)
     from omnizoo.cli.data_page import bad_rows_page, data_page
     from omnizoo.data.loading.inspection import NoUsableRowsError, inspect_data, one_lane
     from omnizoo.data.rendering.template_limits import memory_limits

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from omnizoo.cli.parser import allow_code, path_argument
 from omnizoo.config.errors import UserError
+from omnizoo.hub.resolve import fetch_model
 
 if TYPE_CHECKING:
     from omnizoo.data.sample import RenderedRow
@@ -30,9 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `omnizoo generate`."""
     parser.add_argument(
         "model",
-        metavar="MODEL_DIR",
+        metavar="MODEL",
         type=path_argument,
-        help="Hugging Face folder, such as an export; or a run or checkpoint, which is exported temporarily",
+        help="Hugging Face folder, such as an export; ORG/NAME on the hub; or a run or checkpoint, which is exported "
+        "temporarily",
     )
     parser.add_argument(
         "--messages",
@@ -270,7 +272,7 @@ def as_folder(args: argparse.Namespace, stack: ExitStack) -> Path:
     """Return the folder of the model. A run or checkpoint is exported to a temporary folder that `stack` deletes."""
     from omnizoo.checkpoint.resume import checkpoints_in, is_checkpoint
 
-    path: Path = args.model
+    path: Path = fetch_model(str(args.model), "MODEL") or args.model
     if not path.is_dir() or (path / "config.json").is_file():
         return path
     if not is_checkpoint(path) and not any(checkpoints_in(path).glob("step_*")):

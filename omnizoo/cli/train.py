@@ -9,6 +9,7 @@ from typing import NoReturn
 from omnizoo.config import reference
 from omnizoo.config.errors import TrainingError, UserError
 from omnizoo.config.load import load_config
+from omnizoo.hub.resolve import as_overrides, resolve_names
 from omnizoo.launch.launcher import launch, watch_launcher
 from omnizoo.launch.rank_failure import expected_failure, report_failure
 from omnizoo.parallel.layout import micro_batches, plan_layout
@@ -70,8 +71,10 @@ def run(args: argparse.Namespace) -> int:
     world = started_ranks or args.nproc or 1
     layout = plan_layout(config.parallel, world)
     micro_batches(layout, config.train.packs_per_step, config.train.micro_batch)
-    if started_ranks is None and world > 1:
-        return launch(["train", args.config, *overrides], world)
+    if started_ranks is None:  # otherwise one rank of each node downloads, after the ranks have connected
+        config, pins = resolve_names(config)
+        if world > 1:
+            return launch(["train", args.config, *overrides, *as_overrides(pins)], world)
 
     watch_launcher()
     clock.done("config")

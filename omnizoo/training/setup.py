@@ -38,6 +38,7 @@ from omnizoo.models.chat_tokenizer import load_chat_tokenizer
 from omnizoo.models.hf_private import most_positions
 from omnizoo.models.media.model_inputs import read_modalities
 from omnizoo.ops.device import is_host, use_tensor_cores
+from omnizoo.parallel.downloads import download_on_ranks
 from omnizoo.parallel.errors import sync_errors
 from omnizoo.parallel.mesh import Mesh, build_mesh
 from omnizoo.parallel.process import process_group
@@ -181,7 +182,7 @@ def joined_world(
             start_server()  # in parallel with the set-up, because its start takes seconds
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
-        yield config, mesh
+        yield download_on_ranks(config, mesh, process.local_rank), mesh
 
 
 def resolve_precision(config: Config, device: torch.device) -> Config:

@@ -5,6 +5,7 @@ signals, pipes and exit codes are those of processes that start cold.
 """
 
 import atexit
+import importlib
 import os
 import runpy
 import signal
@@ -41,7 +42,9 @@ def _become(args: Sequence[str], env: Mapping[str, str]) -> None:
         sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         import torch
+        from huggingface_hub import constants
 
+        importlib.reload(constants)  # huggingface_hub reads the environment when it is imported
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         code = _run(args)
         threading._shutdown()  # type: ignore[attr-defined]  # as Python ends: first threads, then what `atexit` knows

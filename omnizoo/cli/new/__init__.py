@@ -10,8 +10,14 @@ from omnizoo.config.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `omnizoo new`."""
-    parser.add_argument("model", metavar="MODEL_FOLDER", help="Hugging Face folder, or the word `modality`")
-    parser.add_argument("data", metavar="DATA", help="file or folder of rows, or the name of the modality")
+    parser.add_argument(
+        "model", metavar="MODEL", help="Hugging Face folder, ORG/NAME on the hub, or the word `modality`"
+    )
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        help="file or folder of rows, ORG/NAME of a dataset on the hub, or the name of the modality",
+    )
     parser.add_argument(
         "--nproc", metavar="N", type=int, help="number of ranks that train on this machine (default: one per device)"
     )

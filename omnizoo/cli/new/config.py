@@ -1,4 +1,4 @@
-"""`omnizoo new MODEL_FOLDER DATA`: write a config that trains without edits, with the reason for each value.
+"""`omnizoo new MODEL DATA`: write a config that trains without edits, with the reason for each value.
 
 Sizes depend on the lengths of the samples, the experts and positions of the model, and the memory of this machine.
 Values that depend on the user's goal, such as the learning rate and the number of epochs, are marked with "choose". If
@@ -8,7 +8,8 @@ the rows cannot be read without a decision of the user, one line is marked with 
 import argparse
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from omnizoo.cli.new.overrides import flow, source_text, write_overrides
 from omnizoo.cli.render_file import render_file
 from omnizoo.cli.train import check_nproc
 from omnizoo.config.errors import UserError, printable
-from omnizoo.config.hub import hub_hint
+from omnizoo.config.hub import local_path, parse_name
 from omnizoo.config.load import load_config
 from omnizoo.config.overrides import apply_override, parse_overrides
-from omnizoo.config.sections.data import SourceSettings
+from omnizoo.hub.resolve import resolve_names
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
 MAX_CORES = 8  # cores of a machine without devices that a step is sure to use
@@ -119,19 +120,22 @@ def line_overrides(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def dataset_settings(model: str, data: str, changes: Mapping[str, Any], out: Path) -> DatasetSettings:
     """Return the settings for reading the rows before any fix: the arguments, and keys from the command line."""
-    folder = Path(model).expanduser()
     sections: dict[str, dict[str, Any]] = {"model": {"path": model}, "data": {"sources": [{"path": data}]}}
-    part = _part(folder)
-    if part:
-        sections["model"]["part"] = part
-    splits = _splits(data)
-    if splits:
-        sections["data"]["sources"][0]["split"] = splits[0]
     for key, value in changes.items():
         if key.startswith(("model.", "data.", "train.losses")):
             apply_override(sections, key, value)
+    config, pins = resolve_names(load_config(deepcopy(sections)), with_weights=False)
+    part = _part(Path(local_path(str(config.model.path))).expanduser())
+    if part:
+        sections["model"].setdefault("part", part)
+    source = sections["data"]["sources"][0]
+    splits = _splits(str(config.data.sources[0].path)) if "split" not in source else None
+    if splits:
+        source["split"] = splits[0]
     template_file = out.with_name(f"{out.stem}_template.jinja")
-    return DatasetSettings(sections=sections, template_file=template_file, fixed=frozenset(changes))
+    return DatasetSettings(
+        sections=sections, template_file=template_file, fixed=frozenset(changes), pins=pins, splits=splits
+    )
 
 
 def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Path) -> NewConfigFacts:
@@ -143,10 +147,10 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
         out: File for the config.
     """
     model, data = args.model, args.data
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        hint = hub_hint(model, "model")
-        raise UserError(f"MODEL_FOLDER: {model} is not a folder; expected a folder with a Hugging Face model{hint}")
+    if parse_name(model) is None and not Path(model).expanduser().is_dir():
+        raise UserError(
+            f"MODEL: {model} is not a folder; expected a folder with a Hugging Face model, or ORG/NAME on the hub"
+        )
     import torch
 
     from omnizoo.data.rendering.template_limits import memory_limits
@@ -159,7 +163,7 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
     with memory_limits():
         bundle = build_bundle(settings.config())
         fitted = fit_settings(settings, bundle)
-    source = fitted.reader.sources[0] if fitted else open_source(SourceSettings(path=data))
+    source = fitted.reader.sources[0] if fitted else open_source(settings.unread_source())
     lengths = fitted.lengths if fitted else estimated_lengths(source)
     format_name = fitted.reader.format_of(0)[0] if fitted else "not known yet"
 
@@ -179,7 +183,7 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
         format=format_name or "messages",
         rows=len(source),
         lengths=lengths,
-        splits=_splits(data) if "data.sources.0.split" not in changes else None,
+        splits=settings.splits,
         nproc=args.nproc or num_devices,
         cores=len(os.sched_getaffinity(0)),
         is_host=is_host(device),
@@ -211,15 +215,21 @@ def _part(folder: Path) -> str | None:
 
 
 def _splits(data: str) -> tuple[str, str] | None:
-    """Return the names of the training and evaluation splits, if the data is a folder that has both."""
+    """Return the names of the training and evaluation splits, if the data is a folder or repository that has both."""
     from omnizoo.data.sources.open import data_files
+    from omnizoo.hub.dataset import files_in_split
 
     path = Path(data).expanduser()
-    if not path.is_dir():
+    name = parse_name(data)
+    if name is None and not path.is_dir():
         return None
+
+    def files_of(split: str) -> Sequence[Any]:
+        return files_in_split(name, split) if name is not None else data_files(path, split)
+
     for eval_split in ("validation", "test"):
         try:
-            if data_files(path, "train") != data_files(path, eval_split):
+            if files_of("train") != files_of(eval_split):
                 return "train", eval_split
         except UserError:
             continue

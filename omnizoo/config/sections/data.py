@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
+from omnizoo.config.hub import without_revision
 from omnizoo.config.plugins import plugin
 from omnizoo.config.sections.base import ConfigSection, Object, PositiveInt, Text, to_plain
 
@@ -48,8 +49,9 @@ class SourceSettings(ConfigSection):
     """Settings of one source of rows."""
 
     path: Text | None = None
-    """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, or an fsspec
-    address (`hf://datasets/...`, `s3://...`) to copy to `data.cache_dir`"""
+    """JSONL, CSV, Parquet or WebDataset tar file, a folder of such files, a local `datasets` folder, a dataset on the
+    Hugging Face Hub (`ORG/NAME` or `ORG/NAME@REVISION`), or an fsspec address (`s3://...`) to copy to
+    `data.cache_dir`"""
 
     weight: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """relative share of rows among the sources; default: 1 if another source has a weight, otherwise the number of rows
@@ -91,8 +93,8 @@ class SourceSettings(ConfigSection):
 
     @property
     def name(self) -> str:
-        """Name of the source in messages."""
-        return str(self.path or self.rows or to_plain(self.given))
+        """Name of the source in messages, without the commit of a dataset on the hub."""
+        return without_revision(self.path) if self.path else str(self.rows or to_plain(self.given))
 
     @model_validator(mode="after")
     def _check_source(self) -> "SourceSettings":
