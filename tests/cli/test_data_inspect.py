@@ -308,6 +308,19 @@ def test_reasons_that_differ_in_values_are_one_group(
     assert f"30 bad rows, the first: {source}:2: `role`" in "".join(capsys.readouterr().out.split("\n"))
 
 
+def test_a_source_whose_rows_are_all_too_long_is_an_error(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = write_rows(tmp_path / "long.jsonl", [{"text": "word " * 300}] * 20)
+    good = write_rows(tmp_path / "good.jsonl", [{"text": "so it is"}] * 72)
+    sources = json.dumps([{"path": str(long)}, {"path": str(good)}])
+    assert main(["data", "inspect", str(text), "--data.overlong", "drop", "--data.sources", sources]) == 2
+    out, error = capsys.readouterr()
+    assert "0 truncated, 20 dropped" in out
+    assert "no usable row" in out
+    assert error.startswith("error: data.sources.0: none of the 20 rows read from ")
+
+
 def test_counts_are_numbers_of_different_rows(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of small sources are read several times while the packing window fills."""
     source = write_rows(tmp_path / "rows.jsonl", [{"text": "word " * (5 + 2 * (i == 7) * 50)} for i in range(72)])

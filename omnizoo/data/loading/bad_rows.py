@@ -96,8 +96,9 @@ class InspectedLane(Lane):
     def _check_usable(self, i: int, row: int, reason: str) -> None:
         if not reason:
             self.with_usable_rows.add(i)
-        is_useless = self.cursors[i].rows_without_sample >= min(len(self.sources[i]), MAX_USELESS_ROWS)
-        if is_useless or self.num_bad[i] >= MAX_USELESS_ROWS:
+        num_useless = max(self.num_bad[i], self.cursors[i].rows_without_sample)
+        was_read = len(self.rows_read[i]) == len(self.sources[i])
+        if num_useless >= MAX_USELESS_ROWS or (was_read and i not in self.with_usable_rows):
             self.given_up[i] = f"{self.sources[i].where(row)}: {reason}"
 
     def _is_open(self, i: int) -> bool:
