@@ -24,7 +24,6 @@ from omnizoo.config.errors import UserError, printable
 from omnizoo.config.hub import local_path, parse_name
 from omnizoo.config.load import load_config
 from omnizoo.config.overrides import apply_override, parse_overrides
-from omnizoo.config.sections.data import SourceSettings
 from omnizoo.hub.resolve import resolve_names
 from omnizoo.parallel.layout import micro_batches, plan_layout
 
@@ -122,25 +121,21 @@ def line_overrides(changes: Mapping[str, Any]) -> dict[str, Any]:
 def dataset_settings(model: str, data: str, changes: Mapping[str, Any], out: Path) -> DatasetSettings:
     """Return the settings for reading the rows before any fix: the arguments, and keys from the command line."""
     sections: dict[str, dict[str, Any]] = {"model": {"path": model}, "data": {"sources": [{"path": data}]}}
-    config, pins = resolve_names(load_config(_with_changes(sections, changes)), with_weights=False)
-    part = _part(Path(local_path(str(config.model.path))).expanduser())
-    if part:
-        sections["model"]["part"] = part
-    splits = _splits(str(config.data.sources[0].path))
-    if splits:
-        sections["data"]["sources"][0]["split"] = splits[0]
-    template_file = out.with_name(f"{out.stem}_template.jinja")
-    sections = _with_changes(sections, changes)
-    return DatasetSettings(sections=sections, template_file=template_file, fixed=frozenset(changes), pins=pins)
-
-
-def _with_changes(sections: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the sections with those keys from the command line that concern the model and the rows."""
-    changed = deepcopy(sections)
     for key, value in changes.items():
         if key.startswith(("model.", "data.", "train.losses")):
-            apply_override(changed, key, value)
-    return changed
+            apply_override(sections, key, value)
+    config, pins = resolve_names(load_config(deepcopy(sections)), with_weights=False)
+    part = _part(Path(local_path(str(config.model.path))).expanduser())
+    if part:
+        sections["model"].setdefault("part", part)
+    source = sections["data"]["sources"][0]
+    splits = _splits(str(config.data.sources[0].path)) if "split" not in source else None
+    if splits:
+        source["split"] = splits[0]
+    template_file = out.with_name(f"{out.stem}_template.jinja")
+    return DatasetSettings(
+        sections=sections, template_file=template_file, fixed=frozenset(changes), pins=pins, splits=splits
+    )
 
 
 def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Path) -> NewConfigFacts:
@@ -165,11 +160,10 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
     from omnizoo.training.setup import build_bundle
 
     settings = dataset_settings(model, data, changes, out)
-    pinned_data = settings.pins.get(f"{SOURCE}.path", data)
     with memory_limits():
         bundle = build_bundle(settings.config())
         fitted = fit_settings(settings, bundle)
-    source = fitted.reader.sources[0] if fitted else open_source(SourceSettings(path=pinned_data))
+    source = fitted.reader.sources[0] if fitted else open_source(settings.unread_source())
     lengths = fitted.lengths if fitted else estimated_lengths(source)
     format_name = fitted.reader.format_of(0)[0] if fitted else "not known yet"
 
@@ -189,7 +183,7 @@ def collect_facts(args: argparse.Namespace, changes: Mapping[str, Any], out: Pat
         format=format_name or "messages",
         rows=len(source),
         lengths=lengths,
-        splits=_splits(pinned_data) if "data.sources.0.split" not in changes else None,
+        splits=settings.splits,
         nproc=args.nproc or num_devices,
         cores=len(os.sched_getaffinity(0)),
         is_host=is_host(device),

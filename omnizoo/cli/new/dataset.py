@@ -15,6 +15,7 @@ from omnizoo.cli.new.tools_template import TEMPLATE_KEY, template_fixes, write_t
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
+from omnizoo.config.sections.data import SourceSettings
 from omnizoo.data.row import BadRow, Fix
 from omnizoo.hub.resolve import with_values
 
@@ -41,7 +42,8 @@ class DatasetSettings:
     sections: dict[str, dict[str, Any]]  # `model`, `data`, and `train` if it sets the losses
     template_file: Path  # file for a chat template, which is written if the rows need another one
     fixed: frozenset[str]  # keys from the command line, which no fix changes
-    pins: Mapping[str, str] = field(default_factory=dict)  # names on the hub with their commits, by key
+    pins: dict[str, str]  # names on the hub with their commits, by key
+    splits: tuple[str, str] | None  # names of the training and evaluation splits of the source
     comments: dict[str, str] = field(default_factory=dict)  # reason for each key that a fix has set
     choice: str = ""  # key of the source that the user has to choose before training; empty if there is none
 
@@ -54,6 +56,10 @@ class DatasetSettings:
     def config(self) -> Config:
         """Return the validated config for reading the rows."""
         return with_values(load_config(deepcopy(self.sections)), self.pins)
+
+    def unread_source(self) -> SourceSettings:
+        """Return the source without the settings for reading its rows."""
+        return SourceSettings(path=self.pins.get(f"{SOURCE}.path", self.source.get("path")))
 
     def apply(self, fix: Fix) -> bool:
         """Set the key of a fix. Return whether this changed a value."""
