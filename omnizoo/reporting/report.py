@@ -242,7 +242,7 @@ def _describe_items(run: RunFolder, page: Path, items: Any) -> list[dict[str, An
         if isinstance(item, dict) and "file" in item:
             described.append(_describe_file(run, page, str(item["file"])))
         elif isinstance(item, dict):
-            described.append({"name": cell_text(item.get("value") or ""), "address": None})
+            described.append({"name": cell_text(item.get("value") or ""), "address": None, "media_type": None})
     return described
 
 
@@ -259,7 +259,8 @@ def _scores(record: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, str]]
         if isinstance(score, int | float) and not isinstance(score, bool)
     }
     expected = record.get("expected")
-    if not judgments and isinstance(expected, str) and str(record.get("answer")).strip() == expected.strip():
+    is_text = isinstance(expected, str) and not record.get("items")
+    if not judgments and is_text and str(record.get("answer")).strip() == str(expected).strip():
         judgments = {"equals the expected response": True}
     return judgments, scores
 
@@ -267,7 +268,7 @@ def _scores(record: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, str]]
 def _describe_file(run: RunFolder, page: Path, name: str) -> dict[str, Any]:
     """Return the name, address and media type of a generated file. Files outside the run folder have no address."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        return {"name": name, "address": None}
+        return {"name": name, "address": None, "media_type": None}
     address = "./" + quote(os.path.relpath(run.root / name, page.parent))
     media_type = guess_type(name)[0] if Path(name).suffix in SHOWN_FILES else None
     return {"name": name, "address": address, "media_type": media_type}

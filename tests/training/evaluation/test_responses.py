@@ -365,6 +365,6 @@ def test_report_escapes_responses(tmp_path: Path) -> None:
     page = write_report(RunFolder(tmp_path)).read_text()
     assert "&lt;script&gt;" in page
     assert 'href="./javascript%3Aalert%281%29"' in page
-    assert 'data="./samples/step_00000002/0/0.png"' in page
-    assert page.count("<object") == 2  # the last one, and the one with a quote in its name
-    assert "/etc/passwd" not in page.replace("<br>/etc/passwd", "")
+    assert 'src="./samples/step_00000002/0/0.png"' in page
+    assert page.count("<img") == 2  # the last one, and the one with a quote in its name
+    assert "/etc/passwd" not in page.replace("<p>/etc/passwd</p>", "")

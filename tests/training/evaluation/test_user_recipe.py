@@ -62,6 +62,11 @@ def test_samples_and_generate_use_the_recipe_of_the_user(
     assert [sorted(record.keys() & {"answer", "error"}) for record in samples] == [["answer"]] * 2
     assert read_steps(run)[-1]["eval/exact_match"] == 0.0
     assert (run / "checkpoints" / "best.json").is_file()
+    shown = [record["question_items"] for record in samples]
+    assert shown == [[{"modality": "image", "file": f"samples/questions/{number}/0.png"}] for number in range(2)]
+    assert (run / shown[1][0]["file"]).read_bytes() == (DATA / "image1.png").read_bytes()
+    assert f'src="./{shown[0][0]["file"]}"' in (run / "report.html").read_text()
+    assert [record["metrics"] for record in samples] == [{"eval/exact_match": False}] * 2
 
     assert main(["export", str(run), str(tmp_path / "exported")]) == 0
     write_rows(tmp_path / "questions.jsonl", [ask(0), ask(1)])
