@@ -1,22 +1,19 @@
 """`omnizoo eval`: evaluate a checkpoint, in this process or in several ranks."""
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from omnizoo.cli.parser import allow_code, path_argument
 from omnizoo.cli.train import check_nproc
 from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
+from omnizoo.config.plugins import check_allowed
 from omnizoo.config.schema import Config
 from omnizoo.hub.resolve import as_overrides, resolve_names
 from omnizoo.launch.launcher import launch, watch_launcher
 from omnizoo.launch.rank_failure import report_failure
 from omnizoo.parallel.layout import plan_layout
 from omnizoo.parallel.rendezvous import place_in_world
-
-PLUGIN_KEYS = ("kind", "module", "recipe", "rows", "schedule")  # keys that may name a plugin, in any section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,13 +86,8 @@ def only_allowed(config: Config, args: argparse.Namespace) -> Config:
     The folder may come from an untrusted source.
     """
     file = args.config / "config.yaml"
-    for name in named_code(config.model_dump(mode="json")):
-        module = name.partition(":")[0]
-        if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in args.allow_code):
-            raise UserError(
-                f"{file}: the plugin {name} is not allowed. If you trust it, add --allow-code {module}, or pass your "
-                "config instead of the run folder."
-            )
+    settings = config.model_dump(mode="json")
+    check_allowed(settings, args.allow_code, str(file), "pass your config instead of the run folder")
     if config.model.trust_remote_code and not args.trust_remote_code:
         raise UserError(
             f"{file}: model.trust_remote_code is set. If you trust the code in the model folder, add "
@@ -103,15 +95,3 @@ def only_allowed(config: Config, args: argparse.Namespace) -> Config:
         )
     permissions = {"allow_code": args.allow_code, "trust_remote_code": args.trust_remote_code}
     return config.changed(model=permissions)
-
-
-def named_code(value: Any, key: str = "") -> Iterator[str]:
-    """Yield every plugin name (`package.module:name`) in a config."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from named_code(inner, name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from named_code(inner, key)
-    elif key in PLUGIN_KEYS and isinstance(value, str) and ":" in value:
-        yield value
