@@ -17,6 +17,7 @@ import psutil
 
 from omnizoo.launch.rank_failure import USER_ERROR, failure_message, first_failure
 from omnizoo.launch.stderr import CRASH, ERROR_FD, print_error
+from omnizoo.parallel.parent_death import IS_LINUX, death_signal, end_with_torchrun
 from omnizoo.reporting.start_clock import LAUNCHED_AT
 
 LAUNCHER_FD = "OMNIZOO_LAUNCHER_FD"  # read end of a pipe that closes when the launcher ends
@@ -145,6 +146,15 @@ def _start(
     processes = {}
     # The launcher binds the port and rank 0 inherits the socket, so that no other program can take the port in between.
     # The launcher closes its copy once rank 0 has started: connecting to a dead rank 0 must fail instead of waiting.
+    set_death_signal = death_signal()
+    launcher_id = os.getpid()
+
+    def prepare_rank() -> None:
+        """Run in the process of the rank, before the command."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        if IS_LINUX:
+            set_death_signal(launcher_id)
+
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as store:
         world_env["MASTER_PORT"] = str(store.getsockname()[1])
         for rank in range(nproc):
@@ -163,7 +173,7 @@ def _start(
                 env=default_env | os.environ | world_env | rank_env,
                 pass_fds=inherited_fds,
                 start_new_session=True,  # Ctrl-C sends SIGINT to the launcher only
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask),
+                preexec_fn=prepare_rank,
             )
     return processes
 
@@ -177,7 +187,8 @@ def _read_messages(fd: int) -> list[str]:
 
 
 def watch_launcher() -> None:
-    """Exit this process when its launcher ends. Do nothing if the process was not started by a launcher."""
+    """End this process when its launcher or torchrun ends. Do nothing if neither of them has started it."""
+    end_with_torchrun()
     if LAUNCHER_FD not in os.environ:
         return
     fd = int(os.environ[LAUNCHER_FD])

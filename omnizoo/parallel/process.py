@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from omnizoo.ops.device import backend_for, is_host, pick_device
 from omnizoo.ops.memory.host_allocator import keep_freed_memory
 from omnizoo.ops.torch_private import abort_groups, register_fake_collectives
+from omnizoo.parallel.parent_death import end_with_torchrun
 from omnizoo.parallel.rendezvous import meeting_point, place_in_world
 
 
@@ -55,6 +56,7 @@ def process_group(
     Raises:
         UserError: If the environment variables for rank, world size or address are missing or invalid.
     """
+    end_with_torchrun()
     rank, world_size, local_rank = place or place_in_world() or (0, 1, 0)
     process_device = pick_device(local_rank, device)
     if is_host(process_device):

@@ -26,6 +26,7 @@ from omnizoo.config.errors import UserError
 from omnizoo.config.load import load_config
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.held_out import held_out_config
+from omnizoo.data.loading.lane_stream import LoadingStopped
 from omnizoo.data.loading.loader import Loader, build_loader
 from omnizoo.data.loading.reader import Reader, build_reader
 from omnizoo.data.loading.step_count import count_steps
@@ -299,7 +300,7 @@ def prepare_run(
         resources: Exit stack that unlocks folders and ends prefetching when it is closed.
 
     Returns:
-        The parts of the run; None if the checkpoint is already at the last step.
+        The parts of the run; None if the checkpoint is already at the last step, or if a signal stopped the run.
 
     Raises:
         UserError: If the run cannot start.
@@ -339,8 +340,13 @@ def prepare_run(
     if held_out_reader is not None:
         check_metrics(config, evaluator.metric_names())
     num_steps = config.train.steps - state.step
-    steps = resources.enter_context(Prefetcher(loader, setup.balancer, num_steps, setup.objective.phases))
-    first_step = steps.next()  # unusable data raises here, before any file is written
+    prefetcher = Prefetcher(loader, setup.balancer, num_steps, setup.objective.phases, lambda: bool(stop))
+    steps = resources.enter_context(prefetcher)
+    try:
+        first_step = steps.next()  # unusable data raises here, before any file is written
+    except LoadingStopped:
+        _print_stopped(mesh, stop, state)
+        return None
     clock.done("data")
     recompute = sync_errors(mesh, lambda: apply_recompute_budget(setup.objective, first_step, saved.get("recompute")))
     return RunContext(
@@ -388,3 +394,10 @@ def _print_nothing_to_do(config: Config, mesh: Mesh, start: StartingPoint, state
     if mesh.is_first:
         hint = "" if config.train.epochs else ". Raise train.steps to continue"
         print(f"nothing to do: {start.checkpoint} is at step {state.step} of {config.train.steps}{hint}")
+
+
+def _print_stopped(mesh: Mesh, stop: StopSignal, state: TrainState) -> None:
+    """Print, on rank 0, that a signal stopped the run while it waited for its first step."""
+    if mesh.is_first:
+        stopped_by = stop.signal or "a signal to another rank"
+        print(f"stopped by {stopped_by} while step {state.step + 1} was loading: there is nothing new to save")

@@ -28,6 +28,8 @@ from omnizoo.data.loading.worker_pickling import NotPicklable, SharedPickle
 from omnizoo.data.loading.workers import Workers, start_server, worker_count, worker_setup
 
 log = logging.getLogger(__name__)
+WAIT_SECONDS = 1.0  # time between two checks whether to stop, while the workers load a step
+TIMED_OUT = "DataLoader timed out"  # beginning of the error that torch raises after this time
 ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not included
 
 
@@ -72,6 +74,7 @@ class Loader:
             start_server()
         self.iterator: Iterator[LoadedStep] | None = None
         self.processes = Workers()
+        self.is_stopped = False
 
     def start(self) -> None:
         """Start the workers, so that they load data while the model is being set up."""
@@ -82,7 +85,7 @@ class Loader:
         """Load the next step of this rank.
 
         Returns:
-            The packs that this rank has read, and its counters and bad rows.
+            The packs that this rank has read, and its counters and bad rows; a step without packs after `stop`.
 
         Raises:
             UserError: If the data cannot be read, or a row is bad and `data.on_bad_row` is `error`.
@@ -93,10 +96,9 @@ class Loader:
         # DataLoader reads from its workers in turn, so one item from each of them makes a complete step.
         parts: list[LoadedStep] = []
         for _ in range(max(1, self.workers)):
-            try:
-                part = next(self.iterator)
-            except RuntimeError as error:  # raised by torch when a loader worker has died
-                raise self.processes.death() or error from error
+            part = self._next_part(self.iterator)
+            if part is None:
+                return LoadedStep(packs=[], counters=self.counters(), is_stopped=True)
             if part.error is not None:
                 self.close()
                 raise UserError(part.error)
@@ -111,6 +113,21 @@ class Loader:
         if self.assignment.counts:
             bad_rows = [message for part in parts for message in part.bad_rows]
         return LoadedStep(packs, bad_rows + undecodable, counters=self.counters())
+
+    def stop(self) -> None:
+        """Stop waiting for workers, which may be stuck. May be called while another thread is in `next_step`."""
+        self.is_stopped = True
+
+    def _next_part(self, iterator: Iterator[LoadedStep]) -> LoadedStep | None:
+        """Return what the next worker has loaded for the current step; None after `stop`."""
+        while not self.is_stopped:
+            try:
+                return next(iterator)
+            except RuntimeError as error:  # raised by torch after a timeout, and when a loader worker has died
+                death = self.processes.death()
+                if death is not None or not str(error).startswith(TIMED_OUT):
+                    raise death or error from error
+        return None
 
     def _steps(self) -> Iterable[LoadedStep]:
         """Return the steps from the current one on, loaded by workers or in this process."""
@@ -132,6 +149,7 @@ class Loader:
             collate_fn=identity,
             num_workers=self.workers,
             prefetch_factor=self.config.data.prefetch,
+            timeout=WAIT_SECONDS,
             worker_init_fn=worker_setup(),
             multiprocessing_context=self.processes,
             generator=torch.Generator(),  # DataLoader draws a base seed; leave the default generator unchanged
@@ -199,8 +217,10 @@ class Loader:
         self.undecodable = state.get("undecodable", 0) if self.assignment.rank == 0 else 0
 
     def close(self) -> None:
-        """Stop the workers. The loader can still be used: the next step starts new workers."""
+        """End the workers. The loader can still be used: the next step starts new workers."""
+        self.processes.end()
         self.iterator = None
+        self.is_stopped = False
 
 
 def build_loader(config: Config, tokenizer: PreTrainedTokenizerBase, rank: int, world: int, **media: Any) -> Loader:

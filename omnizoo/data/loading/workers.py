@@ -12,19 +12,25 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from omnizoo.parallel.parent_death import in_lasting_thread, set_server_imports
+
 MAX_WORKERS = 4  # maximum per rank if data.workers is not set
 CORES_PER_WORKER = 4  # CPU cores for each worker if data.workers is not set
 IMPORTED = ["omnizoo.data.loading.loader", "tokenizers"]
+SECONDS_TO_END = 0.5  # time for workers to end, before they are killed
 QUIET = "ignore:resource_tracker"
 LESS_MEMORY = "reduce data.workers, data.prefetch, data.look_ahead or data.pack_tokens"
 
@@ -48,8 +54,15 @@ def worker_count(setting: int | None) -> int:
 
 
 def start_server() -> None:
-    """Start the server process that workers are forked from. It imports torch in the background (a few seconds)."""
-    multiprocessing.set_forkserver_preload(IMPORTED)
+    """Start the server process that workers are forked from. It imports torch in the background (a few seconds).
+
+    The server and its workers are killed when this process ends.
+    """
+    set_server_imports(IMPORTED)
+    in_lasting_thread(_start_server)
+
+
+def _start_server() -> None:
     # The resource tracker, which frees the resources that a killed rank leaves, must start first: starting it unblocks
     # signals. QUIET turns off its warnings about these resources.
     sys.warnoptions.append(QUIET)
@@ -72,6 +85,8 @@ class Workers(ForkServerContext):
     def __init__(self) -> None:
         super().__init__()
         self.started: list[ForkServerProcess] = []
+        # Also runs when Python exits, before it waits for child processes: a stopped worker would never end.
+        self.end = weakref.finalize(self, end_processes, self.started, os.getpid())
 
     def Process(self, *args: Any, **options: Any) -> ForkServerProcess:  # type: ignore[override]  # noqa: N802
         start_server()
@@ -83,6 +98,20 @@ class Workers(ForkServerContext):
         """Return an error for the first worker that ended with a nonzero exit code; None if there is none."""
         codes = [process.exitcode for process in self.started if process.exitcode]
         return WorkerDeath(exit_message(codes[0])) if codes else None
+
+
+def end_processes(processes: Sequence[ForkServerProcess], parent: int) -> None:
+    """End workers of this process: first with SIGTERM, then, if they are stopped or stuck, with SIGKILL."""
+    if os.getpid() != parent:
+        return  # in a fork of the process that started the workers
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    until = time.monotonic() + SECONDS_TO_END
+    while alive and wait([process.sentinel for process in alive], max(0.0, until - time.monotonic())):
+        alive = [process for process in alive if process.is_alive()]
+    for process in alive:
+        process.kill()
 
 
 class _Process(ForkServerProcess):
