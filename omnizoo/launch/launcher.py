@@ -92,10 +92,12 @@ class _Ranks:
         """Remove ranks that have ended. Return (rank, exit code) of each that failed without being killed here."""
         failed = []
         for rank, child in list(self.alive.items()):
-            code = child.poll()
+            code = _exit_code(child)
             if code is None:
                 continue
             del self.alive[rank]
+            if code < 0:
+                os.killpg(child.pid, signal.SIGKILL)  # also ends what a killed rank has started, such as a compiler
             if code != 0 and not (self.is_killed and code == -signal.SIGKILL):
                 failed.append((rank, 128 - code if code < 0 else code))
         return failed
@@ -176,6 +178,17 @@ def _start(
                 preexec_fn=prepare_rank,
             )
     return processes
+
+
+def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a process, or minus the signal that killed it; None while it runs.
+
+    The process is not reaped, because its id, which is also that of its process group, could then be reused.
+    """
+    end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def _read_messages(fd: int) -> list[str]:

@@ -63,7 +63,8 @@ def train(
     clock = clock or StartClock()
     stop = StopSignal()  # installed first: a signal during start-up ends the run after its first step
     config = load_run_config(config, model=model, tokenizer=tokenizer, data=data, eval_data=eval_data)
-    with joined_world(config, on_failure) as (config, mesh), ExitStack() as resources:
+    joined = joined_world(config, on_failure, stop_requested=lambda: bool(stop))
+    with joined as (config, mesh), ExitStack() as resources:
         run = prepare_run(config, mesh, callbacks, stop, clock, resources)
         if run is None:  # the checkpoint is already at the last step, or a signal stopped the run
             return 0

@@ -160,7 +160,10 @@ def load_run_config(config: str | Path | Mapping[str, Any] | Config, **objects: 
 
 @contextmanager
 def joined_world(
-    config: Config, on_failure: Callable[[int, BaseException], None] | None = None, has_loader: bool = True
+    config: Config,
+    on_failure: Callable[[int, BaseException], None] | None = None,
+    has_loader: bool = True,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Config, Mesh]]:
     """Context manager: join the process group, and build the mesh.
 
@@ -169,11 +172,13 @@ def joined_world(
         on_failure: Called with the rank and the error when a rank fails.
         has_loader: Whether a loader reads the steps. Without a loader, the size of a step is set to match the number of
             ranks.
+        stop_requested: Whether to stop waiting for other ranks.
 
     Yields:
         The config, including settings that depend on the device, and the mesh.
     """
-    with process_group(on_failure=on_failure) as process:
+    timeout = config.parallel.join_timeout
+    with process_group(on_failure=on_failure, join_timeout=timeout, stop_requested=stop_requested) as process:
         config = resolve_precision(config, process.device)
         if not has_loader:
             batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
