@@ -6,6 +6,7 @@ redistributed to the ranks that train on them. After a step, every lane is exact
 rank that runs it. A state that was saved on one layout can therefore be loaded on any other.
 """
 
+import errno
 import functools
 import logging
 import os
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from omnizoo.config.errors import UserError, named_line
+from omnizoo.config.errors import UserError, first_line, named_line
 from omnizoo.config.plugins import CODE_ERRORS
 from omnizoo.config.schema import Config
 from omnizoo.data.loading.lane_stream import LaneAssignment, LaneSteps, LoadedStep, failed_steps
@@ -30,6 +31,7 @@ from omnizoo.data.loading.workers import Workers, start_server, worker_count, wo
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 1.0  # time between two checks whether to stop, while the workers load a step
 TIMED_OUT = "DataLoader timed out"  # beginning of the error that torch raises after this time
+MORE_SHARED_MEMORY = "Make /dev/shm writable and larger, or set data.workers to 0."
 ROWS_READ = "rows_read"  # name of a counter; rows in the packing window are not included
 
 
@@ -41,14 +43,29 @@ class PickledSteps(IterableDataset[LoadedStep]):
 
     def __iter__(self) -> Iterator[LoadedStep]:
         try:
-            steps: LaneSteps = self.steps.open()
+            lane_steps: LaneSteps = self.steps.open()
         except (UserError, *CODE_ERRORS) as error:
             reason = named_line(error)
             return failed_steps(
                 f"data.workers: a worker failed to unpickle the data sources or plugins: {reason}. Set it to 0 to load "
                 "data in the training process."
             )
-        return iter(steps)
+        return map(share_tensors, lane_steps)
+
+
+def share_tensors(step: LoadedStep) -> LoadedStep:
+    """Move the tensors of a step to shared memory, in a worker. If that fails, return a failed step.
+
+    Otherwise, a thread of multiprocessing would do this later, print its error and lose the step.
+    """
+    try:
+        for pack in step.packs:
+            for item in pack.items:
+                for tensor in (item.inputs or {}).values():
+                    tensor.share_memory_()
+    except RuntimeError as error:
+        return LoadedStep(packs=[], error=f"data.workers: {first_line(error)}. {MORE_SHARED_MEMORY}")
+    return step
 
 
 def identity(item: Any) -> Any:
@@ -78,8 +95,17 @@ class Loader:
 
     def start(self) -> None:
         """Start the workers, so that they load data while the model is being set up."""
-        if self.iterator is None:
-            self.iterator = iter(self._steps())
+        if self.iterator is not None:
+            return
+        try:
+            if self.workers:
+                self.processes.check_resources(self.workers)
+        except OSError as error:
+            hint = "Raise ulimit -n." if error.errno == errno.EMFILE else MORE_SHARED_MEMORY
+            reason = f"workers cannot be started ({error.strerror}). {hint}"
+            log.warning("data.workers: using 0 instead of %d, because %s", self.workers, reason)
+            self.workers = 0
+        self.iterator = iter(self._steps())
 
     def next_step(self) -> LoadedStep:
         """Load the next step of this rank.

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -30,6 +30,7 @@ from omnizoo.parallel.parent_death import in_lasting_thread, set_server_imports
 MAX_WORKERS = 4  # maximum per rank if data.workers is not set
 CORES_PER_WORKER = 4  # CPU cores for each worker if data.workers is not set
 IMPORTED = ["omnizoo.data.loading.loader", "tokenizers"]
+FILES_PER_WORKER = 16  # open files of a rank for each worker: pipes, and tensors that are being received
 SECONDS_TO_END = 0.5  # time for workers to end, before they are killed
 QUIET = "ignore:resource_tracker"
 LESS_MEMORY = "reduce data.workers, data.prefetch, data.look_ahead or data.pack_tokens"
@@ -93,6 +94,18 @@ class Workers(ForkServerContext):
         process = _Process(*args, **options)
         self.started.append(process)
         return process
+
+    def check_resources(self, num_workers: int) -> None:
+        """Raise `OSError` if the system has too few semaphores or open files for this number of workers.
+
+        Without the check, torch would fail halfway, and print errors of objects that are not complete.
+        """
+        queues = []
+        with ExitStack() as files:
+            for _ in range(num_workers + 2):  # torch has a queue per worker, one for results, and an event
+                queues.append(self.Queue())
+            for _ in range(FILES_PER_WORKER * num_workers):
+                files.enter_context(open(os.devnull, "rb"))
 
     def death(self) -> WorkerDeath | None:
         """Return an error for the first worker that ended with a nonzero exit code; None if there is none."""
