@@ -27,7 +27,7 @@ OMNIZOO = [sys.executable, "-m", "omnizoo"]
 def run_shell(command: str, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[bytes]:
     """Run a shell command in which `omnizoo` is the command of this checkout."""
     script = f'omnizoo() {{ "{sys.executable}" -m omnizoo "$@"; }}\n{command}'
-    clean = environment({key: value for key, value in env.items()})
+    clean = environment(dict(env))
     clean.pop("PYTHONIOENCODING", None)
     return subprocess.run(["bash", "-c", script], env=clean, capture_output=True, timeout=timeout, check=False)
 
@@ -69,12 +69,15 @@ def test_run_continues_without_reader_of_its_output(tmp_path: Path) -> None:
     assert err == b"warning: standard output cannot be written (Broken pipe). The run continues without it.\n"
 
 
-def test_too_few_open_files_are_one_line(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("limit", range(8, 18, 2))
+def test_too_few_open_files_are_one_line(limit: int, tmp_path: Path) -> None:
     path = write_config(tmp_path, train={"steps": 2})
-    done = run_shell(f"ulimit -n 14; omnizoo train {path}")
-    assert done.returncode == 1
-    assert done.stderr.startswith(b"error: rank 0: ulimit -n: 14 open files are too few.")
-    assert done.stderr.count(b"\n") == 1
+    done = run_shell(f"ulimit -n {limit}; omnizoo train {path}")
+    lines = done.stderr.splitlines()
+    assert len(lines) == (1 if done.returncode else 0), lines
+    assert all(b"open files" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -134,6 +137,7 @@ def test_argument_that_a_c_locale_cannot_represent_is_one_line(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_run_folder_that_a_c_locale_cannot_represent_is_one_line(tmp_path: Path) -> None:
     path = write_config(tmp_path, train={"steps": 2}, log={"dir": str(tmp_path / "räume")})
     done = run_shell(f"omnizoo train {path}", **ASCII)
