@@ -7,7 +7,8 @@ Row = dict[str, Any]
 SIDES = ("chosen", "rejected")  # the responses of a preference pair
 SINGLE = ("completion", "label")  # a labeled response: the text, and whether it is desirable
 PROMPTS = ("prompt", "messages", "conversations")  # fields that may contain the prompt of a preference row
-CONVERSATION = ("messages", "conversations", "text")  # main content of a row; the first field present is used
+# Main content of a row; the first field present is used.
+CONVERSATION = ("messages", "conversations", "text", "input_ids")
 # Fields whose value is, or may be, a list of objects.
 STRUCTS = ("messages", "conversations", "tools", "prompt", "chosen", "rejected", "completion")
 

@@ -165,7 +165,7 @@ def joined_world(
     has_loader: bool = True,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Config, Mesh]]:
-    """Context manager: join the process group, and build the mesh.
+    """Context manager that joins the process group and builds the mesh.
 
     Args:
         config: The config of the run.
@@ -184,7 +184,7 @@ def joined_world(
             batch = {"packs_per_step": process.world_size * config.train.micro_batch, "tokens_per_step": None}
             config = config.changed(train=batch)
         elif worker_count(config.data.workers):
-            start_server()  # it starts in parallel with the set-up, because it takes seconds
+            start_server()  # in parallel with the set-up, because its start takes seconds
         mesh = build_mesh(config, process)
         set_up_logging(mesh)
         yield config, mesh
@@ -348,7 +348,7 @@ def prepare_run(
     prefetcher = Prefetcher(loader, setup.balancer, num_steps, setup.objective.phases, lambda: bool(stop))
     steps = resources.enter_context(prefetcher)
     try:
-        first_step = steps.next()  # unusable data raises here, before any file is written
+        first_step = steps.next()  # unusable data raises an error here, before any file is written
     except LoadingStopped:
         _print_stopped(mesh, stop, state)
         return None
@@ -384,7 +384,7 @@ def _open_data(bundle: ModelBundle, mesh: Mesh) -> tuple[Loader, Reader | None, 
 
 
 def _restore_loader(loader: Loader, saved: Mapping[str, Any], start: StartingPoint, mesh: Mesh) -> None:
-    """Move the loader to the data position of the checkpoint."""
+    """Set the data position of the loader to that of the checkpoint."""
     position = saved["loader"]
     if position is None:
         raise UserError(

@@ -97,8 +97,8 @@ def many_scans() -> bytes:
     [
         (too_many_strips, "1500000 strips"),
         (too_large_with_many_strips, "9000 x 9000 pixels"),
-        (too_many_numbers, "1000000 numbers in field 282"),
-        (large_tiles, "32768 x 32768 pixels in each tile"),
+        (too_many_numbers, "field 282 has 1000000 numbers"),
+        (large_tiles, "tiles 32768 x 32768"),
         (overlapping_tiles, "cannot hold 8192 x 8192"),
         (short_data, "100 bytes cannot hold 8192 x 8192"),
         (big_tiff, "1500000 strips"),

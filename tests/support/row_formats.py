@@ -260,6 +260,44 @@ refused("CSV that is not UTF-8", raw(b"text\nso \xff\n"), "rows.csv:2: not UTF-8
 refused("CSV with nothing but names", raw("text\n"), "no rows", "rows.csv", opens=False)
 refused("CSV with an empty answer", raw("query,response\nhi,\n"), "`response` is empty", "rows.csv")
 
+# token ids: those of the characters of a text, in the tokenizer of the tests
+
+TOKENS = {"input_ids": [94, 98, 0]}  # "o", "s", the end
+
+
+becomes("token ids", "tokenized", lines(TOKENS), "[[os<|endoftext|>]]")
+becomes("token ids and a mask of ones", "tokenized", lines(TOKENS | {"attention_mask": [1, 1, 1]}),
+        "[[os<|endoftext|>]]")  # fmt: skip
+becomes("token ids with padding at both ends", "tokenized",
+        lines({"input_ids": [1, 94, 98, 1, 1], "attention_mask": [0, 1, 1, 0, 0]}), "[[os]]")  # fmt: skip
+becomes("token ids with labels", "tokenized", lines(TOKENS | {"labels": [-100, 98, -100]}), "o[[s]]<|endoftext|>")
+becomes("token ids with a mask of the loss", "tokenized", lines(TOKENS | {"loss_mask": [0, 0, 1]}),
+        "os[[<|endoftext|>]]")  # fmt: skip
+becomes("token ids with the masks of TRL", "tokenized",
+        lines(TOKENS | {"completion_mask": [False, True, True], "assistant_masks": [1.0, 1.0, 0.0]}),
+        "o[[s]]<|endoftext|>")  # fmt: skip
+becomes("token ids with labels in Parquet, of which a row has none", "tokenized",
+        table(TOKENS | {"labels": [94, 98, 0]}, TOKENS), "[[os<|endoftext|>]]", "rows.parquet", row=1)  # fmt: skip
+becomes("token ids as JSON in CSV, where that is said", "tokenized", raw('input_ids\n"[94, 98, 0]"\n'),
+        "[[os<|endoftext|>]]", "rows.csv", json_columns=["input_ids"])  # fmt: skip
+becomes("token ids of another name", "tokenized", lines({"tokens": [94, 98, 0]}), "[[os<|endoftext|>]]",
+        columns={"input_ids": "tokens"})  # fmt: skip
+becomes("token ids and their text, by name", "tokenized", lines(TOKENS | {"text": "os"}), "[[os<|endoftext|>]]",
+        format="tokenized")  # fmt: skip
+becomes("token ids and their text, of which the text", "text", lines(TOKENS | {"attention_mask": [1], "text": "so"}),
+        prose("so"), format="text")  # fmt: skip
+becomes("token ids of two documents", "tokenized", lines({"input_ids": [94, 98] * 2, "position_ids": [0, 1, 0, 1]}),
+        "[[osos]]")  # fmt: skip
+refused("token ids and their text", lines(TOKENS | {"text": "os"}),
+        "data.sources.0.format to one of text, tokenized")  # fmt: skip
+refused(
+    "token ids of another name, not renamed", lines({"tokens": [94]}), "data.sources.0.columns: {input_ids: tokens}"
+)
+refused("token ids as JSON in CSV", raw('input_ids\n"[94, 98, 0]"\n'), "list it in json_columns", "rows.csv")
+refused("token ids and a sound", lines(TOKENS | {"audio": "2.toy"}), "cannot have media (`audio`)")
+refused("token ids and an unused field", lines(TOKENS | {"token_type_ids": [0, 0, 0]}), "`token_type_ids` is not used")
+refused("token ids and a mask without content", lines({"attention_mask": [1]}), "whose content is `input_ids`")
+
 # what was read before
 
 becomes("a text", "text", lines({"text": "so it is"}), prose("so it is"))

@@ -7,6 +7,7 @@ of a media item has one placeholder for each run of placeholder tokens, which is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from omnizoo.data.rendering.chat_template import ChatTemplate
 from omnizoo.data.rendering.join_responses import join_responses
 from omnizoo.data.rendering.placeholders import TokenizedText, locate_followed, place, tokens_of_spans
 from omnizoo.data.rendering.template_conventions import Conventions
+from omnizoo.data.rendering.token_rows import TokenRowRenderer
 from omnizoo.data.row import CONVERSATION, BadRow, Row
 from omnizoo.data.rows.media import Find, MediaNotation, RowMedia
 from omnizoo.data.rows.messages import Message, read_list, read_messages, read_weight
@@ -154,6 +156,8 @@ class Renderer:
         present = self.fields.present(row)
         if not self.fields.has_preference(present):
             parsed = self._conversation(row, present, schema)
+            if "input_ids" in parsed.row:
+                return replace(self.token_rows.render(parsed.row), row_schema=parsed.format)
             rendered_row = self._render_response(ResponseRow("", parsed.row, parsed.prompt), key, find, find)
             return replace(rendered_row, row_schema=parsed.format)
 
@@ -314,6 +318,8 @@ class Renderer:
         if self.fields.has_preference(present):
             raise BadRow("a preference row has no single expected response, so it cannot be used as a prompt")
         parsed = self._conversation(row, present, schema)
+        if "input_ids" in parsed.row:
+            return Question(*self.token_rows.split(parsed.row))
         field = next(name for name in CONVERSATION if name in parsed.row)
         media = RowMedia(self.notation, parsed.row, find, (self.seed, 0, 0, 0))
         if self.turns is not None:
@@ -386,6 +392,14 @@ class Renderer:
             raise BadRow(str(bad)) from None
         assert positions.shape[1:] == ids.shape, "one column of positions for every token"
         return positions
+
+    @cached_property
+    def token_rows(self) -> TokenRowRenderer:
+        """Renderer of pre-tokenized rows."""
+        if self.turns is not None:
+            raise BadRow("pre-tokenized rows are texts, but this model does not generate text")
+        positions = partial(self._positions, items=())
+        return TokenRowRenderer(self.tokenizer, [*self.placeholders, *self.reserved], positions)
 
     def end_of_turn(self) -> list[int]:
         """Return a list with the id of the token that ends a response, or an empty list if there is none.

@@ -14,6 +14,7 @@ from typing import Any
 from omnizoo.data.row import SIDES, BadRow, Row
 from omnizoo.data.rows.media import read_column
 from omnizoo.data.rows.messages import as_prompt, parse
+from omnizoo.data.rows.tokenized import TOKEN_FIELDS_OF_ROWS
 from omnizoo.data.rows.unused_fields import METADATA_FIELDS, unsupported_reason
 
 # Field names of a plain text, if the row has no other content.
@@ -28,6 +29,7 @@ OTHER_PAIRS = (
     *(("instruction", "completion"), ("instruction", "answer"), ("query", "answer"), ("input", "response")),
     *(("input", "target"), ("inputs", "targets"), ("problem", "solution"), ("user", "assistant")),
 )
+TOKEN_NAMES = ("token_ids", "tokens")  # other names of `input_ids`; error messages suggest how to rename them
 LISTS = ("messages", "conversations", "history")  # never plain text: a list or object in a string is parsed as JSON
 EITHER = ("prompt", "completion", *SIDES)  # fields that contain either a text or messages
 
@@ -149,6 +151,9 @@ def hint(present: Row, schema: SourceSchema) -> str:
     for prompt, response in OTHER_PAIRS:
         if prompt in present and response in present:
             return f"to read them as a chat, set {schema.key}.columns: {{query: {prompt}, response: {response}}}"
+    for name in TOKEN_NAMES:
+        if name in present:
+            return f"to read it as token ids, set {schema.key}.columns: {{input_ids: {name}}}"
     names = [name for name in present if name not in METADATA_FIELDS]
     if len(names) == 1 and isinstance(present[names[0]], str) and unsupported_reason(names[0]) is None:
         return f"to read it as a text, set {schema.key}.columns: {{text: {names[0]}}}"
@@ -363,6 +368,22 @@ def _from_document(schema_input: SchemaInput) -> tuple[Row, str]:
     return _without(schema_input.present, name) | {"text": schema_input.present[name]}, ""
 
 
+def _fits_tokenized(schema_input: SchemaInput) -> str:
+    return "the row has `input_ids`" if "input_ids" in schema_input.present else ""
+
+
+def _from_tokenized(schema_input: SchemaInput) -> tuple[Row, str]:
+    """Return the row unchanged. An empty list of labels or masks is kept, so that its length is checked."""
+    for column in schema_input.media.values():
+        raise BadRow(
+            f"a pre-tokenized row cannot have media (`{column}`), because the number of their tokens depends on the "
+            "model. Use `messages` or `text`."
+        )
+    present = schema_input.present
+    empty = [name for name in TOKEN_FIELDS_OF_ROWS if name in schema_input.names and name not in present]
+    return present | {name: [] for name in empty}, ""
+
+
 FORMATS = {
     format.name: format
     for format in (
@@ -428,6 +449,13 @@ FORMATS = {
             DOCUMENT,
             _fits_document,
             _from_document,
+        ),
+        Format(
+            "tokenized",
+            "`input_ids` (optional: `labels`, `loss_mask`, `attention_mask`, `position_ids`, `cu_seqlens`)",
+            TOKEN_FIELDS_OF_ROWS,
+            _fits_tokenized,
+            _from_tokenized,
         ),
     )
 }

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from omnizoo.config.sections.loss_options import PREFERENCES
 from omnizoo.data.row import CONVERSATION, PROMPTS, SIDES, SINGLE, BadRow, Row
+from omnizoo.data.rows.tokenized import TOKEN_FIELDS_OF_ROWS
 from omnizoo.modalities.media import WELL_KNOWN
 
 # Metadata that other tools store in rows: ids, origin, topic, statistics. docs/how-to/data.md lists these names.
@@ -41,7 +42,7 @@ PreferenceRows = Literal["refused", "allowed", "required"]  # whether the losses
 NEEDS_PREFERENCE_LOSS = f"preference rows need one of {', '.join(PREFERENCES)} in train.losses"
 PAIR_FIELDS = "preference pairs are read from `chosen` and `rejected`"
 WEIGHT_FIELDS = "loss weights are read from `weight`, in a message or in the row"
-PRETOKENIZED = "pre-tokenized rows are not supported"
+PRETOKENIZED = "it belongs to pre-tokenized rows, whose content is `input_ids`"
 PROMPT_FIELDS = (
     "prompts and responses are read from `instruction` and `output`, `prompt` and `completion`, or `query` and "
     "`response`"
@@ -57,7 +58,7 @@ UNSUPPORTED_FIELDS = {
     SCORES: ("reward", "rewards", "score", "scores", "margin"),
     LABELS: ("label", "kto_tag"),
     WEIGHT_FIELDS: ("weights", "*_weight", "loss_scale", "loss_mask"),
-    PRETOKENIZED: ("input_ids", "token_ids", "tokens", "labels", "attention_mask", "position_ids"),
+    PRETOKENIZED: ("token_ids", "tokens", *TOKEN_FIELDS_OF_ROWS),
     PROMPT_FIELDS: (
         "instruction", "input", "output", "prompt", "completion", "response", "query", "question", "answer",
         "history", "inputs", "targets", "context",
@@ -159,7 +160,9 @@ class RowFields:
 
         if conversations or self._has_unused_preference(present):
             used = {*conversations, *self.media_columns, "weight"}
-            if conversations != ["text"]:
+            if conversations == ["input_ids"]:
+                used = {*TOKEN_FIELDS_OF_ROWS, "weight"}
+            elif conversations != ["text"]:
                 used |= {"system", "tools"}
             self.check_used(present, used)
         if not conversations:

@@ -36,7 +36,7 @@ def optional(module: str) -> Any:
 
 @contextmanager
 def media_errors(media: Media) -> Iterator[None]:
-    """Context manager: convert the errors of a parser to a `BadMedia` that names the item."""
+    """Context manager that converts the errors of a parser to a `BadMedia` that names the item."""
     try:
         yield
     except (BadMedia, UserError):
@@ -51,6 +51,8 @@ def media_errors(media: Media) -> Iterator[None]:
 def check_pixels(media: Media, height: int, width: int) -> None:
     """Raise `BadMedia` for images without pixels or with more than `MAX_PIXELS`."""
     if height < 1 or width < 1:
-        raise BadMedia(f"{media.name}: {width} x {height}: no pixels")
+        raise BadMedia(f"{media.name}: the size is {width} x {height}, so the image has no pixels")
     if height * width > MAX_PIXELS:
-        raise BadMedia(f"{media.name}: {width} x {height} pixels, but at most {MAX_PIXELS:,} are decoded")
+        raise BadMedia(
+            f"{media.name}: the image has {width} x {height} pixels, but at most {MAX_PIXELS:,} are supported"
+        )

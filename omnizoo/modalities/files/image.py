@@ -1,4 +1,4 @@
-"""Images from files, bytes and arrays: their sizes from headers, and their pixels."""
+"""Read images from files, bytes and arrays: their pixels, and their sizes (from the header, without decoding)."""
 
 import zlib
 from collections.abc import Iterator
@@ -74,7 +74,8 @@ def _image(media: Media) -> Iterator[tuple["Image", int]]:
         else:
             image = library.fromarray(_image_array(media))
         check_pixels(media, image.height, image.width)
-        # Pillow decodes a PNG to find EXIF data after its pixels. Such data is ignored, here and in `read_image`.
+        # To find EXIF data after the pixels of a PNG, Pillow would decode the image. `read_image` also ignores such
+        # data.
         reads_exif = image.format != "PNG" or "exif" in image.info
         orientation = int(image.getexif().get(0x0112, 1)) if reads_exif else 1
         yield image, orientation
@@ -99,7 +100,7 @@ def _check_file_size(media: Media, image: "Image", raw: BinaryIO) -> None:
 
 
 def _png_bytes(raw: BinaryIO) -> int:
-    """Return the number of bytes of the inflated pixels of a PNG, from its header."""
+    """Return the number of bytes of the decompressed pixels of a PNG, computed from its header."""
     raw.seek(16)
     head = raw.read(13)
     width = int.from_bytes(head[:4])
@@ -122,14 +123,14 @@ def _check_scans(media: Media) -> None:
         # In compressed data, 0xFF is followed by 0 or a restart marker, so each match begins a scan.
         num_scans = raw.read().count(b"\xff\xda")
     if num_scans > MAX_SCANS:
-        raise BadMedia(f"{media.name}: {num_scans} scans in a progressive JPEG, but at most {MAX_SCANS} are decoded")
+        raise BadMedia(f"{media.name}: the JPEG has {num_scans} scans, but at most {MAX_SCANS} are supported")
 
 
 def _check_png_rows(media: Media, image: "Image") -> None:
     """Raise `BadMedia` if a PNG has fewer rows than its header states.
 
-    If the compressed data ends early but cleanly, Pillow leaves the missing rows black. If the last row is not all
-    zero, all rows were read. Otherwise the data is inflated again to count its bytes.
+    If the compressed data ends early but without an error, Pillow leaves the missing rows black. If the last row is not
+    all zero, all rows were read. Otherwise, the data is decompressed again to count its bytes.
     """
     last = image.crop((0, image.height - 1, image.width, image.height))
     if last.getbbox() is not None and not image.info.get("interlace"):
@@ -145,7 +146,9 @@ def _check_png_rows(media: Media, image: "Image") -> None:
                 missing -= len(inflate.decompress(chunk, 1 << 20))
                 chunk = inflate.unconsumed_tail
     if missing > 0:
-        raise BadMedia(f"{media.name}: {stated - missing} of {stated} bytes of pixels: truncated")
+        raise BadMedia(
+            f"{media.name}: the image is truncated: it has only {stated - missing} of {stated} bytes of pixels"
+        )
 
 
 def _image_array(media: Media) -> npt.NDArray[np.uint8]:
@@ -168,4 +171,6 @@ def _image_array(media: Media) -> npt.NDArray[np.uint8]:
 def check_aspect(media: Media, height: int, width: int) -> None:
     """Raise `BadMedia` for images that `smart_resize` of transformers rejects."""
     if max(height, width) > 200 * min(height, width):
-        raise BadMedia(f"{media.name}: {width} x {height} pixels: one side is more than 200 times the other")
+        raise BadMedia(
+            f"{media.name}: the size is {width} x {height}, but one side must be at most 200 times as long as the other"
+        )

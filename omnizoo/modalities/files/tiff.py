@@ -88,7 +88,9 @@ class _Header:
             return
         for tag, field in self.fields.items():
             if field.type not in BYTE_TYPES and tag not in PER_STRIP and field.count > MAX_NUMBERS:
-                raise BadMedia(f"{self.media.name}: {field.count} numbers in field {tag}, but at most {MAX_NUMBERS}")
+                raise BadMedia(
+                    f"{self.media.name}: field {tag} has {field.count} numbers, but at most {MAX_NUMBERS} are supported"
+                )
         width = self._value(WIDTH)
         height = self._value(HEIGHT)
         check_pixels(self.media, height, width)
@@ -103,7 +105,7 @@ class _Header:
             self._check_count((TILE_OFFSETS, TILE_SIZES), "tiles", max_count)
             if num_pixels > MAX_TILE_PIXELS:
                 size = f"{tile_width} x {tile_height}"
-                raise BadMedia(f"{self.media.name}: {size} pixels in each tile of {width} x {height} pixels")
+                raise BadMedia(f"{self.media.name}: the image has {width} x {height} pixels, but its tiles {size}")
         if STRIP_OFFSETS in self.fields:
             # A strip has at least one row.
             self._check_count((STRIP_OFFSETS, STRIP_SIZES), "strips", height * num_planes)
@@ -113,7 +115,7 @@ class _Header:
         """Raise `BadMedia` if a field lists more than `maximum` strips or tiles."""
         count = max(self.fields[tag].count for tag in tags if tag in self.fields)
         if count > maximum:
-            raise BadMedia(f"{self.media.name}: {count} {name}, but pixels for at most {maximum}")
+            raise BadMedia(f"{self.media.name}: the file lists {count} {name}, but the image has at most {maximum}")
 
     def _check_file_size(self, width: int, height: int, num_samples: int) -> None:
         """Raise `BadMedia` if the compressed data is too small for the stated image size."""
